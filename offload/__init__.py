@@ -1,0 +1,24 @@
+"""offload: run and train PyTorch models that are larger than memory.
+
+Importing this package is cheap (no torch, no transformers): the command line must answer
+``offload --help`` at once. The public functions are looked up lazily on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from offload.api import load, unwrap, wrap
+
+__all__ = ["__version__", "load", "unwrap", "wrap"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load", "wrap", "unwrap"):
+        from offload import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'offload' has no attribute {name!r}")

@@ -1,0 +1,50 @@
+"""Byte sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from offload.errors import OffloadError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 2**10, "KIB": 2**10, "KB": 10**3,
+    "M": 2**20, "MIB": 2**20, "MB": 10**6,
+    "G": 2**30, "GIB": 2**30, "GB": 10**9,
+    "T": 2**40, "TIB": 2**40, "TB": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Bytes of ``"8GiB"``, ``"1500 MB"``, ``"512M"`` (binary) or a plain number of bytes.
+
+    Raises:
+        OffloadError: the text is not a size, or is not positive.
+    """
+    if isinstance(text, bool):
+        raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB'")
+    if isinstance(text, (int, float)):
+        value = float(text)
+        if value != value or value in (float("inf"), float("-inf")):
+            raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB'")
+        n = int(text)
+    else:
+        found = _SIZE.fullmatch(text)
+        unit = found.group(2).upper() if found else None
+        if found is None or unit not in _UNITS:
+            raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB', '1500MiB'")
+        n = int(float(found.group(1)) * _UNITS[unit])
+    if n <= 0:
+        raise OffloadError(f"a size must be positive, got {text!r}")
+    return n
+
+
+def format_bytes(n: int | float) -> str:
+    """``1536 MiB`` style: binary units, at most one decimal."""
+    sign, n = ("-", -n) if n < 0 else ("", n)
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale * (10 if unit == "TiB" else 1):
+            return f"{sign}{n / scale:.1f} {unit}"
+    return f"{sign}{n:.0f} B"
