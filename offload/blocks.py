@@ -86,10 +86,14 @@ class BlockSpec:
         end = 0
         for t in self.tensors:
             if t.offset < end or t.offset % TENSOR_ALIGN:
-                raise ValueError(f"block {self.id}: tensor {t.name} at {t.offset} overlaps or is unaligned")
+                raise ValueError(
+                    f"block {self.id}: tensor {t.name} at {t.offset} overlaps or is unaligned"
+                )
             end = t.offset + t.nbytes
         if end > self.nbytes:
-            raise ValueError(f"block {self.id}: tensors end at {end}, block has {self.nbytes} bytes")
+            raise ValueError(
+                f"block {self.id}: tensors end at {end}, block has {self.nbytes} bytes"
+            )
 
     @property
     def payload_nbytes(self) -> int:
@@ -115,7 +119,9 @@ def layout(
     """
     out, end = [], 0
     for name, dtype, shape in tensors:
-        spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=align_up(end, TENSOR_ALIGN))
+        spec = TensorSpec(
+            name=name, dtype=dtype, shape=tuple(shape), offset=align_up(end, TENSOR_ALIGN)
+        )
         out.append(spec)
         end = spec.offset + spec.nbytes
     return BlockSpec(id=id, kind=kind, tensors=tuple(out), nbytes=end, group=group)

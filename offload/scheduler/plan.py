@@ -1,0 +1,93 @@
+"""A plan: frozen decisions of what lives where, and the facts behind them.
+
+Pure data. It is made once, before any weight is loaded, printed for the user, and then obeyed by
+the residency state machine, which runs the same way on real lanes and on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload.blocks import BlockSpec, Tier
+from offload.scheduler.trace import Trace
+
+
+class Home(enum.Enum):
+    """Where a block stays between uses."""
+
+    PINNED = "pinned"
+    """Loaded once, stays in the tier of the plan's ``pinned`` map."""
+    STREAMED = "streamed"
+    """Comes through the rings at each use."""
+    CACHED = "cached"
+    """An expert: in a slot while the cache keeps it."""
+    BY_ROW = "by-row"
+    """An embedding: single rows are read at each use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLayout:
+    """How one tier's arena is divided: ``[pinned | ring | slots]``. Sizes in bytes."""
+
+    pinned: Mapping[str, int] = field(default_factory=dict)
+    """Pinned blocks and their offsets."""
+    ring_base: int = 0
+    ring_bytes: int = 0
+    slot_base: int = 0
+    slot_bytes: int = 0
+    slots: int = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.ring_base
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arena."""
+        return max(self.ring_base + self.ring_bytes, self.slot_base + self.slot_bytes * self.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A predicted figure with the spread of the measurements it comes from."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What lives where. See the module's text."""
+
+    blocks: Mapping[str, BlockSpec]
+    trace: Trace
+    groups: tuple[str, ...]
+    """Layers with experts, in the order in which they run."""
+    compute_tier: Tier
+    tiers: Mapping[Tier, TierLayout]
+    homes: Mapping[str, Home]
+    budgets: Mapping[Tier, int]
+    reserves: Mapping[Tier, Mapping[str, int]]
+    """Bytes set aside in each tier for what is not weights, by name (KV, activations, ...)."""
+    weight_bytes: int
+    streamed_bytes_per_pass: int
+    """Bytes read from disk for one pass over the trace, experts at the expected hit rate."""
+    expected_hit_rate: float | None
+    predicted_pass_s: Interval | None = None
+    bound_pass_s: float | None = None
+    """The busiest lane's time: no schedule can be faster."""
+    lane_s: Mapping[str, float] = field(default_factory=dict)
+    """Predicted busy seconds of each lane in one pass."""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The lane with the most work, or None without rates."""
+        return max(self.lane_s, key=lambda k: self.lane_s[k]) if self.lane_s else None
+
+    def resident_bytes(self, tier: Tier) -> int:
+        """Peak bytes of a tier under this plan: the arena and the reserves."""
+        return self.tiers[tier].nbytes + sum(self.reserves.get(tier, {}).values())
