@@ -1,0 +1,431 @@
+"""Put a streamed model together: real parameters for what is pinned, hooks for what is not.
+
+A unit's pre-hook waits for its blocks and puts views of them where the module looks for its
+parameters; its post-hook takes them away again. Everything the model computes is its own code on
+its own weights, so the results are bit-equal to the resident model's.
+
+Fused experts keep their class's own eager loop as well: what the loop indexes
+(``self.gate_up_proj[e]``) is replaced by a proxy that fetches expert ``e`` when it is asked for,
+after the routing has announced all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from offload.errors import OffloadError, UnsupportedModelError
+from offload.io.store import Span
+from offload.models.absent import absent
+from offload.models.units import Cut, ExpertGroup, HeadSlices, Param, RowEmbedding, Unit
+from offload.runtime.executor import Executor
+from offload.scheduler.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+Undo = Callable[[], None]
+
+
+class Attachment:
+    """The hooks of one streamed model. ``detach`` removes every trace of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        plan: Plan,
+        executor: Executor,
+        *,
+        head_rows_verified: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        self.model = model
+        self.cut = cut
+        self.plan = plan
+        self.executor = executor
+        self._head_rows_verified = head_rows_verified
+        self._undo: list[Undo] = []
+        pinned = plan.tiers[plan.compute_tier].pinned
+        self._resident = {b for b in plan.blocks if b in pinned}
+        sliced = set(cut.head.blocks) if cut.head else set()
+        for block, params in cut.params.items():
+            if block in sliced or plan.blocks[block].group:
+                continue
+            if cut.embedding and block == cut.embedding.block:
+                continue
+            if block in self._resident:
+                self._bind(block, params)
+            else:
+                for param in params:
+                    self._remove(param)
+        for unit in cut.units:
+            self._hook_unit(unit)
+        for group in cut.groups:
+            self._hook_experts(group)
+        if cut.head:
+            self._hook_head(cut.head)
+        if cut.embedding:
+            self._hook_embedding(cut.embedding)
+        self._refuse_backward()
+
+    def detach(self) -> None:
+        """Remove hooks and proxies. Parameters are left to the caller."""
+        while self._undo:
+            self._undo.pop()()
+
+    def bury(self) -> None:
+        """Replace every parameter that lived in the arenas: their memory goes away."""
+        for params in self.cut.params.values():
+            for param in params:
+                self._remove(param)
+
+    # -- parameters -----------------------------------------------------------------------
+
+    def _bind(self, block: str, params: list[Param]) -> None:
+        """Give a pinned block's parameters their memory for good."""
+        views = self.executor.views(block)
+        for param in params:
+            real = nn.Parameter(views[param.name], requires_grad=False)
+            for place in param.places:
+                place.module._parameters[place.attr] = real
+                _refresh_flat_weights(place.module)
+
+    def _remove(self, param: Param) -> None:
+        stand_in = absent(param.name, param.tensor, self.executor.device.torch_device)
+        for place in param.places:
+            place.module._parameters[place.attr] = stand_in
+
+    # -- units ----------------------------------------------------------------------------
+
+    def _hook_unit(self, unit: Unit) -> None:
+        blocks = tuple(b for b in unit.blocks if b not in self._resident)
+        if not blocks:
+            return
+        inside = set(map(id, unit.module.modules()))
+        # (parameters dict, attribute, block, tensor name, stand-in): all a hook has to touch
+        spots = [
+            (place.module._parameters, place.attr, block, param.name)
+            for block in blocks
+            for param in self.cut.params[block]
+            for place in param.places
+            if id(place.module) in inside
+        ]
+        stand_ins = [parameters[attr] for parameters, attr, _, _ in spots]
+        recurrent = [m for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
+        tickets: list[int] = []
+        executor = self.executor
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if tickets:
+                raise UnsupportedModelError(
+                    f"{unit.name} calls itself or runs in two threads at once; a streamed model "
+                    f"runs in one thread at a time"
+                )
+            ticket = executor.enter(unit.name, blocks)
+            tickets.append(ticket)
+            views = {b: executor.views(b) for b in blocks}
+            for parameters, attr, block, name in spots:
+                parameters[attr] = views[block][name]  # type: ignore[assignment]
+            for rnn in recurrent:
+                _refresh_flat_weights(rnn)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # Also called after an error, and then possibly without an ``enter``.
+            if not tickets:
+                return
+            for (parameters, attr, _, _), stand_in in zip(spots, stand_ins, strict=True):
+                parameters[attr] = stand_in
+            for rnn in recurrent:
+                _refresh_flat_weights(rnn)
+            executor.leave(tickets.pop(), blocks)
+
+        self._hooks(unit.module, enter, leave)
+
+    def _hooks(self, module: nn.Module, before: Any, after: Any) -> None:
+        first = module.register_forward_pre_hook(before)
+        last = module.register_forward_hook(after, always_call=True)
+        self._undo += [first.remove, last.remove]
+
+    # -- experts --------------------------------------------------------------------------
+
+    def _hook_experts(self, group: ExpertGroup) -> None:
+        session = _ExpertSession(self.executor, group)
+        for param in group.params:
+            attr = param.places[0].attr
+            self._remove(param)
+            proxy = _ExpertProxy(session, param, group.module._parameters[attr])
+            # An instance attribute shadows the registered parameter of the same name.
+            group.module.__dict__[attr] = proxy
+            self._undo.append(lambda m=group.module, a=attr: m.__dict__.pop(a, None))
+
+        def route(module: nn.Module, args: Any, kwargs: Any) -> None:
+            session.begin(_routing(args, kwargs, group))
+
+        def finish(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            session.end()
+
+        first = group.module.register_forward_pre_hook(route, with_kwargs=True)
+        last = group.module.register_forward_hook(finish, with_kwargs=True, always_call=True)
+        self._undo += [first.remove, last.remove]
+
+    # -- head and embedding ---------------------------------------------------------------
+
+    def _hook_head(self, head: HeadSlices) -> None:
+        module, param, executor = head.module, head.param, self.executor
+        vocabulary, width = param.tensor.shape
+        for place in param.places:
+            place.module._parameters[place.attr] = absent(
+                param.name, param.tensor, executor.device.torch_device
+            )
+        parts = [
+            (rows, block, f"{head.name}#{i}", block not in self._resident)
+            for i, (rows, block) in enumerate(zip(head.rows, head.blocks, strict=True))
+        ]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            rows_in = x.numel() // width if width else 0
+            if not self._head_rows_verified(rows_in):
+                raise OffloadError(
+                    f"the LM head is streamed in slices, and for {rows_in} rows at once slices "
+                    f"are not bit-equal to the whole on this machine; raise the RAM budget by "
+                    f"{param.nbytes / 2**20:.0f} MiB so that it stays whole, or use smaller batches"
+                )
+            out = x.new_empty((*x.shape[:-1], vocabulary))
+            bias = module.bias
+            for (a, b), block, step, streamed in parts:
+                ticket = executor.enter(step, (block,)) if streamed else 0
+                try:
+                    weight = executor.views(block)[param.name]
+                    part = F.linear(x, weight, None if bias is None else bias[a:b])
+                    out[..., a:b] = part
+                finally:
+                    if streamed:
+                        executor.leave(ticket, (block,))
+            return out
+
+        module.__dict__["forward"] = forward
+        self._undo.append(lambda: module.__dict__.pop("forward", None))
+
+    def _hook_embedding(self, embedding: RowEmbedding) -> None:
+        module, param, block = embedding.module, embedding.param, embedding.block
+        if block in self._resident:
+            views = self.executor.views(block)
+            module._parameters["weight"] = nn.Parameter(views[param.name], requires_grad=False)
+            return
+        executor = self.executor
+        stand_in = absent(param.name, param.tensor, executor.device.torch_device)
+        module._parameters["weight"] = stand_in
+        width = param.tensor.shape[1]
+        row_bytes = width * param.tensor.element_size()
+        padding = module.padding_idx
+
+        def before(_: nn.Module, args: Any) -> Any:
+            ids = args[0]
+            unique, inverse = torch.unique(ids, return_inverse=True)
+            low, high = (int(unique[0]), int(unique[-1])) if len(unique) else (0, -1)
+            if low < 0 or high >= param.tensor.shape[0]:
+                raise IndexError(
+                    f"token ids from {low} to {high} for a vocabulary of {param.tensor.shape[0]}"
+                )
+            rows = torch.empty((len(unique), width), dtype=param.tensor.dtype)
+            spans = [
+                Span(token * row_bytes, i * row_bytes, row_bytes)
+                for i, token in enumerate(unique.tolist())
+            ]
+            if spans:
+                flat = rows.view(torch.uint8).view(-1).numpy()
+                executor.read_rows(block, spans, memoryview(flat))
+            module._parameters["weight"] = rows  # type: ignore[assignment]
+            module.padding_idx = None  # it names a row of the whole table, and only scales grads
+            return (inverse, *args[1:])
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            module._parameters["weight"] = stand_in
+            module.padding_idx = padding
+
+        self._hooks(module, before, after)
+
+    # -- backward -------------------------------------------------------------------------
+
+    def _refuse_backward(self) -> None:
+        """Make ``backward()`` an error instead of a silent non-event."""
+
+        def guard(module: nn.Module, args: Any, output: Any) -> Any:
+            return _guarded(output) if torch.is_grad_enabled() else None
+
+        handle = self.model.register_forward_hook(guard)
+        self._undo.append(handle.remove)
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OffloadError(
+            "backward through a streamed model is not supported yet: no gradient would reach its "
+            "weights. Train the resident model, or use torch.no_grad() for inference"
+        )
+
+
+def _guarded(value: Any) -> Any:
+    """The same structure, with every float tensor's backward an error."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or value.is_inference():
+            return value
+        anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
+        return _NoBackward.apply(value, anchor)
+    if isinstance(value, dict):  # ModelOutput is one, and must keep its class
+        for key in list(value):
+            if isinstance(value[key], torch.Tensor):
+                value[key] = _guarded(value[key])
+        return value
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_guarded(v) if isinstance(v, torch.Tensor) else v for v in value)
+    return value
+
+
+class _ExpertSession:
+    """One MoE layer's run: which expert the eager loop is at."""
+
+    def __init__(self, executor: Executor, group: ExpertGroup) -> None:
+        self.executor = executor
+        self.group = group
+        self._current: str | None = None
+        self._views: dict[str, torch.Tensor] = {}
+        self._open = False
+
+    def begin(self, experts: list[int]) -> None:
+        self._open = True
+        self.executor.route(self.group.name, [self.group.blocks[e] for e in experts])
+
+    def get(self, expert: int, name: str) -> torch.Tensor:
+        """A tensor of an expert. The loop has finished with the one before it."""
+        if not 0 <= expert < self.group.n_experts:
+            raise IndexError(f"expert {expert} of {self.group.n_experts} in {self.group.name}")
+        block = self.group.blocks[expert]
+        if block != self._current:
+            self._let_go()
+            self._views = self.executor.acquire(block)
+            self._current = block
+        return self._views[name]
+
+    def end(self) -> None:
+        self._let_go()
+        if self._open:
+            self._open = False
+            self.executor.end_route()
+
+    def _let_go(self) -> None:
+        if self._current is not None:
+            current, self._current, self._views = self._current, None, {}
+            self.executor.release(current)
+
+
+class _ExpertProxy:
+    """What an experts module finds in place of a fused parameter ``[E, ...]``."""
+
+    def __init__(self, session: _ExpertSession, param: Param, stand_in: Any) -> None:
+        self._session = session
+        self._name = param.name
+        self._stand_in = stand_in
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        if isinstance(key, torch.Tensor) and key.dim() == 0:
+            key = int(key)
+        if isinstance(key, int):
+            return self._session.get(key, self._name)
+        return self._refuse(f"indexing with {key!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "ndim", "size", "dim", "is_meta"):
+            return getattr(self._stand_in, name)
+        return self._refuse(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._refuse(getattr(func, "__name__", str(func)))
+
+    def _refuse(self, what: str) -> Any:
+        raise UnsupportedModelError(
+            f"{self._name} is streamed expert by expert and {what} needs all experts at once"
+        )
+
+
+def _routing(args: Any, kwargs: Any, group: ExpertGroup) -> list[int]:
+    """The experts routed to, ascending: the order in which every eager loop takes them."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            if value.dtype == torch.bool:
+                continue
+            # Expert-parallel routing marks tokens of other ranks with index ``n_experts``.
+            return [e for e in torch.unique(value).tolist() if 0 <= e < group.n_experts]
+    return []
+
+
+def check_expert_loop(group: ExpertGroup) -> str | None:
+    """Try a group's eager loop on one token and expert 0; the reason if it cannot be streamed.
+
+    Uses zeros without memory for the weights, and leaves the module as it was.
+    """
+    module = group.module
+    params = {p.places[0].attr: p for p in group.params}
+    transposed = bool(getattr(module, "is_transposed", False))
+    first = params.get("gate_up_proj") or params.get("up_proj") or group.params[0]
+    shape = first.tensor.shape
+    width = int(shape[1] if transposed else shape[2])
+    dtype = first.tensor.dtype
+    touched: set[int] = set()
+
+    class Probe:
+        def __init__(self, like: torch.Tensor) -> None:
+            self.like = like
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            touched.add(int(key))
+            return torch.zeros((), dtype=self.like.dtype).expand(self.like.shape[1:])
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise UnsupportedModelError(f"{func.__name__} on all experts at once")
+
+    saved = dict(module._parameters)
+    try:
+        for attr, tensor in saved.items():
+            if attr in params:
+                module.__dict__[attr] = Probe(tensor)  # type: ignore[arg-type]
+            elif tensor is not None:
+                module._parameters[attr] = torch.zeros(tensor.shape, dtype=tensor.dtype)  # type: ignore[assignment]
+        hidden = torch.zeros((1, width), dtype=dtype)
+        index = torch.zeros((1, 1), dtype=torch.int64)
+        weight = torch.ones((1, 1), dtype=dtype)
+        loop: Any = type(module).forward.__wrapped__  # type: ignore[attr-defined]
+        with torch.no_grad():
+            out = loop(module, hidden, index, weight)
+        if touched != {0}:
+            return f"its loop touched experts {sorted(touched)} for a token routed to expert 0"
+        if out.shape != hidden.shape:
+            return f"its loop returned {tuple(out.shape)}"
+    except Exception as error:  # noqa: BLE001  any failure means: not this way
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for attr in params:
+            module.__dict__.pop(attr, None)
+        module._parameters.update(saved)
+    return None
+
+
+def _refresh_flat_weights(module: nn.Module) -> None:
+    """Recurrent modules keep a list of their parameters beside them."""
+    if isinstance(module, nn.RNNBase):
+        names: list[str] = module._flat_weights_names
+        module._flat_weights = [module._parameters.get(n) for n in names]  # type: ignore[misc]
+
+
+__all__ = ["Attachment", "check_expert_loop"]

@@ -1,0 +1,170 @@
+"""How much memory a model needs besides its weights, found without running it.
+
+One forward pass on the meta device, with every tensor it creates watched, gives the peak of live
+activations and the exact size of the KV cache for any family, sliding windows and recurrent
+states included. What data-dependent code cannot run on meta falls back to a formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload.models.units import expert_groups
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes besides weights, for one batch. ``measured`` is False if a formula had to do."""
+
+    activation_bytes: int
+    cache_bytes: int
+    measured: bool
+
+
+class _Watch(TorchDispatchMode):
+    """Sums the storages that are alive, op by op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._total = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                known = self._live.get(key)
+                if known is None or known[1].expired():
+                    if known is not None:
+                        self._total -= known[0]
+                    self._live[key] = (storage.nbytes(), StorageWeakRef(storage))
+                    self._total += storage.nbytes()
+        if self._total > self.peak:
+            self._purge()
+            self.peak = max(self.peak, self._total)
+        return out
+
+    def _purge(self) -> None:
+        for key in [k for k, (_, ref) in self._live.items() if ref.expired()]:
+            self._total -= self._live.pop(key)[0]
+
+
+def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
+    """The footprint of one forward over ``batch`` × ``tokens`` ids with a KV cache.
+
+    ``model``: a transformers model on the meta device (it is not changed).
+    """
+    element = next((p.element_size() for p in model.parameters()), 4)
+    largest = max((p.numel() * p.element_size() for p in model.parameters() if p.dim() == 2), default=0)
+    with contextlib.ExitStack() as stack:
+        for group in expert_groups(model):
+            stack.enter_context(_stub_experts(group.module, group.n_experts))
+        try:
+            peak, cache = _run(model, tokens, batch)
+            # BLAS may reorder a whole matrix into its own layout before it multiplies.
+            return Footprint(int(peak * 1.05) + largest, cache, True)
+        except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
+            logger.info("activations are estimated by formula: %s", error)
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    hidden = int(getattr(config, "hidden_size", 1024))
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    layers = int(getattr(config, "num_hidden_layers", 24))
+    rows = tokens * batch
+    vocabulary = int(getattr(config, "vocab_size", 0))
+    activations = rows * (12 * hidden + 3 * inner) * max(element, 4) + 12 * batch * vocabulary
+    return Footprint(activations + largest, 2 * layers * rows * hidden * element, False)
+
+
+def _run(model: Any, tokens: int, batch: int) -> tuple[int, int]:
+    ids = torch.zeros((batch, tokens), dtype=torch.int64, device="meta")
+    accepted = inspect.signature(type(model).forward).parameters
+    kwargs: dict[str, Any] = {"input_ids": ids}
+    if "use_cache" in accepted:
+        kwargs["use_cache"] = True
+    if "logits_to_keep" in accepted:
+        kwargs["logits_to_keep"] = 1
+    if getattr(model.config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = ids[:, :1]
+    with torch.no_grad(), _buffers_on_meta(model), _Watch() as watch:
+        out = model(**kwargs)
+        cache = _cache_bytes(getattr(out, "past_key_values", None))
+    return watch.peak - cache, cache
+
+
+def _cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors a transformers cache holds."""
+    total = 0
+    for layer in getattr(cache, "layers", None) or ():
+        for value in vars(layer).values():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    total += leaf.numel() * leaf.element_size()
+    return total
+
+
+@contextlib.contextmanager
+def _buffers_on_meta(model: Any) -> Iterator[None]:
+    """Real buffers (rotary frequencies) move to meta for the pass: devices must not mix."""
+    saved = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                saved.append((module, name, buffer))
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+    try:
+        yield
+    finally:
+        for module, name, buffer in saved:
+            module._buffers[name] = buffer
+
+
+@contextlib.contextmanager
+def _stub_experts(module: Any, n_experts: int) -> Iterator[None]:
+    """Experts choose rows by value, which meta tensors have none of. Allocate what their eager
+    loop would in its worst case: every token routed to the same expert."""
+    sizes = [
+        max(p.shape[1:]) if p.dim() == 3 else p.shape[-1]
+        for p in module._parameters.values()
+        if p is not None and p.dim() >= 2
+    ]
+    inner = max(sizes, default=1)
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        index = next(
+            (
+                a
+                for a in (*args, *kwargs.values())
+                if isinstance(a, torch.Tensor) and not a.is_floating_point()
+            ),
+            None,
+        )
+        rows = hidden.numel() // hidden.shape[-1]
+        mask = hidden.new_empty(
+            (index.numel() if index is not None else rows, n_experts + 1), dtype=torch.int64
+        )
+        joined = hidden.new_empty((rows, inner))
+        halves = torch.empty_like(joined), torch.empty_like(joined)
+        picked, out = torch.empty_like(hidden), torch.empty_like(hidden)
+        del mask, joined, halves, picked
+        return out
+
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]

@@ -1,0 +1,61 @@
+"""``model.offload``: what a user can ask of a streamed model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from offload.blocks import Tier
+from offload.models.attach import Attachment
+from offload.runtime.executor import Executor
+from offload.runtime.rss import peak_rss
+from offload.scheduler.plan import Plan
+
+
+@dataclass(kw_only=True)
+class OffloadHandle:
+    """The runtime behind a streamed model.
+
+    Attributes:
+        plan: what lives where, and why.
+        load_s: seconds from opening the files to the model being ready.
+        baseline_rss: resident bytes of the process before the model (see ``stats``).
+        notes: what else a user should know about how the model is run.
+    """
+
+    plan: Plan
+    executor: Executor
+    attachment: Attachment
+    load_s: float
+    baseline_rss: int
+    notes: tuple[str, ...] = ()
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since the model was loaded. Sizes in bytes, times in seconds.
+
+        ``hit_rate`` is None for a model without streamed experts. ``stall_s`` is the time that
+        the computing thread waited for data.
+        """
+        stats = self.executor.stats
+        budget = self.plan.budgets.get(Tier.RAM)
+        return {
+            "load_s": self.load_s,
+            "disk_read_bytes": stats.disk_read_bytes,
+            "payload_read_bytes": stats.payload_read_bytes,
+            "copied_bytes": stats.copied_bytes,
+            "h2d_bytes": stats.h2d_bytes,
+            "hit_rate": stats.hit_rate,
+            "hits": stats.hits,
+            "misses": stats.misses,
+            "stall_s": stats.stall_s,
+            "baseline_rss_bytes": self.baseline_rss,
+            "peak_rss_bytes": peak_rss(),
+            "ram_budget_bytes": budget,
+        }
+
+    def close(self) -> None:
+        """Wait for what is in flight, free memory, files and threads. The model cannot run any
+        more; its parameters' memory is gone. Idempotent."""
+        self.attachment.detach()
+        self.attachment.bury()
+        self.executor.close()

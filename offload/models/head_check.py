@@ -1,0 +1,135 @@
+"""Is an LM head in slices bit-equal to the whole on this machine?
+
+``F.linear(x, W)[a:b] == F.linear(x, W[a:b])`` holds bit for bit if the kernel sums every output
+in the same order whatever the number of rows of ``W``. BLAS libraries promise nothing of the
+kind, so it is tried: in a process of its own (the whole ``W`` may not fit this one's budget), on a
+``W`` of the real shape whose memory is a few megabytes mapped again and again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ROWS_TRIED = (1, 2, 3, 4, 5, 8, 16)
+"""Numbers of rows of ``x`` that are tried: one sequence, beams, small batches."""
+
+_PROBE = """
+import ctypes, json, math, mmap, os, sys
+import torch
+import torch.nn.functional as F
+job = json.loads(sys.argv[1])
+torch.set_num_threads(job["threads"])
+dtype = getattr(torch, job["dtype"])
+V, H, step = job["vocabulary"], job["width"], job["slice"]
+size = torch.empty(0, dtype=dtype).element_size()
+page = mmap.ALLOCATIONGRANULARITY
+row = H * size
+# Period: whole rows and whole pages, so that the pattern repeats without a seam.
+unit = math.lcm(page, row)
+period = unit * max(1, (4 << 20) // unit)
+total = -(-V * row // period) * period
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+fd = os.memfd_create("head")
+os.ftruncate(fd, period)
+base = libc.mmap(None, total, 0, 0x22, -1, 0)
+for at in range(0, total, period):
+    got = libc.mmap(base + at, period, 3, 0x11, fd, 0)
+    if got != base + at:
+        raise OSError("mmap failed")
+whole = (ctypes.c_char * (V * row)).from_address(base)
+W = torch.frombuffer(whole, dtype=dtype).view(V, H)
+generator = torch.Generator().manual_seed(0)
+rows = period // row
+W[:rows] = (torch.randn(min(rows, V), H, generator=generator) * 0.05).to(dtype)
+good = []
+for m in job["rows"]:
+    x = torch.randn(m, H, generator=generator).to(dtype)
+    want = F.linear(x, W)
+    equal = True
+    for a in range(0, V, step):
+        if not torch.equal(F.linear(x, W[a:a + step]), want[:, a:a + step]):
+            equal = False
+            break
+    if equal:
+        good.append(m)
+print(json.dumps(good))
+"""
+
+
+def verified_rows(
+    vocabulary: int, width: int, dtype: torch.dtype, slice_rows: int, threads: int
+) -> frozenset[int]:
+    """The numbers of input rows for which slices are bit-equal here; cached per machine.
+
+    Empty if it cannot be tried (then the head must stay whole).
+    """
+    from offload.runtime.hardware_cache import cpu_name
+
+    job = {
+        "vocabulary": vocabulary,
+        "width": width,
+        "dtype": str(dtype).removeprefix("torch."),
+        "slice": slice_rows,
+        "threads": threads,
+        "rows": list(ROWS_TRIED),
+    }
+    key = json.dumps({**job, "torch": torch.__version__, "cpu": cpu_name()}, sort_keys=True)
+    cache = _load()
+    if key in cache:
+        return frozenset(cache[key])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, json.dumps(job)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        good = [int(m) for m in json.loads(done.stdout.strip().splitlines()[-1])]
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        stderr = (getattr(error, "stderr", None) or "").strip().splitlines()[-1:]
+        logger.warning(
+            "whether LM head slices are bit-equal could not be tried (%s %s): the head stays whole",
+            error,
+            *stderr,
+        )
+        return frozenset()
+    _save({**cache, key: good})
+    return frozenset(good)
+
+
+def _file() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "offload" / "head_slices.json"
+
+
+def _load() -> dict[str, list[int]]:
+    try:
+        value = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _save(value: dict[str, list[int]]) -> None:
+    file = _file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w") as out:
+            json.dump(value, out)
+        os.replace(name, file)
+    except OSError as error:
+        logger.info("the result is not cached: %s", error)

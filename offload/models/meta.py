@@ -1,0 +1,287 @@
+"""Build a model's structure without its weights, exactly as transformers would.
+
+The model is made on the meta device, its small non-persistent buffers (rotary frequencies, ...)
+and whatever no checkpoint holds are initialised for real, weights stay without storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload.io.safetensors import CheckpointIndex
+from offload.models.sources import CheckpointMap, SourceMap
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(path: str | Path) -> Path:
+    """The directory of a checkpoint: ``path`` itself, or a hub id in the local cache.
+
+    Raises:
+        OffloadError: neither exists. Nothing is ever downloaded here.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise OffloadError(f"{path} is a file; give the directory that holds config.json")
+    text = str(path)
+    if text.startswith((".", "/", "~")) or text.count("/") > 1:
+        raise OffloadError(f"there is no directory {path}")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(text, local_files_only=True))
+    except Exception as error:  # noqa: BLE001  the hub raises many kinds, all mean: not there
+        raise OffloadError(
+            f"there is no directory {path}, and no model of that name in the local hub cache; "
+            f"download it first (hf download {text})"
+        ) from error
+
+
+def read_config(directory: Path) -> Any:
+    """The transformers config of a checkpoint directory.
+
+    Raises:
+        CheckpointError: config.json is missing or malformed.
+        UnsupportedModelError: remote code, a quantisation that is not supported, an unknown family.
+    """
+    file = directory / "config.json"
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} has no config.json: not a model directory") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        raise UnsupportedModelError(
+            f"{directory.name} is quantised with {method!r}, which is not supported; use the "
+            f"unquantised checkpoint of the same model"
+        )
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = raw.get("model_type")
+    if raw.get("auto_map") and kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{directory.name} needs code from its own directory (auto_map), which is never run; "
+            f"use a family that transformers ships"
+        )
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001  config classes validate in their own ways
+        message = str(error).strip().splitlines()
+        raise UnsupportedModelError(
+            f"transformers cannot make a config of {file} (model_type {kind!r}): "
+            f"{message[0] if message else type(error).__name__}"
+        ) from error
+
+
+def model_class(config: Any) -> type:
+    """The class that the config names in ``architectures``, else the causal LM of its family."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+        with contextlib.suppress(KeyError):
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UnsupportedModelError(
+        f"transformers has no model class for model_type {config.model_type!r}"
+    )
+
+
+def pick_dtype(dtype: str | torch.dtype | None, config: Any, index: CheckpointIndex) -> torch.dtype:
+    """The compute dtype: as asked for, else the config's, else the checkpoint's first float."""
+    if isinstance(dtype, torch.dtype):
+        chosen: Any = dtype
+    elif dtype is None or dtype == "auto":
+        chosen = getattr(config, "dtype", None)
+        if chosen is None:
+            floats = (t.dtype for _, t in index.tensors.values() if "float" in t.dtype)
+            chosen = next(floats, "float32")
+    else:
+        aliases = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+        chosen = aliases.get(dtype, dtype)
+    if isinstance(chosen, str):
+        chosen = getattr(torch, chosen, None)
+    if chosen not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise OffloadError(
+            f"dtype {dtype!r} is not one of bfloat16, float16, float32, float64"
+        )
+    return chosen
+
+
+@dataclass(slots=True)
+class MetaModel:
+    """A model without weights and the map to its checkpoint."""
+
+    model: Any
+    index: CheckpointIndex
+    mapping: CheckpointMap
+    dtype: torch.dtype
+    directory: Path
+
+
+def build(path: str | Path, dtype: str | torch.dtype | None = None) -> MetaModel:
+    """Open a checkpoint and build its model on the meta device. Reads headers only.
+
+    Raises:
+        CheckpointError: damaged or incomplete files, or weights that the config does not expect.
+        UnsupportedModelError: see ``read_config``.
+    """
+    directory = resolve(path)
+    config = read_config(directory)
+    index = CheckpointIndex.open(directory)
+    model, chosen = instantiate(config, pick_dtype(dtype, config, index))
+    mapping = CheckpointMap(model, index)
+    _check(model, mapping.map, directory)
+    _tie(model, mapping.map)
+    return MetaModel(model, index, mapping, chosen, directory)
+
+
+def instantiate(config: Any, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
+    """A model on the meta device, in the contexts that ``from_pretrained`` builds it in."""
+    import copy
+
+    from transformers.utils import ContextManagers
+
+    cls: Any = model_class(config)
+    config = copy.deepcopy(config)
+    config._experts_implementation = "eager"
+    for sub in getattr(config, "sub_configs", {}) or {}:
+        part = getattr(config, sub, None)
+        if part is not None:
+            part._experts_implementation = "eager"
+    config.dtype = dtype
+    try:
+        with ContextManagers(cls.get_init_context(dtype, False, False, None)):
+            model = cls(config)
+    except (ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot build {cls.__name__} from this config: {error}"
+        ) from error
+    with contextlib.suppress(ImportError):
+        from transformers.modeling_utils import patch_output_recorders
+
+        patch_output_recorders(model)
+    _keep_in_fp32(model, dtype)
+    model.eval()
+    model.requires_grad_(False)
+    return model, dtype
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Parameters that transformers loads in fp32 whatever the dtype of the rest."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, group_of, _ = build_glob_alternation(list(plan))
+    for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
+        found = pattern.search(name)
+        if found is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(plan[group_of[found.lastgroup]])
+
+
+def _check(model: Any, mapping: SourceMap, directory: Path) -> None:
+    """Compare the checkpoint with the model its config describes."""
+    import re
+
+    if mapping.mismatched:
+        raise CheckpointError(
+            f"{directory.name}: {len(mapping.mismatched)} tensors do not fit the config, first: "
+            f"{mapping.mismatched[0]}; config.json and the weights are of different models"
+        )
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    ignorable = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    lost = [
+        k
+        for k in mapping.missing
+        if k not in tied and not any(re.search(p, k) for p in ignorable)
+    ]
+    sources = set(getattr(model, "all_tied_weights_keys", {}).values())
+    lost = [k for k in lost if k not in sources or not _tied_is_there(model, k, mapping)]
+    if lost:
+        raise CheckpointError(
+            f"{directory.name}: {len(lost)} of the model's {len(model.state_dict())} tensors are "
+            f"not in the checkpoint, first: {lost[0]}; config.json and the weights are of "
+            f"different models, or the download is incomplete"
+        )
+    if mapping.unexpected:
+        logger.info(
+            "%d tensors of the checkpoint are not used by %s, first: %s",
+            len(mapping.unexpected),
+            type(model).__name__,
+            mapping.unexpected[0],
+        )
+
+
+def _tied_is_there(model: Any, source: str, mapping: SourceMap) -> bool:
+    keys = model.all_tied_weights_keys
+    return any(s == source and t in mapping.sources for t, s in keys.items())
+
+
+def _tie(model: Any, mapping: SourceMap) -> None:
+    """Tie what the config ties; a tied weight that only exists under its other name is found."""
+    missing = set(mapping.missing)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+
+
+def materialise_buffers(
+    model: Any, mapping: CheckpointMap, read: Any
+) -> None:
+    """Give every buffer, and every parameter that no checkpoint holds, real memory and values.
+
+    ``read(name)`` returns a checkpoint tensor. Weights stay on meta.
+    """
+    sources = mapping.map.sources
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named.items():
+        parameter._is_hf_initialized = name in sources or not parameter.is_meta
+    have = {id(p) for n, p in named.items() if n in sources}
+    persistent = set(model.state_dict())
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if name in sources:
+            value = mapping.convert(name, read)
+        elif buffer.is_meta:
+            value = torch.empty_like(buffer, device="cpu")
+        else:
+            value = buffer
+        value._is_hf_initialized = name in sources
+        module, leaf = _owner(model, name)
+        module.register_buffer(leaf, value, persistent=name in persistent)
+    for name, parameter in named.items():
+        if id(parameter) not in have and parameter.is_meta:
+            module, leaf = _owner(model, name)
+            fresh = torch.nn.Parameter(
+                torch.empty_like(parameter, device="cpu"), requires_grad=False
+            )
+            fresh._is_hf_initialized = False  # type: ignore[attr-defined]
+            module._parameters[leaf] = fresh
+        else:
+            parameter._is_hf_initialized = True
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+
+
+def _owner(model: Any, name: str) -> tuple[Any, str]:
+    parent, _, leaf = name.rpartition(".")
+    return (model.get_submodule(parent) if parent else model), leaf

@@ -1,0 +1,72 @@
+"""A two-layer toy of a family: what a process weighs before any real weight is loaded.
+
+Running one token through it imports the family's code, starts torch's threads and fills its
+kernel caches; the resident set after that is the *baseline* above which a budget counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import torch
+
+from offload.runtime.rss import current_rss
+
+logger = logging.getLogger(__name__)
+
+_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
+    "encoder_layers": 2, "decoder_layers": 2,
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "word_embed_proj_dim": 64,
+    "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "num_attention_heads": 4, "n_head": 4, "num_heads": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16,
+    "vocab_size": 128, "max_position_embeddings": 128, "n_positions": 128,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+
+
+def toy_config(config: Any) -> Any | None:
+    """A tiny config of the same class, or None if the family refuses these numbers."""
+    try:
+        known = set(type(config)().to_dict())
+        small = {k: v for k, v in _SMALL.items() if k in known}
+        if "num_key_value_heads" in known and getattr(config, "kv_lora_rank", None):
+            small["num_key_value_heads"] = 4
+        return type(config)(**small)
+    except Exception as error:  # noqa: BLE001  config classes validate in their own ways
+        logger.info("no toy of %s: %s", type(config).__name__, error)
+        return None
+
+
+def baseline_rss(config: Any, model_cls: Any, dtype: torch.dtype) -> int:
+    """Resident bytes of this process after one token of a toy of the family.
+
+    Falls back to the resident set as it is if the family has no toy.
+    """
+    toy = toy_config(config)
+    if toy is not None:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                model = model_cls._from_config(toy, dtype=dtype).eval()
+                ids = torch.ones((1, 4), dtype=torch.int64)
+                if model.can_generate():
+                    model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+                else:
+                    model(ids)
+            del model
+        except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
+            logger.info("the toy of %s does not run: %s", type(config).__name__, error)
+    gc.collect()
+    return current_rss()

@@ -1,0 +1,414 @@
+"""Carries out the scheduler's instructions on real lanes and makes compute wait for its blocks.
+
+One executor owns one model's arenas, its store and its device. The residency state machine
+decides under the executor's lock; reads go to the store's own threads, copies to the device's
+streams; completions come back from those threads, are fed to the state machine, and what it
+answers is started at once, so the read lane never waits for Python in the computing thread.
+
+Every ordering between lanes is an event, and every wait on one goes through ``_order``, which
+names the edge it enforces: a race detector checks that each is there, tests remove them in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.blocks import Tier
+from offload.errors import ClosedError, OffloadError, StoreError, WatchdogError
+from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
+from offload.runtime.arena import Arena, Lease
+from offload.runtime.device import Device, Event
+from offload.scheduler.plan import Plan
+from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
+from offload.scheduler.trace import Step, Trace
+
+logger = logging.getLogger(__name__)
+
+WATCHDOG_S = 120.0
+"""A wait without any transfer finishing for this long is an error, never a hang."""
+
+Views = dict[str, torch.Tensor]
+"""A block's tensors by name, on the device that computes; valid while the block is held."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start; sizes in bytes, times in seconds."""
+
+    disk_read_bytes: int = 0
+    payload_read_bytes: int = 0
+    copied_bytes: int = 0
+    h2d_bytes: int = 0
+    row_reads: int = 0
+    stall_s: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    passes: int = field(default=0)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of routed experts that did not have to be read from disk; None if none was."""
+        total = self.hits + self.misses
+        return self.hits / total if total else None
+
+
+class Executor:
+    """See the module's text. ``enter``/``leave`` and the expert calls belong to one thread."""
+
+    def __init__(
+        self, plan: Plan, store: Store, device: Device, *, watchdog_s: float = WATCHDOG_S
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.store = store
+        self.stats = Stats()
+        self._watchdog_s = watchdog_s
+        self._residency = Residency(plan)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._progress = 0  # completions of any kind, for the watchdog
+        self._failures: dict[str, BaseException] = {}
+        self._todo: deque[Instruction] = deque()
+        self._draining = False
+        self._closed = False
+        self._detours: deque[tuple[str, tuple[str, ...]]] = deque(maxlen=4 * len(plan.trace) + 8)
+        self._lost_at: tuple[str, int] | None = None
+        self._seen = 0
+        self._arenas: dict[Tier, Arena] = {}
+        self._leases: dict[Tier, dict[str, Lease]] = {Tier.RAM: {}, Tier.DEVICE: {}}
+        self._last_use: dict[tuple[Tier, str], Event] = {}
+        try:
+            for tier, layout in plan.tiers.items():
+                make = device.host_memory if tier is Tier.RAM else device.device_memory
+                if layout.nbytes:
+                    self._arenas[tier] = Arena(make(layout.nbytes, tier.name.lower()), device)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- life -----------------------------------------------------------------------------
+
+    def start(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load what is pinned, then return; prefetch of the first streamed blocks goes on.
+
+        ``progress(done_bytes, total_bytes)`` is called from the calling thread.
+        """
+        total = sum(
+            self.plan.blocks[b].nbytes for t in self.plan.tiers.values() for b in t.pinned
+        )
+        with self._changed:
+            self._submit(self._residency.start())
+            while left := self._residency.loading():
+                self._raise_failures(left)
+                if progress:
+                    progress(total - sum(self.plan.blocks[b].nbytes for b in left), total)
+                self._wait("the pinned weights", left)
+        if progress:
+            progress(total, total)
+
+    def close(self) -> None:
+        """Wait for what is in flight, then free memory, files and threads. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            deadline = time.monotonic() + self._watchdog_s
+            while self._residency.in_flight() and time.monotonic() < deadline:
+                self._changed.wait(0.5)
+            for tier, leases in self._leases.items():
+                for block in list(leases):
+                    self._release(tier, block)
+        # Outside the lock: their threads may be in a completion that takes it.
+        self.store.close()
+        self.device.close()
+        for arena in self._arenas.values():
+            arena.close()
+
+    # -- weights --------------------------------------------------------------------------
+
+    def enter(self, unit: str, blocks: Sequence[str]) -> int:
+        """A unit is about to run: wait until its blocks are there. Returns a ticket.
+
+        Raises:
+            StoreError: a block could not be read (the unit may be entered again later).
+            WatchdogError: nothing has moved for the watchdog's time.
+        """
+        with self._changed:
+            self._check_open()
+            self._watch_order(unit, tuple(blocks))
+            ticket, todo = self._residency.need(unit, blocks)
+            self._submit(todo)
+            try:
+                if missing := self._residency.missing(ticket):
+                    began = time.perf_counter()
+                    while missing:
+                        self._raise_failures(missing)
+                        self._wait(unit, missing)
+                        missing = self._residency.missing(ticket)
+                    self.stats.stall_s += time.perf_counter() - began
+            except BaseException:
+                self._submit(self._residency.done(ticket))
+                raise
+            self._begin_use(blocks)
+            return ticket
+
+    def leave(self, ticket: int, blocks: Sequence[str]) -> None:
+        """The unit has run. Its views are void from now on."""
+        with self._changed:
+            if self._closed:
+                return
+            self._end_use(blocks)
+            self._submit(self._residency.done(ticket))
+
+    def views(self, block: str) -> Views:
+        """The tensors of a block that is held (or pinned where compute runs)."""
+        lease = self._leases[self.plan.compute_tier][block]
+        return {spec.name: lease.tensor(spec) for spec in lease.spec.tensors}
+
+    # -- experts --------------------------------------------------------------------------
+
+    def route(self, group: str, experts: Sequence[str]) -> None:
+        """A MoE layer needs these experts, in this order: start reading what is not there."""
+        with self._changed:
+            self._check_open()
+            self._submit(self._residency.route(group, experts))
+            self.stats.hits = self._residency.hits
+            self.stats.misses = self._residency.misses
+
+    def acquire(self, expert: str) -> Views:
+        """Wait for a routed expert and hold it."""
+        with self._changed:
+            self._check_open()
+            there, todo = self._residency.acquire(expert)
+            self._submit(todo)
+            if not there:
+                began = time.perf_counter()
+                while not there:
+                    self._raise_failures([expert])
+                    self._wait("an expert", [expert])
+                    there, todo = self._residency.acquire(expert)
+                    self._submit(todo)
+                self.stats.stall_s += time.perf_counter() - began
+            self._begin_use((expert,))
+            return self.views(expert)
+
+    def release(self, expert: str) -> None:
+        """The expert has been used."""
+        with self._changed:
+            if self._closed:
+                return
+            self._end_use((expert,))
+            self._submit(self._residency.release(expert))
+
+    def end_route(self) -> None:
+        """The MoE layer has finished or failed."""
+        with self._changed:
+            if not self._closed:
+                self._submit(self._residency.end_route())
+
+    # -- rows -----------------------------------------------------------------------------
+
+    def read_rows(self, block: str, spans: Sequence[Span], buffer: memoryview) -> None:
+        """Fill ``buffer`` with parts of a block that is not resident (rows of an embedding)."""
+        with self._lock:
+            self._check_open()
+        began = time.perf_counter()
+        receipt = self.store.read_spans_into(block, spans, buffer, priority=DEMAND).result(
+            timeout=self._watchdog_s
+        )
+        with self._lock:
+            self._count(receipt)
+            self.stats.row_reads += len(spans)
+            self.stats.stall_s += time.perf_counter() - began
+
+    # -- inspection -----------------------------------------------------------------------
+
+    def held(self) -> list[str]:
+        """Blocks held now; empty when the model does not run."""
+        with self._lock:
+            return self._residency.held()
+
+    def validate(self) -> None:
+        """Check the state machine's invariants and the device for races. For tests."""
+        with self._lock:
+            self._residency.validate()
+        self.device.check()
+
+    # -- instructions (under the lock) ----------------------------------------------------
+
+    def _submit(self, todo: Iterable[Instruction]) -> None:
+        """Carry out instructions in order. A store may finish at once and call back from
+        inside: what that adds runs after what was already decided."""
+        self._todo.extend(todo)
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._todo:
+                instruction = self._todo.popleft()
+                if isinstance(instruction, Drop):
+                    self._release(instruction.tier, instruction.block)
+                elif instruction.dst is Tier.RAM:
+                    self._read(instruction)
+                else:
+                    self._copy_up(instruction)
+        finally:
+            self._draining = False
+
+    def _lease(self, fetch: Fetch) -> Lease:
+        spec = self.plan.blocks[fetch.block]
+        lease = self._arenas[fetch.dst].lease(spec, fetch.dst_offset)
+        self._leases[fetch.dst][fetch.block] = lease
+        return lease
+
+    def _release(self, tier: Tier, block: str) -> None:
+        """Give a slot back; its next owner comes after the last use of the bytes."""
+        lease = self._leases[tier].pop(block)
+        used = self._last_use.pop((tier, block), None)
+        # Filled but never used: the next owner comes after the transfer that filled it.
+        last = used if used is not None else lease.ready
+        self._arenas[tier].release(lease, *([] if last is None else [last]))
+
+    def _read(self, fetch: Fetch) -> None:
+        lease = self._lease(fetch)
+        for event in lease.after:
+            self._order("host-slot-free", "read", event)
+        self.device.touch("read", lease.region, "w")
+        priority = DEMAND if fetch.demand else PREFETCH
+        try:
+            future = self.store.read_into(fetch.block, lease.view, priority=priority)
+        except (OffloadError, OSError) as error:
+            future = Future()
+            future.set_exception(error)
+
+        def on_read(done: Future[Receipt]) -> None:
+            error = done.exception() if not done.cancelled() else StoreError("read cancelled")
+            with self._changed:
+                if error is None:
+                    self._count(done.result())
+                    lease.ready = self.device.signal("read")
+                self._finish(fetch, error)
+
+        future.add_done_callback(on_read)
+
+    def _copy_up(self, fetch: Fetch) -> None:
+        source = self._leases[Tier.RAM][fetch.block]
+        lease = self._lease(fetch)
+        for event in lease.after:
+            self._order("device-slot-free", "h2d", event)
+        self._order("host-block-ready", "h2d", source.ready)
+        copied = self.device.copy(lease.region, source.region, self.device.h2d)
+        lease.ready = self._last_use[Tier.RAM, fetch.block] = copied
+        self.stats.h2d_bytes += lease.region.nbytes
+
+        def on_copied(error: BaseException | None) -> None:
+            with self._changed:
+                self._finish(fetch, error)
+
+        copied.then(on_copied)
+
+    def _finish(self, fetch: Fetch, error: BaseException | None) -> None:
+        """A transfer has ended: tell the state machine and go on."""
+        self._progress += 1
+        if error is None:
+            self._failures.pop(fetch.block, None)
+            self._submit(self._residency.arrived(fetch.block, fetch.dst))
+        else:
+            logger.error("fetch of %s to %s failed: %s", fetch.block, fetch.dst.name, error)
+            self._failures[fetch.block] = error
+            self._submit(self._residency.failed(fetch.block, fetch.dst, str(error)))
+        self._changed.notify_all()
+
+    def _order(self, edge: str, waiter: str, event: Event | None) -> None:
+        """Make ``waiter`` come after ``event``; ``edge`` says what would break without."""
+        if event is None:
+            return
+        if waiter == "h2d":
+            self.device.h2d.wait(event)
+        elif waiter == "compute":
+            self.device.compute.wait(event)
+        else:
+            # The state machine frees a host slot only after the copy out of it has ended.
+            self.device.acquire(waiter, event)
+
+    def _begin_use(self, blocks: Iterable[str]) -> None:
+        leases = self._leases[self.plan.compute_tier]
+        for block in blocks:
+            lease = leases[block]
+            self._order("block-ready", "compute", lease.ready)
+            self.device.touch("compute", lease.region, "r")
+
+    def _end_use(self, blocks: Iterable[str]) -> None:
+        tier = self.plan.compute_tier
+        event = self.device.compute.record()
+        for block in blocks:
+            self._last_use[tier, block] = event
+
+    # -- waiting (under the lock) ---------------------------------------------------------
+
+    def _wait(self, who: str, blocks: Sequence[str]) -> None:
+        """Wait until something has changed; an error if nothing does for too long."""
+        seen = self._progress
+        if self._changed.wait_for(
+            lambda: self._progress != seen or self._closed, self._watchdog_s
+        ):
+            self._check_open()
+            return
+        raise WatchdogError(
+            f"{who} has waited {self._watchdog_s:.0f} s for {', '.join(blocks[:4])} and no "
+            f"transfer has finished ({self._residency.in_flight()} in flight); "
+            f"{self._residency.story(blocks[0])}"
+        )
+
+    def _raise_failures(self, blocks: Iterable[str]) -> None:
+        for block in blocks:
+            error = self._failures.pop(block, None)
+            if error is not None:
+                kind = type(error) if isinstance(error, OffloadError) else StoreError
+                raise kind(f"{error} (block {block}; {self._residency.story(block)})") from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this model has been closed; load it again")
+
+    def _count(self, receipt: Receipt) -> None:
+        self.stats.disk_read_bytes += receipt.physical_bytes
+        self.stats.payload_read_bytes += receipt.payload_bytes
+        self.stats.copied_bytes += receipt.copied_bytes
+
+    # -- learning the order ---------------------------------------------------------------
+
+    def _watch_order(self, unit: str, blocks: tuple[str, ...]) -> None:
+        """Follow the real order of use when it is another cycle than the planned one.
+
+        An encoder runs once and then the decoder goes round alone; a shared block runs between
+        the layers. When the prediction fails at the same unit twice, what ran in between is the
+        cycle to look ahead in from now on.
+        """
+        if not self._residency.expects(unit):
+            if self._lost_at is not None and self._lost_at[0] == unit:
+                length = self._seen - self._lost_at[1]
+                if 0 < length <= len(self._detours):
+                    recent = list(self._detours)[-length:]
+                    steps = [Step(unit=u, blocks=b) for u, b in recent]
+                    self._submit(self._residency.retrace(Trace(steps)))
+                    self._lost_at = None
+                    logger.info("the order of use changed: a cycle of %d units now", length)
+                    return self._note_use(unit, blocks)
+            self._lost_at = (unit, self._seen)
+        self._note_use(unit, blocks)
+
+    def _note_use(self, unit: str, blocks: tuple[str, ...]) -> None:
+        self._detours.append((unit, blocks))
+        self._seen += 1
+
+
+__all__ = ["WATCHDOG_S", "Executor", "Stats", "Views"]
