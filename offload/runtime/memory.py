@@ -33,7 +33,7 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_page_mode() -> str:
-    """The system's setting for huge pages: ``always``, ``madvise``, ``never`` or ``unsupported``."""
+    """The system's setting: ``always``, ``madvise``, ``never`` or ``unsupported``."""
     try:
         text = _THP.read_text()
     except OSError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.errors import PlanError
-from offload.runtime.device import Access, Event, Memory, Region
+from offload.runtime.device import Access, Event, Memory, Region, Stream
 from offload.runtime.memory import HostMemory, check_copy, copy_bytes
 from offload.units import format_bytes
 
@@ -31,7 +31,7 @@ class _DoneEvent:
         try:
             callback(None)
         # The same rule as on devices with threads, where nobody is there to catch it: check().
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:
             log.error("a callback failed: %s", e, exc_info=e)
             self._errors.append(e)
 
@@ -58,9 +58,9 @@ class NullDevice:
         self.torch_device = torch.device("cpu")
         self._errors: list[BaseException] = []
         self._done = _DoneEvent(self._errors)
-        self.compute = _NullStream("compute", self._done)
-        self.h2d = _NullStream("h2d", self._done)
-        self.d2h = _NullStream("d2h", self._done)
+        self.compute: Stream = _NullStream("compute", self._done)
+        self.h2d: Stream = _NullStream("h2d", self._done)
+        self.d2h: Stream = _NullStream("d2h", self._done)
         self._memories: list[HostMemory] = []
 
     def host_memory(self, nbytes: int, name: str) -> Memory:
@@ -76,7 +76,7 @@ class NullDevice:
             "and computes in RAM; drop the device budget or choose a device that has memory"
         )
 
-    def copy(self, dst: Region, src: Region, stream: object) -> Event:
+    def copy(self, dst: Region, src: Region, stream: Stream) -> Event:
         """Copy now. ``stream`` means nothing here. Raises ValueError if the sizes do not fit."""
         del stream
         check_copy(dst, src)

@@ -22,6 +22,7 @@ name for all the signal of the request that came first would vouch for the ones 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -29,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.errors import PlanError, SchedulerError
+from offload.errors import ClosedError, PlanError, SchedulerError
 from offload.runtime.device import Access, Event, Memory, Region, Stream
 from offload.runtime.memory import POISON, HostMemory, check_copy, check_region
 from offload.runtime.race import RaceDetector
@@ -120,9 +121,10 @@ class SimDevice:
                 jitter_s=jitter_s,
             )
 
-        self.compute = HostStream("compute", self._shared)
-        self.h2d = stream("h2d", h2d_bytes_per_s)
-        self.d2h = stream("d2h", d2h_bytes_per_s)
+        self.compute: Stream = HostStream("compute", self._shared)
+        self.h2d: Stream = stream("h2d", h2d_bytes_per_s)
+        self.d2h: Stream = stream("d2h", d2h_bytes_per_s)
+        self._copy_streams = [s for s in (self.h2d, self.d2h) if isinstance(s, SimStream)]
 
     def __enter__(self) -> SimDevice:
         return self
@@ -184,10 +186,9 @@ class SimDevice:
             SchedulerError: the stream is not one of this device's copy streams.
         """
         check_copy(dst, src)
-        if stream is self.h2d:
-            return self.h2d.copy(dst, src)
-        if stream is self.d2h:
-            return self.d2h.copy(dst, src)
+        for mine in self._copy_streams:
+            if stream is mine:
+                return mine.copy(dst, src)
         raise SchedulerError(f"stream {stream.name} does not copy; use h2d or d2h of this device")
 
     def touch(self, actor: str, region: Region, access: Access) -> None:
@@ -216,6 +217,8 @@ class SimDevice:
             return  # closed: its pages are gone
         try:
             memory.tensor()[region.offset : region.offset + region.nbytes].fill_(POISON)
+        except ClosedError:
+            return  # closed on another thread meanwhile
         except Exception as e:  # noqa: BLE001  (on a stream's thread: kept for check())
             self._shared.faults.add(e)
 
@@ -251,10 +254,9 @@ class SimDevice:
         Raises:
             WatchdogError: a stream did not finish in time.
         """
-        try:
-            self.h2d.close()
-        finally:
-            self.d2h.close()
+        with contextlib.ExitStack() as streams:  # closes the second also if the first raises
+            for stream in self._copy_streams:
+                streams.callback(stream.close)
         with self._lock:
             memories = list(self._memories.values())
         for memory in memories:
