@@ -253,7 +253,7 @@ def test_a_lease_ends_after_its_last_use() -> None:
     d.discard(m, [late])
     d.check()
     d.discard(m, [early])
-    with pytest.raises(RaceError, match="end of the lease writes .released., but h2d's read"):
+    with pytest.raises(RaceError, match=r"end of the lease writes .released., but h2d's read"):
         d.check()
 
 
