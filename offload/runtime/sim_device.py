@@ -78,6 +78,9 @@ class SimDevice:
         check_races: keep vector clocks.
         watchdog_s: the longest any wait takes before it raises WatchdogError.
         clock: time; tests pass a virtual one.
+
+    Raises:
+        ValueError: a rate that is not positive, or a negative size or time.
     """
 
     kind = "sim"
@@ -97,6 +100,11 @@ class SimDevice:
         watchdog_s: float = 120.0,
         clock: Clock | None = None,
     ) -> None:
+        if capacity_bytes < 0 or latency_s < 0 or jitter_s < 0:
+            raise ValueError("capacity_bytes, latency_s and jitter_s cannot be negative")
+        for rate in (h2d_bytes_per_s, d2h_bytes_per_s):
+            if rate is not None and not rate > 0:
+                raise ValueError(f"a copy rate must be positive or None, got {rate} bytes/s")
         self.torch_device = torch.device("cpu")
         self.capacity_bytes = capacity_bytes
         self.poison = poison
@@ -108,7 +116,7 @@ class SimDevice:
             watchdog_s=watchdog_s,
             numbers=itertools.count(),
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._memories: dict[int, _SimMemory] = {}
 
         def stream(name: str, bytes_per_s: float | None) -> SimStream:
@@ -146,6 +154,10 @@ class SimDevice:
         Raises:
             PlanError: more than is left of the capacity.
         """
+        with self._lock:  # two callers must not both get the last bytes
+            return self._device_memory(nbytes, name)
+
+    def _device_memory(self, nbytes: int, name: str) -> Memory:
         used = self.acquired_memory()
         if used + nbytes > self.capacity_bytes:
             short = used + nbytes - self.capacity_bytes

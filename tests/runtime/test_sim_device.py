@@ -212,3 +212,11 @@ def test_chains_over_both_streams_copy_correctly(seed: int) -> None:
             device.compute.wait(down)
             device.touch("compute", Region(back, 0, MIB), "r")
             assert torch.equal(back.tensor(), data)
+
+
+def test_impossible_parameters() -> None:
+    for rate in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="must be positive"):
+            SimDevice(MIB, rate)
+    with pytest.raises(ValueError, match="negative"):
+        SimDevice(MIB, latency_s=-1)
