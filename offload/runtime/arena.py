@@ -146,6 +146,7 @@ class Arena:
         self._numbers = itertools.count()
         self._offsets: list[int] = []  # sorted; live leases are disjoint, so their ends are, too
         self._leases: dict[int, Lease] = {}
+        # Live leases may still cover their previous owner here: nobody else can ask meanwhile.
         self._released: IntervalMap[Lease] = IntervalMap()
         self._closed = False
 
@@ -168,7 +169,6 @@ class Arena:
             after = dict.fromkeys(event for _, _, old in previous for event in old.last_use)
             lease = Lease(self.memory, spec, offset, tuple(after), next(self._numbers))
             if nbytes:
-                self._released.remove(offset, offset + nbytes)
                 self._offsets.insert(bisect_left(self._offsets, offset), offset)
                 self._leases[offset] = lease
             return lease

@@ -85,6 +85,21 @@ def test_memory_is_poisoned_until_written() -> None:
         assert int(device.device_memory(MIB, "dev").tensor().max()) == 0
 
 
+def test_poison_is_in_place_before_anyone_can_see_the_last_use_done() -> None:
+    with SimDevice(MIB) as device:
+        gated, dev = GatedMemory(MIB), device.device_memory(MIB, "dev")
+        slot = Region(dev, 0, 100)
+        earlier = device.d2h.record()
+        earlier.wait(30)
+        copied = device.copy(slot, Region(gated, 0, 100), device.h2d)
+        found: list[list[int]] = []
+        copied.then(lambda _: found.append(dev.tensor()[:100].tolist()))  # asked first
+        device.discard(slot, [copied, earlier])
+        gated.gate.set()
+        device.h2d.record().wait(30)
+        assert found == [[POISON] * 100]
+
+
 def test_the_host_cannot_address_device_memory() -> None:
     with SimDevice(MIB) as device, pytest.raises(SchedulerError, match="'dev' cannot be addressed"):
         device.device_memory(MIB, "dev").view()
