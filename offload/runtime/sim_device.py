@@ -34,17 +34,8 @@ from offload.errors import ClosedError, PlanError, SchedulerError
 from offload.runtime.device import Access, Event, Memory, Region, Stream
 from offload.runtime.memory import POISON, HostMemory, check_copy, check_region
 from offload.runtime.race import RaceDetector
-from offload.runtime.sim_stream import (
-    Clock,
-    Faults,
-    HostStream,
-    Shared,
-    SimEvent,
-    SimStream,
-    WallClock,
-    finished_event,
-    sim_event,
-)
+from offload.runtime.sim_event import Clock, Faults, Shared, WallClock, finished_event, sim_event
+from offload.runtime.sim_stream import HostStream, SimStream
 from offload.units import format_bytes
 
 
@@ -291,6 +282,3 @@ class _Countdown:
             ended = self._left == 0
         if ended:
             self._last()
-
-
-__all__ = ["SimDevice", "SimEvent"]
