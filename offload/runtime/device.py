@@ -12,7 +12,7 @@ threads take part as *actors*: the thread that computes, and the I/O lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -113,6 +113,12 @@ class Device(Protocol):
     def touch(self, actor: str, region: Region, access: Access) -> None:
         """Declare that ``actor`` (a stream's name, or ``host``, ``read``, ``write``) uses the
         region now. Costs nothing except on a device that checks for races."""
+        ...
+
+    def discard(self, region: Region, after: Sequence[Event]) -> None:
+        """Declare the bytes worthless once all of ``after`` are done: a lease ended. Whoever
+        writes the region next must come after the same events. Costs nothing except on a device
+        that poisons."""
         ...
 
     def signal(self, actor: str) -> Event:
