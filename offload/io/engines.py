@@ -263,7 +263,9 @@ class AiofilesEngine(_EngineBase):
             await _run_job(job, executor=self._pool)
         except BaseException as e:
             log.exception("a job or its completion callback failed")
-            if not job.future.done():
+            future = job.future
+            queued = not (future.running() or future.done())
+            if queued and future.set_running_or_notify_cancel():
                 job.fail(e)
 
     def _finished(self, task: asyncio.Task[None]) -> None:

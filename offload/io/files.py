@@ -68,7 +68,7 @@ class DirectFile:
 
     Attributes:
         path: the name, for messages.
-        size: bytes at the time of opening; what a reader may count on.
+        size: bytes at the time of opening or behind our last write; a reader may count on them.
         mode: ``"direct"`` or ``"buffered"``; may change to buffered on the first request.
     """
 
@@ -106,7 +106,11 @@ class DirectFile:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, writable: bool = False, syscalls: Syscalls | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        writable: bool = False,
+        syscalls: Syscalls | None = None,
     ) -> DirectFile:
         """Open an existing file.
 
@@ -202,6 +206,8 @@ class DirectFile:
                     path=self.path,
                     offset=offset + done,
                 )
+            with self._idle:
+                self.size = max(self.size, offset + done)
         return done
 
     def _loop(
@@ -271,9 +277,7 @@ class DirectFile:
             try:
                 os.fsync(fd)
             except OSError as e:
-                raise TransferError(
-                    f"cannot sync {self.path}: {e.strerror}", path=self.path, offset=0, errno=e.errno
-                ) from e
+                raise self._failed(e, "sync", 0, self.size) from e
 
     def fileno(self) -> int:
         """The descriptor, valid until ``close``."""
