@@ -271,6 +271,13 @@ class DirectFile:
                 self._users -= 1
                 self._idle.notify_all()
 
+    def truncate(self, nbytes: int) -> None:
+        """Cut the file to at most ``nbytes``."""
+        with self._use() as fd, self._idle:
+            if self.size > nbytes:
+                os.ftruncate(fd, nbytes)
+                self.size = nbytes
+
     def sync(self) -> None:
         """Have everything written reach the disk."""
         with self._use() as fd:

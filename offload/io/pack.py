@@ -13,26 +13,29 @@ complete; whatever else is found under that name is refused.
 from __future__ import annotations
 
 import ctypes
-import errno
-import hashlib
-import json
 import logging
 import os
-import secrets
-import struct
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from offload.blocks import ALIGN, BlockKind, BlockSpec, TensorSpec, align_up
+from offload.blocks import ALIGN, BlockSpec
 from offload.errors import ClosedError, StoreError
 from offload.io.engines import Engine
 from offload.io.files import DirectFile, Syscalls
-from offload.io.memory import AlignedBuffer, Staging, address, copy
+from offload.io.memory import Staging, address, copy
+from offload.io.pack_format import (
+    Slot,
+    compare_meta,
+    lay_out,
+    normal_meta,
+    read_index,
+    write_index,
+)
+from offload.io.private import give_name, nameless_file, reserve
 from offload.io.ranges import Piece, Request, plan_requests
 from offload.io.store import DEMAND, PREFETCH, Receipt, Span
 from offload.io.transfer import (
@@ -44,20 +47,8 @@ from offload.io.transfer import (
     check_target,
     failed,
 )
-from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
-
-_MAGIC = b"offload\x00pack\x00\x01\r\n"
-_FOOTER = struct.Struct("<16sQQ32s")  # magic, bytes of blocks, bytes of index, its SHA-256
-_COPY_BYTES = 1 << 20
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Slot(NamedTuple):
-    spec: BlockSpec
-    offset: int
 
 
 class PackStore(FileStore):
@@ -71,7 +62,7 @@ class PackStore(FileStore):
     def __init__(
         self,
         file: DirectFile,
-        slots: Iterable[_Slot],
+        slots: Iterable[Slot],
         engine: Engine,
         staging: Staging,
         *,
@@ -87,7 +78,6 @@ class PackStore(FileStore):
         for slot in slots:
             self._specs[slot.spec.id] = slot.spec
             self._offsets[slot.spec.id] = slot.offset
-        self._data_bytes = sum(s.slot_nbytes for s in self._specs.values())
         self._ready = checksums
         self._writing: set[str] = set()
         self._linkable = linkable
@@ -115,11 +105,11 @@ class PackStore(FileStore):
             StoreError: the directory cannot be used, or the disk has too little space.
             ValueError: two blocks have the same id.
         """
-        slots, end = _lay_out(specs)
-        fd, linkable = _nameless(directory)
+        slots, end = lay_out(specs)
+        fd, linkable = nameless_file(directory)
         name = f"{os.fspath(directory)}/(private file)"
         try:
-            _reserve(fd, end, os.fspath(directory))
+            reserve(fd, end, os.fspath(directory))
         except BaseException:
             os.close(fd)
             raise
@@ -154,9 +144,9 @@ class PackStore(FileStore):
         """
         file = DirectFile.open(path)
         try:
-            slots, checksums, meta = _read_index(file)
+            slots, checksums, meta = read_index(file)
             if expect_meta is not None:
-                _compare_meta(file.path, _normal(expect_meta), meta)
+                compare_meta(file.path, normal_meta(expect_meta), meta)
             if verify and None in checksums.values():
                 raise StoreError(f"{file.path} was written without checksums; nothing to verify")
             return cls(file, slots, engine, staging, checksums=checksums, verify=verify)
@@ -277,9 +267,10 @@ class PackStore(FileStore):
             ClosedError: the store is closed.
         """
         target = Path(path)
-        index = self._index(_normal(meta))
+        wanted = normal_meta(meta)
+        self._seal()
         try:
-            self._publish(target, index)
+            self._publish(target, wanted)
         except OSError as e:
             raise StoreError(f"cannot publish {target}: {e.strerror}") from e
         finally:
@@ -288,8 +279,8 @@ class PackStore(FileStore):
                 self._idle.notify_all()
         log.info("published %s with %d blocks", target, len(self._specs))
 
-    def _index(self, meta: Any) -> bytes:
-        """The index; seals the store and keeps ``close`` waiting."""
+    def _seal(self) -> None:
+        """Refuse writes from now on, and keep ``close`` waiting."""
         with self._idle:
             if self._closed:
                 raise ClosedError("the store is closed")
@@ -301,19 +292,17 @@ class PackStore(FileStore):
                     f"{len(missing)} of {len(self._specs)} blocks are not written yet, "
                     f"{missing[0]} first; write them before committing"
                 )
-            blocks = [_to_json(s, self._offsets[i], self._ready[i]) for i, s in self._specs.items()]
-            index = json.dumps({"meta": meta, "blocks": blocks}, separators=(",", ":")).encode()
             self._sealed = True
             self._in_flight += 1
-        return index
 
-    def _publish(self, target: Path, index: bytes) -> None:
+    def _publish(self, target: Path, meta: Any) -> None:
         named = False
         try:
-            self._write_index(index)
+            slots = [Slot(s, self._offsets[i]) for i, s in self._specs.items()]
+            write_index(self._files[0], slots, self._ready, meta)
             folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                self._give_name(folder, target)
+                give_name(self._files[0], self._linkable, folder, target)
                 named = True
                 os.fsync(folder)
             finally:
@@ -322,202 +311,3 @@ class PackStore(FileStore):
             # Once it has its name the file is what others may have opened: never written again.
             self._sealed = named
             raise
-
-    def _write_index(self, index: bytes) -> None:
-        file, index_bytes = self._files[0], align_up(len(index))
-        footer = _FOOTER.pack(_MAGIC, self._data_bytes, len(index), hashlib.sha256(index).digest())
-        with AlignedBuffer(index_bytes + ALIGN) as tail:
-            tail[: len(index)] = index
-            tail[index_bytes : index_bytes + len(footer)] = footer
-            os.ftruncate(file.fileno(), self._data_bytes)
-            file.write(self._data_bytes, tail)
-        file.sync()
-
-    def _give_name(self, folder: int, target: Path) -> None:
-        # A link cannot replace a name, a rename can: so link under a new name, then rename.
-        temp = f".{target.name}.{secrets.token_hex(8)}"
-        try:
-            if not (self._linkable and self._link(folder, temp)):
-                self._copy_to(folder, temp)
-            os.replace(temp, target.name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            try:
-                os.unlink(temp, dir_fd=folder)
-            except FileNotFoundError:
-                log.debug("%s was not made", temp)
-            raise
-
-    def _link(self, folder: int, temp: str) -> bool:
-        """Give the nameless file a name; False where the system cannot (other disk, no /proc)."""
-        try:
-            # With a dir_fd Python calls linkat(AT_SYMLINK_FOLLOW); without, link(), which would
-            # link the symbolic link in /proc itself.
-            os.link(
-                f"/proc/self/fd/{self._files[0].fileno()}",
-                temp,
-                src_dir_fd=folder,
-                dst_dir_fd=folder,
-                follow_symlinks=True,
-            )
-        except OSError as e:
-            if e.errno in (errno.EXDEV, errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP):
-                log.info("cannot link the private file (%s); copying it", e.strerror)
-                return False
-            raise
-        return True
-
-    def _copy_to(self, folder: int, temp: str) -> None:
-        source = self._files[0]
-        fd = os.open(
-            temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder
-        )
-        try:
-            size = os.fstat(source.fileno()).st_size
-            _reserve(fd, size, "the target directory")
-            with AlignedBuffer(_COPY_BYTES) as buf:
-                for at in range(0, size, _COPY_BYTES):
-                    part = buf[: min(_COPY_BYTES, size - at)]
-                    source.read(at, part)
-                    _write_all(fd, at, part)
-                    part.release()
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _lay_out(specs: Iterable[BlockSpec]) -> tuple[list[_Slot], int]:
-    slots: list[_Slot] = []
-    seen: set[str] = set()
-    end = 0
-    for spec in specs:
-        if spec.id in seen:
-            raise ValueError(f"two blocks are called {spec.id}")
-        seen.add(spec.id)
-        slots.append(_Slot(spec, end))
-        end += spec.slot_nbytes
-    return slots, end
-
-
-def _nameless(directory: str | os.PathLike[str]) -> tuple[int, bool]:
-    """A descriptor of a new file without a name, and whether it can be linked later."""
-    try:
-        try:
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), True
-        except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-        # mkstemp makes it 0600; between the two calls a kill leaves an empty file.
-        fd, name = tempfile.mkstemp(prefix=".offload-", dir=directory)
-        os.unlink(name)
-    except OSError as e:
-        raise StoreError(
-            f"cannot make a file in {os.fspath(directory)}: {e.strerror}; "
-            "choose another directory for the disk tier"
-        ) from e
-    return fd, False
-
-
-def _reserve(fd: int, nbytes: int, directory: str) -> None:
-    """Check the free space and take it."""
-    disk = os.fstatvfs(fd)
-    free = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and nbytes > free:
-        raise _too_small(nbytes, free, directory)
-    if nbytes == 0:
-        return
-    # Not os.posix_fallocate: where the filesystem cannot, glibc writes into every block instead,
-    # which takes minutes for a large file; there we go on without a reservation.
-    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _too_small(nbytes, free, directory)
-        log.debug("fallocate in %s: %s", directory, os.strerror(code))
-        os.ftruncate(fd, nbytes)
-
-
-def _too_small(nbytes: int, free: int, directory: str) -> StoreError:
-    return StoreError(
-        f"{directory} has too little space: the blocks need {format_bytes(nbytes)} "
-        f"({nbytes} bytes), {format_bytes(free)} ({free} bytes) are free; "
-        "free some or choose another directory"
-    )
-
-
-def _write_all(fd: int, offset: int, part: memoryview) -> None:
-    done = 0
-    while done < part.nbytes:
-        done += os.pwrite(fd, part[done:], offset + done)
-
-
-def _normal(meta: Mapping[str, Any]) -> Any:
-    """``meta`` as it looks after a trip through JSON."""
-    return json.loads(json.dumps(dict(meta), allow_nan=False))
-
-
-def _compare_meta(path: str, expected: dict[str, Any], found: Any) -> None:
-    if found == expected:
-        return
-    found = found if isinstance(found, dict) else {}
-    key = next(k for k in sorted(expected.keys() | found.keys()) if expected.get(k) != found.get(k))
-    raise StoreError(
-        f"{path} was made from something else: its {key} is {found.get(key)!r}, "
-        f"wanted is {expected.get(key)!r}; delete it to have it made again"
-    )
-
-
-def _to_json(spec: BlockSpec, offset: int, crc: int | None) -> list[Any]:
-    tensors = [[t.name, t.dtype, list(t.shape), t.offset] for t in spec.tensors]
-    return [spec.id, spec.kind.value, spec.group, spec.nbytes, offset, crc, tensors]
-
-
-def _from_json(item: Any) -> tuple[_Slot, int | None]:
-    block_id, kind, group, nbytes, offset, crc, tensors = item
-    spec = BlockSpec(
-        id=block_id,
-        kind=BlockKind(kind),
-        tensors=tuple(
-            TensorSpec(name=n, dtype=d, shape=tuple(shape), offset=o) for n, d, shape, o in tensors
-        ),
-        nbytes=nbytes,
-        group=group,
-    )
-    return _Slot(spec, offset), crc
-
-
-def _read_index(file: DirectFile) -> tuple[list[_Slot], dict[str, int | None], Any]:
-    def refuse(why: str) -> StoreError:
-        return StoreError(
-            f"{file.path} is not a complete pack: {why}; delete it to have it made again"
-        )
-
-    size = file.size
-    if size % ALIGN or size < 2 * ALIGN:
-        raise refuse(f"its length of {size} bytes is impossible")
-    with AlignedBuffer(ALIGN) as page:
-        file.read(size - ALIGN, page)
-        magic, data_bytes, index_bytes, digest = _FOOTER.unpack_from(page)
-    if magic != _MAGIC:
-        raise refuse("it has no footer")
-    if data_bytes % ALIGN or data_bytes + align_up(index_bytes) + ALIGN != size:
-        raise refuse(
-            f"{data_bytes} bytes of blocks and {index_bytes} of index do not make {size} bytes"
-        )
-    with AlignedBuffer(align_up(index_bytes)) as buf:
-        file.read(data_bytes, buf)
-        index = bytes(buf[:index_bytes])
-    if hashlib.sha256(index).digest() != digest:
-        raise refuse("its index does not match its checksum")
-    try:
-        content = json.loads(index)
-        found = [_from_json(item) for item in content["blocks"]]
-        meta = content["meta"]
-    except (ValueError, TypeError, KeyError) as e:
-        raise refuse(f"its index cannot be understood ({e!r})") from e
-    end = 0
-    for slot, _ in found:
-        if slot.offset != end:
-            raise refuse(f"block {slot.spec.id} is at {slot.offset}, not at {end}")
-        end += slot.spec.slot_nbytes
-    if end != data_bytes:
-        raise refuse(f"blocks end at {end}, not at {data_bytes}")
-    return [slot for slot, _ in found], {slot.spec.id: crc for slot, crc in found}, meta

@@ -1,13 +1,9 @@
-"""Stores around a store: slower, metered, or failing on purpose. Each decorates any other."""
+"""Stores around a store: slower or metered. Each decorates any other; see also ``faults``."""
 
 from __future__ import annotations
 
-import enum
-import errno
 import heapq
 import itertools
-import os
-import random
 import threading
 import time
 from collections import Counter
@@ -17,29 +13,26 @@ from dataclasses import dataclass
 from functools import partial
 
 from offload.blocks import BlockSpec
-from offload.errors import StoreError
-from offload.io.files import TransferError
-from offload.io.memory import AlignedBuffer, byte_view
 from offload.io.store import DEMAND, Receipt, Span, Store
-from offload.io.transfer import check_room, failed
 
 
-class _Linked(Future[Receipt]):
+class Linked(Future[Receipt]):
     """Follows another future: its cancellation is decided there, where the buffer is used."""
 
     def __init__(self, inner: Future[Receipt]) -> None:
         super().__init__()
-        self._inner = inner
+        self.inner = inner
 
     def cancel(self) -> bool:
-        return self._inner.cancel()  # and then our callback on it calls follow()
+        return self.inner.cancel()  # and then our callback on it calls follow()
 
     def follow(self) -> None:
         """Become what the inner future has become."""
-        _copy_outcome(self._inner, self)
+        copy_outcome(self.inner, self)
 
 
-def _copy_outcome(done: Future[Receipt], to: Future[Receipt]) -> None:
+def copy_outcome(done: Future[Receipt], to: Future[Receipt]) -> None:
+    """Resolve ``to`` like ``done``, which is."""
     if done.cancelled():
         Future.cancel(to)
         to.set_running_or_notify_cancel()
@@ -49,7 +42,7 @@ def _copy_outcome(done: Future[Receipt], to: Future[Receipt]) -> None:
         to.set_result(done.result())
 
 
-class _Wrapper:
+class Wrapper:
     """Passes everything on."""
 
     def __init__(self, inner: Store) -> None:
@@ -98,7 +91,7 @@ class _Wrapper:
         self._inner.close()
 
 
-class LatencyStore(_Wrapper):
+class LatencyStore(Wrapper):
     """A slow disk: each transfer takes ``seconds`` more and shares ``bytes_per_s`` with the rest.
 
     Transfers pass one lane in the order of the calls; the latency is added behind the lane, so
@@ -112,7 +105,7 @@ class LatencyStore(_Wrapper):
         self._seconds = seconds
         self._bytes_per_s = bytes_per_s
         self._changed = threading.Condition()
-        self._due: list[tuple[float, int, _Linked]] = []
+        self._due: list[tuple[float, int, Linked]] = []
         self._order = itertools.count()
         self._lane_free_s = 0.0
         self._closed = False
@@ -133,13 +126,13 @@ class LatencyStore(_Wrapper):
             busy_s = sum(s.nbytes for s in spans) / self._bytes_per_s
             self._lane_free_s = max(self._lane_free_s, time.monotonic()) + busy_s
             due_s = self._lane_free_s + self._seconds
-        outer = _Linked(inner)
+        outer = Linked(inner)
         inner.add_done_callback(lambda _: self._finish(outer, due_s))
         return outer
 
-    def _finish(self, outer: _Linked, due_s: float) -> None:
+    def _finish(self, outer: Linked, due_s: float) -> None:
         with self._changed:
-            wait = not self._closed and not outer._inner.cancelled()
+            wait = not self._closed and not outer.inner.cancelled()
             if wait:
                 heapq.heappush(self._due, (due_s, next(self._order), outer))
                 self._changed.notify_all()
@@ -186,7 +179,7 @@ class Totals:
     busy_s: float = 0.0
 
 
-class MeteredStore(_Wrapper):
+class MeteredStore(Wrapper):
     """Counts what goes through. A transfer is counted before its future is done."""
 
     def __init__(self, inner: Store) -> None:
@@ -247,7 +240,7 @@ class MeteredStore(_Wrapper):
             with self._lock:
                 self._leave()
             raise
-        outer = _Linked(inner)
+        outer = Linked(inner)
         inner.add_done_callback(lambda _: self._count(op, block_id, outer))
         return outer
 
@@ -256,8 +249,8 @@ class MeteredStore(_Wrapper):
         if self._in_flight == 0:
             self._busy_s += time.perf_counter() - self._since_s
 
-    def _count(self, op: str, block_id: str, outer: _Linked) -> None:
-        inner = outer._inner
+    def _count(self, op: str, block_id: str, outer: Linked) -> None:
+        inner = outer.inner
         with self._lock:
             self._leave()
             if inner.cancelled():
@@ -269,163 +262,3 @@ class MeteredStore(_Wrapper):
                 (self._reads if op == "read" else self._writes)[block_id] += 1
                 self._moved += inner.result()
         outer.follow()
-
-
-class Fault(enum.Enum):
-    """What can go wrong. The first four hit reads, the last four writes; two hit both."""
-
-    SHORT_READ = "half of the bytes come, then an error"
-    BIT_FLIP = "one bit of the data is wrong, no error"
-    EIO = "an I/O error, nothing is moved"
-    HANG = "nothing happens until release()"
-    ENOSPC = "the disk is full, nothing is moved"
-    TORN_WRITE = "only the first half reaches the disk, no error"
-
-
-_READ_FAULTS = (Fault.SHORT_READ, Fault.BIT_FLIP, Fault.EIO, Fault.HANG)
-_WRITE_FAULTS = (Fault.EIO, Fault.HANG, Fault.ENOSPC, Fault.TORN_WRITE)
-
-
-class FaultyStore(_Wrapper):
-    """Fails on purpose: as told by ``inject``, or by chance with a seed.
-
-    With the same seed, rates and order of calls the same calls fail. ``injected`` lists what was
-    done, as ``(operation, block id, fault)``.
-    """
-
-    def __init__(
-        self, inner: Store, *, seed: int = 0, rates: Mapping[Fault, float] | None = None
-    ) -> None:
-        """``rates``: probability per call of each fault; none by default."""
-        super().__init__(inner)
-        self._rates = dict(rates or {})
-        self._random = random.Random(seed)
-        self._script: list[tuple[Fault, str | None]] = []
-        self._lock = threading.Lock()
-        self._hung: list[Callable[[], None]] = []
-        self.injected: list[tuple[str, str, Fault]] = []
-
-    def inject(self, fault: Fault, block_id: str | None = None, *, times: int = 1) -> None:
-        """Let the next ``times`` calls that can have this fault (on this block) have it."""
-        with self._lock:
-            self._script += [(fault, block_id)] * times
-
-    def release(self) -> None:
-        """Let the transfers that hang go on."""
-        with self._lock:
-            hung, self._hung = self._hung, []
-        for go_on in hung:
-            go_on()
-
-    def close(self) -> None:
-        """Release what hangs, then close the inner store."""
-        self.release()
-        super().close()
-
-    def _draw(self, op: str, block_id: str) -> Fault | None:
-        possible = _READ_FAULTS if op == "read" else _WRITE_FAULTS
-        with self._lock:
-            fault = None
-            for i, (scripted, where) in enumerate(self._script):
-                if scripted in possible and where in (None, block_id):
-                    fault = scripted
-                    del self._script[i]
-                    break
-            else:
-                for candidate in possible:
-                    if fault is None and self._random.random() < self._rates.get(candidate, 0.0):
-                        fault = candidate
-            if fault is not None:
-                self.injected.append((op, block_id, fault))
-            return fault
-
-    def _around(
-        self,
-        op: str,
-        block_id: str,
-        spans: Sequence[Span],
-        buf: memoryview,
-        start: Callable[[], Future[Receipt]],
-    ) -> Future[Receipt]:
-        fault = self._draw(op, block_id)
-        if fault is None:
-            return start()
-        if fault is Fault.HANG:
-            return self._hang(start)
-        if fault is Fault.BIT_FLIP:
-            return self._flip(spans, buf, start)
-        if fault is Fault.SHORT_READ:
-            return self._short(block_id, spans, buf)
-        if fault is Fault.TORN_WRITE:
-            return self._tear(block_id, buf)
-        code = errno.EIO if fault is Fault.EIO else errno.ENOSPC
-        text = f"cannot {op} {sum(s.nbytes for s in spans)} bytes: {os.strerror(code)} (injected)"
-        return failed(
-            TransferError(f"block {block_id}: {text}", path="(injected)", offset=0, errno=code)
-        )
-
-    def _hang(self, start: Callable[[], Future[Receipt]]) -> Future[Receipt]:
-        outer: Future[Receipt] = Future()
-        outer.set_running_or_notify_cancel()  # like a thread in the kernel: no way back
-        with self._lock:
-            self._hung.append(
-                lambda: start().add_done_callback(lambda inner: _copy_outcome(inner, outer))
-            )
-        return outer
-
-    def _flip(
-        self, spans: Sequence[Span], buf: memoryview, start: Callable[[], Future[Receipt]]
-    ) -> Future[Receipt]:
-        with self._lock:
-            where = [s for s in spans if s.nbytes]
-            span = self._random.choice(where) if where else None
-            at = span.dst + self._random.randrange(span.nbytes) if span else -1
-            bit = 1 << self._random.randrange(8)
-        view = byte_view(buf)
-        inner = start()
-        outer = _Linked(inner)
-
-        def flip(_: Future[Receipt]) -> None:
-            if at >= 0 and not inner.cancelled() and inner.exception() is None:
-                view[at] ^= bit
-            view.release()
-            outer.follow()
-
-        inner.add_done_callback(flip)
-        return outer
-
-    def _short(self, block_id: str, spans: Sequence[Span], buf: memoryview) -> Future[Receipt]:
-        half = [Span(s.src, s.dst, s.nbytes // 2) for s in spans]
-        inner = self._inner.read_spans_into(block_id, half, buf)
-        outer = _Linked(inner)
-
-        def fail(_: Future[Receipt]) -> None:
-            if inner.cancelled() or inner.exception() is not None:
-                outer.follow()
-                return
-            got, want = sum(s.nbytes for s in half), sum(s.nbytes for s in spans)
-            outer.set_exception(
-                StoreError(f"block {block_id}: short read, {got} of {want} bytes (injected)")
-            )
-
-        inner.add_done_callback(fail)
-        return outer
-
-    def _tear(self, block_id: str, src: memoryview) -> Future[Receipt]:
-        spec = self.spec(block_id)
-        view = check_room(block_id, src, spec.nbytes)
-        torn = AlignedBuffer(spec.slot_nbytes)
-        half = spec.nbytes // 2
-        torn.view[:half] = view[:half]
-        for at in range(half, spec.nbytes):
-            torn.view[at] = view[at] ^ 0xA5  # surely not what was to be written
-        view.release()
-        inner = self._inner.write_from(block_id, torn.view)
-        outer = _Linked(inner)
-
-        def done(_: Future[Receipt]) -> None:
-            torn.close()
-            outer.follow()
-
-        inner.add_done_callback(done)
-        return outer
