@@ -61,6 +61,12 @@ def anonymous(nbytes: int, *, huge: bool = False) -> mmap.mmap:
     return area
 
 
+def _unmap(area: mmap.mmap) -> None:
+    """Free the memory now, or with the last slice of it that the traceback of an error holds."""
+    with contextlib.suppress(BufferError):
+        area.close()
+
+
 class Chunk(NamedTuple):
     """A piece of staging memory: ``view`` is writable, ``address`` a multiple of 4096."""
 
@@ -143,7 +149,7 @@ class Staging:
             for chunk in self._free:
                 chunk.view.release()
             self._whole.release()
-            self._area.close()
+            _unmap(self._area)
 
 
 class AlignedBuffer:
@@ -164,4 +170,6 @@ class AlignedBuffer:
         return self.view
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.view.release()
+        self._whole.release()
+        _unmap(self._area)

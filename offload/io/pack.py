@@ -295,7 +295,7 @@ class PackStore(FileStore):
             self._sealed = True
             self._in_flight += 1
 
-    def _publish(self, target: Path, meta: Any) -> None:
+    def _publish(self, target: Path, meta: dict[str, Any]) -> None:
         named = False
         try:
             slots = [Slot(s, self._offsets[i]) for i, s in self._specs.items()]

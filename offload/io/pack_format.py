@@ -25,6 +25,7 @@ class Slot(NamedTuple):
 
 
 def lay_out(specs: Iterable[BlockSpec]) -> tuple[list[Slot], int]:
+    """One slot behind the other, and where the last one ends. ValueError: an id comes twice."""
     slots: list[Slot] = []
     seen: set[str] = set()
     end = 0
@@ -37,20 +38,21 @@ def lay_out(specs: Iterable[BlockSpec]) -> tuple[list[Slot], int]:
     return slots, end
 
 
-def normal_meta(meta: Mapping[str, Any]) -> Any:
+def normal_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
     """``meta`` as it looks after a trip through JSON."""
-    return json.loads(json.dumps(dict(meta), allow_nan=False))
+    normal: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
+    return normal
 
 
-def compare_meta(path: str, expected: dict[str, Any], found: Any) -> None:
-    if found == expected:
-        return
-    found = found if isinstance(found, dict) else {}
-    key = next(k for k in sorted(expected.keys() | found.keys()) if expected.get(k) != found.get(k))
-    raise StoreError(
-        f"{path} was made from something else: its {key} is {found.get(key)!r}, "
-        f"wanted is {expected.get(key)!r}; delete it to have it made again"
-    )
+def compare_meta(path: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raise StoreError, naming a key, unless both are the same."""
+    for key in sorted(expected.keys() | found.keys()):
+        want, have = expected.get(key, "missing"), found.get(key, "missing")
+        if want != have:
+            raise StoreError(
+                f"{path} was made from something else: its {key} is {have!r}, wanted is "
+                f"{want!r}; delete it to have it made again"
+            )
 
 
 def write_index(
@@ -94,7 +96,7 @@ def _from_json(item: Any) -> tuple[Slot, int | None]:
     return Slot(spec, offset), crc
 
 
-def read_index(file: DirectFile) -> tuple[list[Slot], dict[str, int | None], Any]:
+def read_index(file: DirectFile) -> tuple[list[Slot], dict[str, int | None], dict[str, Any]]:
     def refuse(why: str) -> StoreError:
         return StoreError(
             f"{file.path} is not a complete pack: {why}; delete it to have it made again"
@@ -120,7 +122,7 @@ def read_index(file: DirectFile) -> tuple[list[Slot], dict[str, int | None], Any
     try:
         content = json.loads(index)
         found = [_from_json(item) for item in content["blocks"]]
-        meta = content["meta"]
+        meta = dict(content["meta"])
     except (ValueError, TypeError, KeyError) as e:
         raise refuse(f"its index cannot be understood ({e!r})") from e
     end = 0
