@@ -1,0 +1,305 @@
+"""Two engines that run blocking I/O on a bounded number of threads, by priority.
+
+``PreadEngine`` has plain threads that take jobs from one heap. ``AiofilesEngine`` has an asyncio
+loop that hands the same jobs to an executor through aiofiles. aiofiles has no ``pread``, and its
+file objects share one position, so what is wrapped is the positioned transfer itself
+(``aiofiles.os.wrap``) and not an open handle per request in flight.
+
+Both run the same ``_Job``, hence they agree on all that matters to a buffer's owner: a queued job
+can be cancelled, a running one resolves after its thread has left the buffer, and the future is
+resolved by that very thread, not one hop later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from aiofiles.os import wrap
+
+from offload.errors import ClosedError, OffloadError, StoreError
+from offload.io.files import DirectFile, TransferError
+from offload.io.store import DEMAND, PREFETCH
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_ENGINE = "aiofiles"
+DEFAULT_QUEUE_DEPTH = 4
+DEFAULT_REQUEST_BYTES = 4 << 20
+
+
+class Engine(Protocol):
+    """Runs at most ``queue_depth`` jobs at once: DEMAND before PREFETCH, first come first."""
+
+    name: str
+    queue_depth: int
+
+    def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
+        """Run blocking ``work`` on a worker.
+
+        ``cancel()`` on the future succeeds only while the job is queued. Errors arrive through
+        the future as ``OffloadError``; what is not one is wrapped in a ``StoreError``.
+
+        Raises:
+            ClosedError: after ``close``.
+        """
+        ...
+
+    def read(
+        self, file: DirectFile, offset: int, buf: memoryview, priority: int = DEMAND
+    ) -> Future[int]:
+        """``DirectFile.read`` on a worker; errors carry file, offset and errno."""
+        ...
+
+    def write(self, file: DirectFile, offset: int, buf: memoryview) -> Future[int]:
+        """``DirectFile.write`` on a worker, queued with the prefetches."""
+        ...
+
+    def close(self) -> None:
+        """Run what was accepted, then end the threads. Idempotent.
+
+        Not to be called from a job or a completion callback: it would wait for itself.
+        """
+        ...
+
+
+class _Job:
+    """One piece of work and its future, ordered by priority and arrival."""
+
+    __slots__ = ("future", "key", "work")
+
+    def __init__(self, key: tuple[int, int], work: Callable[[], Any]) -> None:
+        self.key = key
+        self.work = work
+        self.future: Future[Any] = Future()
+
+    def __lt__(self, other: _Job) -> bool:
+        return self.key < other.key
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.work()
+        except BaseException as e:  # noqa: BLE001 - whatever ends the work, its waiter must know
+            self.fail(e)
+        else:
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        # Finished frames hold the buffers as locals; whoever keeps the error would keep them,
+        # and an arena could not be unmapped.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        if not isinstance(error, OffloadError):
+            wrapped = StoreError(f"an I/O worker failed: {error!r}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self.future.set_exception(error)
+
+
+class _EngineBase:
+    """The heap of waiting jobs, and what both engines do alike."""
+
+    name = ""
+
+    def __init__(self, queue_depth: int) -> None:
+        if queue_depth < 1:
+            raise ValueError(f"queue depth must be at least 1, got {queue_depth}")
+        self.queue_depth = queue_depth
+        self._changed = threading.Condition()
+        self._heap: list[_Job] = []
+        self._order = itertools.count()
+        self._unfinished = 0
+        self._closed = False
+        self._dead: BaseException | None = None
+
+    def _accept(self, work: Callable[[], T], priority: int) -> Future[T]:
+        with self._changed:
+            if self._dead is not None:
+                raise StoreError(f"the {self.name} engine died: {self._dead!r}") from self._dead
+            if self._closed:
+                raise ClosedError(f"the {self.name} engine is closed")
+            job = _Job((priority, next(self._order)), work)
+            heapq.heappush(self._heap, job)
+            self._unfinished += 1
+            self._changed.notify()
+        return job.future
+
+    def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
+        raise NotImplementedError
+
+    def read(
+        self, file: DirectFile, offset: int, buf: memoryview, priority: int = DEMAND
+    ) -> Future[int]:
+        return self.submit(partial(_move, file.read, file.path, offset, buf), priority)
+
+    def write(self, file: DirectFile, offset: int, buf: memoryview) -> Future[int]:
+        return self.submit(partial(_move, file.write, file.path, offset, buf), PREFETCH)
+
+
+def _move(call: Callable[[int, memoryview], int], path: str, offset: int, buf: memoryview) -> int:
+    try:
+        return call(offset, buf)
+    except OffloadError:
+        raise
+    except BaseException as e:
+        raise TransferError(
+            f"{path}: a transfer of {buf.nbytes} bytes at offset {offset} failed: {e!r}",
+            path=path,
+            offset=offset,
+            errno=getattr(e, "errno", None),
+        ) from e
+
+
+class PreadEngine(_EngineBase):
+    """``queue_depth`` threads on one heap."""
+
+    name = "threads"
+
+    def __init__(self, queue_depth: int = DEFAULT_QUEUE_DEPTH) -> None:
+        super().__init__(queue_depth)
+        # Daemons: an interpreter that ends without close() must not wait for an idle worker.
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"offload-pread-{i}", daemon=True)
+            for i in range(queue_depth)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
+        return self._accept(work, priority)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._heap or self._closed)
+                if not self._heap:
+                    return
+                job = heapq.heappop(self._heap)
+            try:
+                job.run()
+            except BaseException:
+                # Only a completion callback can raise here (SystemExit, say): the job is done.
+                log.exception("a completion callback failed")
+            del job  # an idle worker must not keep the last buffer alive
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+
+_run_job = wrap(_Job.run)
+
+
+class AiofilesEngine(_EngineBase):
+    """An asyncio loop in a thread of its own; aiofiles runs the jobs on our executor."""
+
+    name = "aiofiles"
+
+    def __init__(self, queue_depth: int = DEFAULT_QUEUE_DEPTH) -> None:
+        super().__init__(queue_depth)
+        # Our own: the loop's default executor has as many threads as it likes and is shared.
+        self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aio-worker")
+        self._loop = asyncio.new_event_loop()
+        self._running: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._serve, name="offload-aio-loop", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
+        with self._changed:  # the loop cannot be closed between the two
+            future = self._accept(work, priority)
+            self._loop.call_soon_threadsafe(self._pump)
+        return future
+
+    def _serve(self) -> None:
+        died: BaseException = StoreError("its loop stopped")
+        try:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_forever()
+        except BaseException as e:
+            log.exception("the aiofiles engine's loop died")
+            died = e
+        finally:
+            with self._changed:
+                self._dead = None if self._closed and self._unfinished == 0 else died
+                orphans, self._heap = self._heap, []
+                self._unfinished -= len(orphans)
+                self._changed.notify_all()
+            for job in orphans:
+                if job.future.set_running_or_notify_cancel():
+                    job.fail(StoreError(f"the {self.name} engine died: {died!r}"))
+            self._pool.shutdown(wait=True)
+            self._loop.close()
+
+    def _pump(self) -> None:
+        """Start jobs up to the queue depth. Runs on the loop."""
+        while len(self._running) < self.queue_depth:
+            with self._changed:
+                if not self._heap:
+                    return
+                job = heapq.heappop(self._heap)
+            task = self._loop.create_task(self._run(job))
+            self._running.add(task)
+            task.add_done_callback(self._finished)
+
+    async def _run(self, job: _Job) -> None:
+        try:
+            await _run_job(job, executor=self._pool)
+        except BaseException as e:
+            log.exception("a job or its completion callback failed")
+            future = job.future
+            queued = not (future.running() or future.done())
+            if queued and future.set_running_or_notify_cancel():
+                job.fail(e)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        with self._changed:
+            self._unfinished -= 1
+            self._changed.notify_all()
+        self._pump()
+
+    def close(self) -> None:
+        with self._changed:
+            first, self._closed = not self._closed, True
+            self._changed.wait_for(lambda: self._unfinished == 0 or self._dead is not None)
+            if first and self._dead is None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+_ENGINES: dict[str, type[PreadEngine] | type[AiofilesEngine]] = {
+    "aiofiles": AiofilesEngine,
+    "threads": PreadEngine,
+}
+
+
+def make_engine(name: str = DEFAULT_ENGINE, queue_depth: int = DEFAULT_QUEUE_DEPTH) -> Engine:
+    """The engine called ``"aiofiles"`` or ``"threads"``.
+
+    Raises:
+        StoreError: there is no engine of that name.
+    """
+    try:
+        engine = _ENGINES[name]
+    except KeyError:
+        raise StoreError(
+            f"there is no I/O engine {name!r}; choose {' or '.join(_ENGINES)}"
+        ) from None
+    return engine(queue_depth)

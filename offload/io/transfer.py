@@ -1,0 +1,320 @@
+"""A block's transfer: many requests, one future, and a buffer that is let go in time.
+
+What the stores on files share: ``Transfer`` gathers the requests of one block, ``FileStore`` moves
+bytes between whole pages of files and the caller's memory, in place where the alignment allows and
+else with one copy through a chunk of the staging.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from typing import NamedTuple
+
+from offload.blocks import ALIGN, BlockSpec
+from offload.errors import ClosedError, OffloadError, StoreError
+from offload.io.engines import Engine
+from offload.io.files import DirectFile
+from offload.io.memory import Staging, address, byte_view, copy
+from offload.io.ranges import Piece, Request, plan_requests
+from offload.io.store import Receipt, Span
+
+
+class Moved(NamedTuple):
+    """What one request did, in bytes."""
+
+    physical: int
+    copied: int
+
+
+Settle = Callable[[BaseException | None], None]
+"""Called once per transfer before its future resolves, with its error or None; may raise one."""
+
+
+class Transfer:
+    """Collects the requests of one block into one future.
+
+    The future turns *running* when the first request starts, so ``cancel()`` works exactly as
+    long as no thread has touched the buffer. It resolves after the last request has ended, also
+    when an early one failed; those that had not started by then are skipped.
+    """
+
+    def __init__(
+        self, title: str, view: memoryview, payload_bytes: int, settle: Settle | None = None
+    ) -> None:
+        self.future: Future[Receipt] = Future()
+        self._view = view
+        self._title = title
+        self._payload_bytes = payload_bytes
+        self._settle = settle
+        self._lock = threading.Lock()
+        self._left = 0
+        self._running: bool | None = None
+        self._start_s = 0.0
+        self._requests = self._physical = self._copied = 0
+        self._error: BaseException | None = None
+        self.future.add_done_callback(self._if_cancelled)
+
+    def run(self, engine: Engine, jobs: Sequence[Callable[[], Moved]], priority: int) -> None:
+        """Submit ``jobs``; an engine that refuses them fails the transfer."""
+        self._left = len(jobs)
+        if not jobs:  # a block without bytes
+            self._left = 1
+            self._ended(None, None)
+        for i, job in enumerate(jobs):
+            try:
+                request = engine.submit(partial(self._guarded, job), priority)
+            except OffloadError as e:
+                for _ in jobs[i:]:
+                    self._ended(None, e)
+                return
+            request.add_done_callback(self._request_done)
+
+    def fail(self, error: OffloadError) -> None:
+        """Resolve with ``error`` instead of running anything."""
+        self._left = 1
+        self._ended(None, error)
+
+    def _claim(self) -> bool:
+        """Whether the future is ours to resolve: not cancelled before the first request."""
+        if self._running is None:
+            self._running = self.future.set_running_or_notify_cancel()
+            self._start_s = time.perf_counter()
+        return self._running
+
+    def _guarded(self, job: Callable[[], Moved]) -> Moved | None:
+        with self._lock:
+            if not self._claim() or self._error is not None:
+                return None
+        return job()
+
+    def _request_done(self, request: Future[Moved | None]) -> None:
+        error = request.exception()
+        self._ended(None if error else request.result(), error)
+
+    def _ended(self, moved: Moved | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._left -= 1
+            if moved is not None:
+                self._requests += 1
+                self._physical += moved.physical
+                self._copied += moved.copied
+            if error is not None and self._error is None:
+                self._error = error
+            if self._left or not self._claim():
+                return
+        self._resolve(time.perf_counter() - self._start_s)
+
+    def _resolve(self, seconds: float) -> None:
+        error = self._error
+        if self._settle is not None:
+            try:
+                self._settle(error)
+            except Exception as e:  # noqa: BLE001 - the future must resolve whatever happens
+                error = e
+        # Before the future is done: its owner may unmap the memory at once.
+        self._view.release()
+        if error is None:
+            receipt = Receipt(
+                payload_bytes=self._payload_bytes,
+                physical_bytes=self._physical,
+                copied_bytes=self._copied,
+                requests=self._requests,
+                seconds=seconds,
+            )
+            self.future.set_result(receipt)
+        elif isinstance(error, ClosedError):
+            self.future.set_exception(error)
+        else:
+            wrapped = StoreError(f"{self._title}: {error}")
+            wrapped.__cause__ = error
+            self.future.set_exception(wrapped)
+
+    def _if_cancelled(self, future: Future[Receipt]) -> None:
+        if future.cancelled():
+            if self._settle is not None:
+                self._settle(CancelledError())
+            self._view.release()
+
+
+class FileStore:
+    """Base of the stores on files: checks arguments, runs requests, closes in order.
+
+    The engine and the staging are the caller's, often shared by several stores; ``close`` leaves
+    them open.
+    """
+
+    def __init__(self, engine: Engine, staging: Staging) -> None:
+        if staging.chunks < engine.queue_depth:
+            # With fewer, workers would queue for chunks instead of jobs for workers, and a
+            # demand behind waiting prefetches would not be served first.
+            raise ValueError(
+                f"the staging has {staging.chunks} chunks, the engine runs {engine.queue_depth} "
+                "requests at once: give it as many chunks"
+            )
+        self._engine = engine
+        self._staging = staging
+        self._specs: dict[str, BlockSpec] = {}
+        self._files: list[DirectFile] = []
+        self._idle = threading.Condition()
+        self._in_flight = 0
+        self._closed = False
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """``"direct"`` or ``"buffered"`` per file."""
+        return {f.path: f.mode for f in self._files}
+
+    def ids(self) -> Iterable[str]:
+        return self._specs.keys()
+
+    def spec(self, block_id: str) -> BlockSpec:
+        return self._specs[block_id]
+
+    def _start(
+        self,
+        title: str,
+        view: memoryview,
+        payload_bytes: int,
+        settle: Settle | None = None,
+    ) -> tuple[Transfer, bool]:
+        """A transfer that ``close`` waits for, and whether the store is open (else it failed)."""
+        transfer = Transfer(title, view, payload_bytes, settle)
+        with self._idle:
+            is_open = not self._closed
+            if is_open:
+                self._in_flight += 1
+        if is_open:
+            transfer.future.add_done_callback(self._landed)
+        else:
+            transfer.fail(ClosedError(f"{title}: the store is closed"))
+        return transfer, is_open
+
+    def _landed(self, _: Future[Receipt]) -> None:
+        with self._idle:
+            self._in_flight -= 1
+            self._idle.notify_all()
+
+    def _read_block(
+        self,
+        spec: BlockSpec,
+        pieces: Sequence[Piece],
+        view: memoryview,
+        priority: int,
+        settle: Settle | None = None,
+    ) -> Future[Receipt]:
+        """Read a whole block; its padding and the rest of its slot may be overwritten."""
+        room = min(view.nbytes, spec.slot_nbytes)
+        requests = plan_requests(pieces, request_bytes=self._staging.chunk_bytes, room=room)
+        in_place = [r.direct is not None for r in requests]
+        return self._read(spec, requests, in_place, view, spec.payload_nbytes, priority, settle)
+
+    def _read_spans(
+        self,
+        spec: BlockSpec,
+        pieces: Sequence[Piece],
+        spans: Sequence[Span],
+        view: memoryview,
+        priority: int,
+    ) -> Future[Receipt]:
+        """Read the parts of ``pieces`` (a whole block's) that ``spans`` ask for, nothing else."""
+        parts = [
+            Piece(p.file, p.src + lo - p.dst, s.dst + lo - s.src, hi - lo)
+            for s in spans
+            for p in pieces
+            if (lo := max(s.src, p.dst)) < (hi := min(s.src + s.nbytes, p.dst + p.nbytes))
+        ]
+        requests = plan_requests(parts, request_bytes=self._staging.chunk_bytes, room=view.nbytes)
+        aligned = address(view) % ALIGN == 0
+        in_place = [
+            aligned and r.direct is not None and r.payload_bytes == r.nbytes for r in requests
+        ]
+        return self._read(spec, requests, in_place, view, sum(p.nbytes for p in parts), priority)
+
+    def _read(
+        self,
+        spec: BlockSpec,
+        requests: Sequence[Request],
+        in_place: Sequence[bool],
+        view: memoryview,
+        payload_bytes: int,
+        priority: int,
+        settle: Settle | None = None,
+    ) -> Future[Receipt]:
+        base = address(view)
+        transfer, is_open = self._start(f"block {spec.id}", view, payload_bytes, settle)
+        if is_open:
+            jobs = [
+                partial(self._fetch, r, here, view, base, priority)
+                for r, here in zip(requests, in_place, strict=True)
+            ]
+            transfer.run(self._engine, jobs, priority)
+        return transfer.future
+
+    def _fetch(
+        self, request: Request, in_place: bool, view: memoryview, base: int, priority: int
+    ) -> Moved:
+        file = self._files[request.file]
+        at = request.direct
+        if in_place and at is not None:
+            return Moved(file.read(request.offset, view[at : at + request.nbytes]), 0)
+        with self._staging.chunk(priority) as chunk:
+            physical = file.read(request.offset, chunk.view[: request.nbytes])
+            for c in request.copies:
+                copy(base + c.dst, chunk.address + c.src, c.nbytes)
+        return Moved(physical, request.payload_bytes)
+
+    def close(self) -> None:
+        """Wait for what is in flight, then close the files. Idempotent."""
+        with self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: self._in_flight == 0)
+        for file in self._files:
+            file.close()
+
+
+def failed(error: OffloadError) -> Future[Receipt]:
+    """A future that has failed already."""
+    future: Future[Receipt] = Future()
+    future.set_running_or_notify_cancel()
+    future.set_exception(error)
+    return future
+
+
+def check_target(spec: BlockSpec, dst: memoryview) -> memoryview:
+    """A flat view of ``dst`` that may hold block ``spec``.
+
+    Raises:
+        ValueError: too short, read-only, not contiguous or not at a 4096-aligned address.
+    """
+    if dst.readonly:
+        raise ValueError(f"block {spec.id}: the buffer is read-only")
+    view = check_room(spec.id, dst, spec.nbytes)
+    at = address(view)
+    if at % ALIGN:
+        raise ValueError(f"block {spec.id}: the buffer's address {at:#x} is not {ALIGN}-aligned")
+    return view
+
+
+def check_spans(spec: BlockSpec, spans: Sequence[Span], dst: memoryview) -> memoryview:
+    """A flat view of ``dst`` that has room for ``spans`` of block ``spec``.
+
+    Raises:
+        ValueError: a span lies outside the block or the buffer.
+    """
+    for s in spans:
+        if min(s) < 0 or s.src + s.nbytes > spec.nbytes:
+            raise ValueError(f"block {spec.id} has {spec.nbytes} bytes, {s} lies outside")
+    if dst.readonly:
+        raise ValueError(f"block {spec.id}: the buffer is read-only")
+    return check_room(spec.id, dst, max((s.dst + s.nbytes for s in spans), default=0))
+
+
+def check_room(block_id: str, buf: memoryview, nbytes: int) -> memoryview:
+    """A flat view of ``buf``, which must have at least ``nbytes``, else ValueError."""
+    if buf.nbytes < nbytes:
+        raise ValueError(f"block {block_id}: {nbytes} bytes, but the buffer has {buf.nbytes}")
+    return byte_view(buf)
