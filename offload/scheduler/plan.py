@@ -73,9 +73,16 @@ class Plan:
     reserves: Mapping[Tier, Mapping[str, int]]
     """Bytes set aside in each tier for what is not weights, by name (KV, activations, ...)."""
     weight_bytes: int
+    """Bytes of all blocks, wherever they live."""
     streamed_bytes_per_pass: int
     """Bytes read from disk for one pass over the trace, experts at the expected hit rate."""
     expected_hit_rate: float | None
+    top_k: Mapping[str, int] = field(default_factory=dict)
+    """Experts that one token uses in each group."""
+    by_row: frozenset[str] = frozenset()
+    """Blocks that are looked up and not multiplied with, pinned ones included."""
+    overhead_s: float | Mapping[str, float] = 0.0
+    """Seconds of each step that are neither weights nor I/O, for all units or by unit."""
     predicted_pass_s: Interval | None = None
     bound_pass_s: float | None = None
     """The busiest lane's time: no schedule can be faster."""

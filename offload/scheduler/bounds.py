@@ -1,0 +1,116 @@
+"""What one pass of a plan moves and computes, and the bound that follows: no schedule is faster
+than its busiest lane. Arithmetic on expectations; ``simulate`` adds the waiting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from offload.blocks import BlockSpec, Tier
+from offload.scheduler.costs import CostModel
+from offload.scheduler.plan import Home, Plan
+from offload.scheduler.trace import Step
+
+READ, H2D, COMPUTE = "read", "h2d", "compute"
+"""Lanes: disk to RAM, RAM to device, computation."""
+
+
+def experts_of(plan: Plan) -> dict[str, list[str]]:
+    """The plan's experts by group, in the plan's order."""
+    groups: dict[str, list[str]] = {g: [] for g in plan.groups}
+    for block, spec in plan.blocks.items():
+        if spec.group in groups:
+            groups[spec.group].append(block)
+    return groups
+
+
+def distinct(experts: int, top_k: int, tokens: float) -> float:
+    """Expected number of experts of a layer that ``tokens`` tokens use together, when routing is
+    independent and even: ``E (1 − (1 − k/E)^T)``."""
+    return experts * (1.0 - (1.0 - top_k / experts) ** tokens) if tokens > 1 else float(top_k)
+
+
+def row_bytes(spec: BlockSpec) -> int:
+    """Bytes of one row of a block that is looked up."""
+    return sum(t.nbytes // max(t.shape[0], 1) for t in spec.tensors if t.shape)
+
+
+def hit_rate(slots: int, experts: int) -> float:
+    """A cache's share of the experts, by number: what even routing hits.
+
+    A RAM slot keeps its copy when the expert goes up to the device, so of two caches the larger
+    one counts and not the sum.
+    """
+    return min(1.0, slots / experts) if experts else 1.0
+
+
+def traffic(plan: Plan, tokens: float = 1.0) -> dict[Tier, float]:
+    """Expected bytes that one pass brings into each tier from the one below.
+
+    A block that several steps use counts each time (a window rarely spans two uses), so for such
+    models this is an upper estimate and the simulation is the better figure.
+    """
+    tiers = sorted(plan.tiers)
+    into = dict.fromkeys(tiers, 0.0)
+    for step in plan.trace:
+        for block in dict.fromkeys(step.blocks):
+            spec = plan.blocks[block]
+            if plan.homes[block] is Home.STREAMED:
+                for tier in reversed(tiers):
+                    if block in plan.tiers[tier].pinned:
+                        break
+                    into[tier] += spec.nbytes
+            elif plan.homes[block] is Home.BY_ROW:
+                into[Tier.RAM] += row_bytes(spec) * tokens
+    cached = sum(h is Home.CACHED for h in plan.homes.values())
+    for block_ids, k, times in _routing(plan):
+        if plan.homes[block_ids[0]] is not Home.CACHED:
+            continue
+        used = times * distinct(len(block_ids), k, tokens)
+        each = sum(plan.blocks[b].nbytes for b in block_ids) / len(block_ids)
+        missed = 1.0
+        for tier in reversed(tiers):
+            if block_ids[0] in plan.tiers[tier].pinned:
+                break
+            missed = min(missed, 1.0 - hit_rate(plan.tiers[tier].slots, cached))
+            into[tier] += used * each * missed
+    return into
+
+
+def lane_seconds(plan: Plan, costs: CostModel, tokens: float = 1.0) -> dict[str, float]:
+    """Busy seconds of each lane in one pass, latencies left out: they overlap."""
+    into = traffic(plan, tokens)
+    lanes = {READ: costs.read_busy_s(into[Tier.RAM])}
+    if Tier.DEVICE in into:
+        lanes[H2D] = costs.copy_up_busy_s(into[Tier.DEVICE])
+    lanes[COMPUTE] = compute_seconds(plan, costs, tokens)
+    return lanes
+
+
+def compute_seconds(plan: Plan, costs: CostModel, tokens: float = 1.0) -> float:
+    """Seconds that one pass computes."""
+    busy_s = sum(map(dense_seconds(plan, costs, tokens), plan.trace))
+    for block_ids, k, times in _routing(plan):
+        used = distinct(len(block_ids), k, tokens)
+        expert_s = costs.expert_s(plan.blocks[block_ids[0]], tokens * k / used)
+        busy_s += times * used * expert_s
+    return busy_s
+
+
+def dense_seconds(plan: Plan, costs: CostModel, tokens: float) -> Callable[[Step], float]:
+    """The cost of a step without its experts, as a function."""
+    overhead = plan.overhead_s
+
+    def seconds(step: Step) -> float:
+        specs = [plan.blocks[b] for b in dict.fromkeys(step.blocks) if b not in plan.by_row]
+        extra = overhead if isinstance(overhead, (int, float)) else overhead.get(step.unit, 0.0)
+        return costs.step_s(specs, tokens=tokens, overhead_s=extra)
+
+    return seconds
+
+
+def _routing(plan: Plan) -> list[tuple[list[str], int, int]]:
+    """(experts, top_k, runs per pass) of each group that the trace runs."""
+    runs = Counter(step.group for step in plan.trace if step.group)
+    groups = experts_of(plan) if runs else {}
+    return [(groups[g], plan.top_k[g], n) for g, n in runs.items()]

@@ -1,0 +1,152 @@
+"""The facts behind a plan's choices, as sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offload.blocks import BlockKind, Tier
+from offload.scheduler.bounds import H2D, READ, experts_of
+from offload.scheduler.costs import CostModel
+from offload.scheduler.plan import Home, Plan
+from offload.units import format_bytes
+
+_NAME = {Tier.RAM: "RAM", Tier.DEVICE: "the device"}
+_LANE = {READ: "the disk", H2D: "copies to the device"}
+
+
+def explain(plan: Plan, shapes: Mapping[Tier, str], costs: CostModel | None) -> tuple[str, ...]:
+    """Why blocks are pinned or streamed, the rings, the slots, and what more room would bring.
+
+    Args:
+        shapes: how pins were chosen in each tier: all, dense, spread or prefix.
+    """
+    lines: list[str] = []
+    for tier in sorted(plan.tiers, reverse=True):
+        lines += _pins(plan, tier, shapes[tier])
+    lines += _experts(plan)
+    lines += _rows(plan)
+    lines += _lanes(plan)
+    lines += _more(plan, costs)
+    return tuple(lines)
+
+
+def _pins(plan: Plan, tier: Tier, shape: str) -> list[str]:
+    layout, name = plan.tiers[tier], _NAME[tier]
+    size = sum(plan.blocks[b].slot_nbytes for b in layout.pinned)
+    if shape == "all":
+        if tier == plan.compute_tier:
+            return [f"everything fits {name}: all {format_bytes(size)} stay there, nothing streams"]
+        if not layout.pinned:
+            return [f"{name} only lets blocks pass: everything stays above it"]
+        return [f"all that streams up fits {name}: {format_bytes(size)} stay there"]
+    if shape == "dense":
+        return [
+            f"{format_bytes(size)} of dense weights stay in {name}: each token uses all of them, "
+            "an expert only now and then"
+        ]
+    streamed = [
+        s
+        for b, s in plan.blocks.items()
+        if plan.homes[b] is Home.STREAMED and b not in layout.pinned
+    ]
+    below = sum(s.slot_nbytes for s in streamed)
+    how = (
+        "spread evenly over the layers, so that the disk has work while pinned ones compute"
+        if shape == "spread"
+        else "the first ones in order of use, which the simulation found faster than spread ones"
+    )
+    lines = []
+    if layout.pinned:
+        lines.append(
+            f"{format_bytes(size)} in {len(layout.pinned)} blocks stay in {name}, {how}; "
+            f"{format_bytes(below)} do not fit and stream"
+        )
+    else:
+        lines.append(f"no dense block can stay in {name}: {format_bytes(below)} stream")
+    step = max(
+        (
+            sum(
+                plan.blocks[b].slot_nbytes
+                for b in dict.fromkeys(s.blocks)
+                if plan.homes[b] is Home.STREAMED and b not in layout.pinned
+            )
+            for s in plan.trace
+        ),
+        default=0,
+    )
+    lines.append(
+        f"a ring of {format_bytes(layout.ring_bytes)} in {name}: the largest step streams "
+        f"{format_bytes(step)}, the rest lets reads run ahead of compute; longer would leave "
+        "less room to pin"
+    )
+    return lines
+
+
+def _experts(plan: Plan) -> list[str]:
+    groups = experts_of(plan)
+    cached = [b for g in groups.values() for b in g if plan.homes[b] is Home.CACHED]
+    if not cached:
+        return []
+    total = sum(plan.blocks[b].slot_nbytes for b in cached)
+    lines = []
+    per_token = sum(plan.top_k[s.group] for s in plan.trace if s.group)
+    for tier in sorted(plan.tiers, reverse=True):
+        layout, name = plan.tiers[tier], _NAME[tier]
+        if cached[0] in layout.pinned:
+            lines.append(f"all {len(cached)} experts ({format_bytes(total)}) stay in {name}")
+        elif layout.slots:
+            lines.append(
+                f"{layout.slots} expert slots of {format_bytes(layout.slot_bytes)} in {name} hold "
+                f"{layout.slots / len(cached):.0%} of {len(cached)} experts"
+            )
+    slots = max(a.slots for a in plan.tiers.values())
+    if (plan.expected_hit_rate or 0.0) < 1.0 and slots < per_token:
+        size = max(a.slot_bytes for a in plan.tiers.values())
+        lines.append(
+            f"warning: {slots} slots hold less than the {per_token} experts of one token, so hardly "
+            f"any is there when it comes round again; {format_bytes((per_token - slots) * size)} "
+            "more would pass this cliff"
+        )
+    return lines
+
+
+def _rows(plan: Plan) -> list[str]:
+    rows = [b for b, h in plan.homes.items() if h is Home.BY_ROW]
+    if not rows:
+        return []
+    size = format_bytes(sum(plan.blocks[b].nbytes for b in rows))
+    return [f"{', '.join(rows)} ({size}): single rows are read from disk as tokens need them"]
+
+
+def _lanes(plan: Plan) -> list[str]:
+    worst = plan.bottleneck
+    if worst is None or plan.bound_pass_s is None:
+        return []
+    shares = ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in plan.lane_s.items())
+    return [f"{_LANE.get(worst, 'computing')} takes longest ({shares} per pass)"]
+
+
+def _more(plan: Plan, costs: CostModel | None) -> list[str]:
+    """What another budget would save."""
+    if not plan.streamed_bytes_per_pass:
+        return []
+    low = Tier.RAM
+    used = {b for a in plan.tiers.values() for b in a.pinned}
+    layout = plan.tiers[low]
+    missing = sum(
+        s.slot_nbytes
+        for b, s in plan.blocks.items()
+        if b not in used and plan.homes[b] is not Home.BY_ROW
+    )
+    if not missing:
+        return []
+    free = plan.budgets[low] - plan.resident_bytes(low)
+    more = max(0, missing - layout.ring_bytes - layout.slot_bytes * layout.slots - free)
+    line = f"with {format_bytes(more)} more RAM nothing but rows would be read from disk"
+    dense = any(
+        h is Home.STREAMED and b not in used and plan.blocks[b].kind is not BlockKind.EXPERT
+        for b, h in plan.homes.items()
+    )
+    if costs is not None and dense and plan.bottleneck == READ:
+        line += f"; each GiB of it saves up to {costs.read_busy_s(2**30):.2g} s per pass"
+    return [line]

@@ -1,0 +1,376 @@
+"""A plan on a virtual clock: the real residency state machine, lanes made of arithmetic.
+
+The same ``Residency`` that drives the executor decides here what is fetched, dropped and waited
+for, so that a prediction contains its stalls, and a plan that would get stuck gets stuck here.
+Lanes are servers with a rate: the disk serves requests in order, those on demand before those
+ahead of time, ``queue_depth`` of them in flight, so that their latencies overlap; copies to the
+device likewise; computation is the host thread, which asks for a unit's blocks, waits until they
+are there, runs, and routes to experts one after the other in ascending order.
+
+What is pinned in the compute tier never moves and is left out, which makes the cost of a
+simulation that of the streamed blocks: about 15 µs for each.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from offload.blocks import Tier
+from offload.errors import SchedulerError
+from offload.scheduler.bounds import (
+    COMPUTE,
+    H2D,
+    READ,
+    dense_seconds,
+    distinct,
+    experts_of,
+    row_bytes,
+)
+from offload.scheduler.costs import CostModel
+from offload.scheduler.plan import Home, Plan
+from offload.scheduler.residency import Fetch, Instruction, Residency
+
+Routing = Callable[[int, str], Sequence[str]]
+"""(pass number, group) → the experts that the pass uses there, in the order of use."""
+
+MAX_EXPERTS = 4096
+"""Beyond, the default routing simulates the same share of fewer experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """Means of the measured passes: all but the first, which starts with empty rings."""
+
+    pass_s: float
+    lane_s: dict[str, float]
+    """Busy seconds of each lane."""
+    stall_s: float
+    """Seconds in which compute waited."""
+    read_bytes: float
+    """Bytes from disk."""
+    hits: float
+    """Experts used that were above the disk when asked for."""
+    misses: float
+
+
+def simulate(
+    plan: Plan,
+    costs: CostModel,
+    *,
+    passes: int = 3,
+    routing: Routing | None = None,
+    tokens: float = 1,
+    seed: int = 0,
+) -> Simulation:
+    """Run ``passes`` passes of ``tokens`` tokens each over the plan's trace.
+
+    Args:
+        passes: at least 2; the first one fills the rings and does not count.
+        routing: without it, experts are drawn evenly by a seeded generator, so that a layer hits
+            as often as the plan expects: the spread of a random draw would need hundreds of
+            passes to average out.
+
+    Raises:
+        SchedulerError: the plan gets stuck (a bug).
+    """
+    if passes < 2:
+        raise ValueError(f"one pass to fill the rings and one to measure, got {passes}")
+    if routing is None:
+        plan = _thinned(plan, tokens)
+    run = _Run(plan, costs, tokens, random.Random(seed))
+    run.warm_up()
+    run.one_pass(0, routing)
+    first = run.read_totals()
+    for i in range(1, passes):
+        run.one_pass(i, routing)
+    n = passes - 1
+    total = [(b - a) / n for a, b in zip(first, run.read_totals(), strict=True)]
+    pass_s, read_s, h2d_s, compute_s, stall_s, read_bytes, hits, misses = total
+    lane_s = {READ: read_s, COMPUTE: compute_s}
+    if Tier.DEVICE in plan.tiers:
+        lane_s[H2D] = h2d_s
+    return Simulation(
+        # The ring may still gain or lose a little from pass to pass; no steady state is faster
+        # than its busiest lane.
+        pass_s=max(pass_s, *lane_s.values()),
+        lane_s=lane_s,
+        stall_s=stall_s,
+        read_bytes=read_bytes,
+        hits=hits,
+        misses=misses,
+    )
+
+
+class _Lane:
+    """One server: requests in order, demand first, ``depth`` in flight, latencies overlap."""
+
+    __slots__ = ("_busy_s", "_demand", "_depth", "_free_at", "_latency_s", "_prefetch", "flying",
+                 "nbytes", "worked_s")  # fmt: skip
+
+    def __init__(self, busy_s: Callable[[float], float], latency_s: float, depth: int) -> None:
+        self._busy_s = busy_s
+        self._latency_s = latency_s
+        self._depth = depth
+        self._demand: deque[tuple[Fetch, int]] = deque()
+        self._prefetch: deque[tuple[Fetch, int]] = deque()
+        self._free_at = 0.0
+        self.flying = 0
+        self.nbytes = 0
+        self.worked_s = 0.0
+
+    def add(self, fetch: Fetch, nbytes: int) -> None:
+        (self._demand if fetch.demand else self._prefetch).append((fetch, nbytes))
+
+    def begin(self, now: float) -> tuple[float, Fetch] | None:
+        """Start the next request: (time of arrival, request), or None if none can start."""
+        queue = self._demand or self._prefetch
+        if not queue or self.flying >= self._depth:
+            return None
+        fetch, nbytes = queue.popleft()
+        busy_s = self._busy_s(nbytes)
+        self._free_at = max(self._free_at, now) + busy_s
+        self.flying += 1
+        self.nbytes += nbytes
+        self.worked_s += busy_s
+        return self._free_at + self._latency_s, fetch
+
+
+class _Run:
+    """The host thread, the lanes and the clock."""
+
+    def __init__(self, plan: Plan, costs: CostModel, tokens: float, rng: random.Random) -> None:
+        top = plan.compute_tier
+        still = plan.tiers[top].pinned
+        self._plan = plan
+        self._costs = costs
+        self._tokens = tokens
+        self._rng = rng
+        self._groups = experts_of(plan)
+        moving = {
+            t: replace(a, pinned={b: o for b, o in a.pinned.items() if b not in still})
+            for t, a in plan.tiers.items()
+        }
+        self._residency = Residency(replace(plan, tiers=moving))
+        self._lanes = {
+            Tier.RAM: _Lane(costs.read_busy_s, costs.read_latency_s, costs.queue_depth),
+            Tier.DEVICE: _Lane(costs.copy_up_busy_s, costs.copy_latency_s, costs.queue_depth),
+        }
+        self._arrivals: list[tuple[float, int, Fetch]] = []
+        self._sequence = 0
+        self._at_once = False  # experts arrive in no time (warm-up)
+        self._owed: dict[str, float] = {}  # fractions of misses by group
+        self._now = self._computed_s = self._stalled_s = 0.0
+        self._resident_uses = 0.0
+        dense_s = dense_seconds(plan, costs, tokens)
+        self._steps = [
+            (
+                step,
+                [b for b in dict.fromkeys(step.blocks) if plan.homes[b] is Home.STREAMED],
+                sum(
+                    costs.read_s(math.ceil(row_bytes(plan.blocks[b]) * tokens))
+                    for b in dict.fromkeys(step.blocks)
+                    if plan.homes[b] is Home.BY_ROW
+                ),
+                dense_s(step),
+            )
+            for step in plan.trace
+        ]
+        self._row_bytes = sum(
+            row_bytes(plan.blocks[b]) * tokens
+            for step in plan.trace
+            for b in dict.fromkeys(step.blocks)
+            if plan.homes[b] is Home.BY_ROW
+        )
+        self._passes = 0
+
+    # -- the program ----------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Load what RAM keeps and fill the slots, outside of time."""
+        self._at_once = True
+        self._submit(self._residency.start())
+        while self._arrivals:
+            self._arrive()
+        slots = max((a.slots for a in self._plan.tiers.values()), default=0)
+        if slots and self._groups:
+            longest = max(map(len, self._groups.values()))
+            filled = 0
+            for i in range(longest):
+                for group, experts in self._groups.items():
+                    if i < len(experts) and filled < slots:
+                        self._run_experts(group, [experts[i]], 0.0)
+                        filled += 1
+        while self._arrivals:
+            self._arrive()
+        self._at_once = False
+        self._now = self._stalled_s = 0.0
+        for lane in self._lanes.values():
+            lane.nbytes, lane.worked_s = 0, 0.0
+        self._residency.hits = self._residency.misses = 0
+        self._pump()
+
+    def one_pass(self, number: int, routing: Routing | None) -> None:
+        residency = self._residency
+        for step, blocks, rows_s, compute_s in self._steps:
+            ticket, out = residency.need(step.unit, blocks)
+            self._submit(out)
+            self._pause(rows_s)
+            self._wait(lambda t=ticket: not residency.missing(t))  # type: ignore[misc]
+            self._compute(compute_s)
+            if step.group:
+                self._route(number, step.group, routing)
+            self._submit(residency.done(ticket))
+        self._passes += 1
+
+    def _route(self, number: int, group: str, routing: Routing | None) -> None:
+        experts = self._groups[group]
+        k = self._plan.top_k[group]
+        used = distinct(len(experts), k, self._tokens)
+        chosen = self._draw(group, used) if routing is None else list(routing(number, group))
+        if not chosen:
+            return
+        expert_s = self._costs.expert_s(
+            self._plan.blocks[experts[0]], self._tokens * k / len(chosen)
+        )
+        if self._plan.homes[experts[0]] is Home.PINNED:
+            self._resident_uses += len(chosen)
+            self._compute(expert_s * len(chosen))
+        else:
+            self._run_experts(group, chosen, expert_s)
+
+    def _run_experts(self, group: str, experts: Sequence[str], expert_s: float) -> None:
+        residency = self._residency
+        self._submit(residency.route(group, experts))
+        for expert in experts:
+            self._wait(lambda e=expert: self._acquired(e))  # type: ignore[misc]
+            self._compute(expert_s)
+            self._submit(residency.release(expert))
+        self._submit(residency.end_route())
+
+    def _acquired(self, expert: str) -> bool:
+        there, out = self._residency.acquire(expert)
+        self._submit(out)
+        return there
+
+    def _draw(self, group: str, used: float) -> list[str]:
+        """Experts of a layer, in order: as many misses as expected (fractions are owed to the
+        layer's next pass), drawn from the absent and the present ones."""
+        experts = self._groups[group]
+        n = min(len(experts), max(1, round(used)))
+        where, tiers = self._residency.where, self._plan.tiers
+        if self._plan.homes[experts[0]] is Home.PINNED:
+            return self._rng.sample(experts, n)
+        present = [b for b in experts if any(where(b, t) is not None for t in tiers)]
+        known = set(present)
+        absent = [b for b in experts if b not in known]
+        owed = self._owed.get(group, self._rng.random())
+        owed += n * (1.0 - (self._plan.expected_hit_rate or 0.0))
+        misses = max(n - len(present), min(int(owed), len(absent), n))
+        self._owed[group] = owed - misses if abs(owed - misses) < 1.0 else 0.0
+        chosen = {*self._rng.sample(absent, misses), *self._rng.sample(present, n - misses)}
+        return [b for b in experts if b in chosen]
+
+    # -- the clock ------------------------------------------------------------------------
+
+    def _compute(self, seconds: float) -> None:
+        self._computed_s += seconds
+        self._pass(seconds)
+
+    def _pause(self, seconds: float) -> None:
+        self._stalled_s += seconds
+        self._pass(seconds)
+
+    def _pass(self, seconds: float) -> None:
+        end = self._now + seconds
+        while self._arrivals and self._arrivals[0][0] <= end:
+            self._arrive()
+        self._now = end
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        start = self._now
+        while not until():
+            if not self._arrivals:
+                raise SchedulerError("compute waits, and nothing is on its way: the plan is stuck")
+            self._arrive()
+        self._stalled_s += self._now - start
+
+    def _arrive(self) -> None:
+        at, _, fetch = heapq.heappop(self._arrivals)
+        self._now = max(self._now, at)
+        if at >= 0.0:
+            self._lanes[fetch.dst].flying -= 1
+        self._submit(self._residency.arrived(fetch.block, fetch.dst))
+
+    def _submit(self, out: Sequence[Instruction]) -> None:
+        for fetch in out:
+            if not isinstance(fetch, Fetch):
+                continue
+            if self._at_once and not self._is_ahead(fetch):
+                self._sequence += 1
+                heapq.heappush(self._arrivals, (-1.0, self._sequence, fetch))
+            else:
+                self._lanes[fetch.dst].add(fetch, self._plan.blocks[fetch.block].nbytes)
+        if not self._at_once:
+            self._pump()
+
+    def _is_ahead(self, fetch: Fetch) -> bool:
+        """Whether it fills a ring: those start empty when the clock does."""
+        return (
+            self._plan.homes[fetch.block] is Home.STREAMED
+            and fetch.block not in self._plan.tiers[fetch.dst].pinned
+        )
+
+    def _pump(self) -> None:
+        for lane in self._lanes.values():
+            while (begun := lane.begin(self._now)) is not None:
+                self._sequence += 1
+                heapq.heappush(self._arrivals, (begun[0], self._sequence, begun[1]))
+
+    def read_totals(self) -> tuple[float, ...]:
+        """Now and everything counted so far."""
+        disk, up = self._lanes[Tier.RAM], self._lanes[Tier.DEVICE]
+        return (
+            self._now,
+            disk.worked_s,
+            up.worked_s,
+            self._computed_s,
+            self._stalled_s,
+            disk.nbytes + self._row_bytes * self._passes,
+            self._residency.hits + self._resident_uses,
+            self._residency.misses,
+        )
+
+
+def _thinned(plan: Plan, tokens: float) -> Plan:
+    """The same shares of fewer experts, if there are very many."""
+    groups = experts_of(plan)
+    total = sum(map(len, groups.values()))
+    cached = any(plan.homes[e[0]] is Home.CACHED for e in groups.values() if e)
+    if total <= MAX_EXPERTS or not cached:
+        return plan
+    keep: set[str] = set()
+    for group, experts in groups.items():
+        used = distinct(len(experts), plan.top_k.get(group, 1), tokens)
+        n = max(math.ceil(len(experts) * MAX_EXPERTS / total), math.ceil(2 * used))
+        keep.update(experts[:n])
+    gone = {b for experts in groups.values() for b in experts if b not in keep}
+    share = len(keep) / total
+    least = 1 + max(plan.top_k.values())
+    return replace(
+        plan,
+        blocks={b: s for b, s in plan.blocks.items() if b not in gone},
+        homes={b: h for b, h in plan.homes.items() if b not in gone},
+        tiers={
+            t: replace(
+                a,
+                pinned={b: o for b, o in a.pinned.items() if b not in gone},
+                slots=min(a.slots, max(least, round(a.slots * share))),
+            )
+            for t, a in plan.tiers.items()
+        },
+    )
