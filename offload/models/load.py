@@ -82,7 +82,8 @@ class Options:
     hardware: Hardware | None = None
     overhead_s: float = 0.0
     seed: int | None = None
-    part_bytes: int | None = None
+    overhead_bytes: int | None = None
+    """Set aside for the model's Python objects and for slack; None: measured."""
 
 
 @dataclass(kw_only=True)
@@ -142,7 +143,11 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     streams = device == "sim"
     whole = cut(meta.model, stream_head=False)
     _drop_unloopable(whole, meta.model, notes)
-    reserves = _reserves(meta, options, footprint, cache, prompt, device, 0)
+    overhead = options.overhead_bytes
+    if overhead is None:
+        gc.collect()
+        overhead = max(0, current_rss() - baseline) + SLACK_BYTES
+    reserves = _reserves(meta, options, footprint, cache, prompt, device, overhead)
     budgets = {Tier.RAM: ram}
     if streams:
         budgets[Tier.DEVICE] = options.gpu or ram
@@ -155,8 +160,6 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         chosen = cut(meta.model, stream_head=slices)
         _drop_unloopable(chosen, meta.model, notes)
     recipes = make_recipes(chosen, meta.mapping)
-    structure = max(0, current_rss() - baseline)
-    reserves = _reserves(meta, options, footprint, cache, prompt, device, structure)
     request = _request(meta, chosen, options, budgets, reserves, top)
     try:
         plan = make_plan(request)
@@ -253,7 +256,7 @@ def _reserves(
     cache: int,
     prompt: int,
     device: str,
-    structure: int,
+    overhead: int,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it."""
@@ -272,8 +275,7 @@ def _reserves(
     host = {
         "I/O staging": chunks * chunk,
         "embedding rows": rows,
-        "model structure": structure,
-        "slack": SLACK_BYTES,
+        "model structure and slack": overhead,
     }
     if device == "sim":
         return {Tier.RAM: host, Tier.DEVICE: compute}

@@ -22,8 +22,12 @@ from offload.blocks import BlockKind, BlockSpec, align_up, layout
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 * 2**20
-"""Parameters of a unit are packed into blocks of about this size: large enough for the disk to
-run at full rate, small enough that the ring needs little more than one layer."""
+"""Parameters of a unit are packed into blocks of at most about this size: large enough for the
+disk to run at full rate, small enough that the ring needs little more than one layer."""
+
+PARTS = 6
+"""A unit is cut into about as many blocks if it is small: the finer the blocks, the more of a
+budget can be used for pinning, and the less a ring needs beyond one unit."""
 
 SMALL_BYTES = 128 * 2**10
 """Parameters below this (norms, biases, routers of small models) stay resident: streaming them
@@ -117,6 +121,7 @@ class Cut:
     head: HeadSlices | None
     embedding: RowEmbedding | None
     notes: list[str]
+    part_bytes: int = PART_BYTES
 
     def bytes_of(self, ids: Iterator[str] | list[str]) -> int:
         return sum(self.blocks[b].slot_nbytes for b in ids)
@@ -269,7 +274,8 @@ def cut(model: nn.Module, *, stream_head: bool, threshold: float = 0.01) -> Cut:
     mean = sum(unit_bytes) / len(unit_bytes) if unit_bytes else 0
     small = min(SMALL_BYTES, int(mean * threshold))
 
-    result = Cut(list(units.values()), {}, {}, [], groups, None, None, notes)
+    part = max(4096, min(PART_BYTES, int(mean / PARTS)))
+    result = Cut(list(units.values()), {}, {}, [], groups, None, None, notes, part)
     _cut_embedding_and_head(model, params, users, inside_all, stream_head, result)
     taken = {id(p.tensor) for ps in result.params.values() for p in ps}
 
@@ -413,7 +419,7 @@ def _pack(result: Cut, label: str, members: list[Param]) -> list[str]:
         part, size = [], 0
 
     for param in members:
-        if part and size + param.nbytes > PART_BYTES:
+        if part and size + param.nbytes > result.part_bytes:
             flush()
         part.append(param)
         size += align_up(param.nbytes, 64)

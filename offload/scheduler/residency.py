@@ -314,7 +314,8 @@ class Residency:
         if not self._halted:
             if self._pin_up:
                 self._pin_device()
-            if not self._demand and self._trace.uses:
+            # Prefetch would fill the ring that pinned blocks still have to pass through.
+            if not self._demand and not self._pin_up and self._trace.uses:
                 for tier in reversed(self._tiers):
                     self._prefetch(tier)
         return self._take()
