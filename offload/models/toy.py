@@ -55,8 +55,8 @@ _SMALL: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "num_expert_group": 1, "n_shared_experts": 1,
     "first_k_dense_replace": 0, "zero_expert_num": 2, "router_hidden_size": 32,
     # lengths and vocabulary
-    "vocab_size": 128, "vocab_size_per_layer_input": 128, "decoder_vocab_size": 128,
-    "hidden_size_per_layer_input": 16, "unpadded_vocab_size": 128,
+    "vocab_size": 256, "vocab_size_per_layer_input": 256, "decoder_vocab_size": 256,
+    "hidden_size_per_layer_input": 16, "unpadded_vocab_size": 256,
     "max_position_embeddings": 256, "n_positions": 256, "max_seq_len": 256, "n_ctx": 256,
     "max_source_positions": 64, "max_target_positions": 256, "context_length": 256,
     "sliding_window": 8, "sliding_window_size": 8, "attention_window_size": 8, "window_size": 8,
@@ -67,7 +67,7 @@ _SMALL: dict[str, Any] = {
 
 
 def small_config(kind: type, **overrides: Any) -> Any:
-    """A tiny config of class ``kind``: few layers, narrow, a vocabulary of 128.
+    """A tiny config of class ``kind``: few layers, narrow, a vocabulary of 256.
 
     Whatever the class calls its sizes is found by name among its attributes; nested configs
     (``text_config``, ...) are shrunk the same way. ``overrides`` go on top.
