@@ -70,7 +70,9 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
     ``model``: a transformers model on the meta device (it is not changed).
     """
     element = next((p.element_size() for p in model.parameters()), 4)
-    largest = max((p.numel() * p.element_size() for p in model.parameters() if p.dim() == 2), default=0)
+    largest = max(
+        (p.numel() * p.element_size() for p in model.parameters() if p.dim() == 2), default=0
+    )
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(_stub_experts(group.module, group.n_experts))
@@ -80,7 +82,9 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
             return Footprint(int(peak * 1.05) + largest, cache, True)
         except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
             logger.info("activations are estimated by formula: %s", error)
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = (
+        model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    )
     hidden = int(getattr(config, "hidden_size", 1024))
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     layers = int(getattr(config, "num_hidden_layers", 24))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from offload.blocks import Tier, align_up
+from offload.blocks import BlockSpec, Tier, align_up
 from offload.errors import OffloadError, PlanError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES, make_engine
 from offload.io.memory import Staging
@@ -142,7 +142,7 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         )
     streams = device == "sim"
     whole = cut(meta.model, stream_head=False)
-    _drop_unloopable(whole, meta.model, notes)
+    drop_unloopable(whole, notes)
     overhead = options.overhead_bytes
     if overhead is None:
         gc.collect()
@@ -156,9 +156,9 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     fits = needed <= budgets[top]
     chosen, head_rows = whole, None
     if not fits:
-        head_rows, slices = _try_head(meta, notes)
+        head_rows, slices = try_head(meta.model, notes)
         chosen = cut(meta.model, stream_head=slices)
-        _drop_unloopable(chosen, meta.model, notes)
+        drop_unloopable(chosen, notes)
     recipes = make_recipes(chosen, meta.mapping)
     request = _request(meta, chosen, options, budgets, reserves, top)
     try:
@@ -209,7 +209,7 @@ def _check_device(options: Options) -> str:
     return "sim" if options.device == "sim" else "cpu"
 
 
-def _drop_unloopable(result: Cut, model: Any, notes: list[str]) -> None:
+def drop_unloopable(result: Cut, notes: list[str]) -> None:
     """Experts whose loop cannot take one expert at a time are streamed with their layer."""
     verdicts: dict[type, str | None] = {}
     bad = []
@@ -227,9 +227,9 @@ def _drop_unloopable(result: Cut, model: Any, notes: list[str]) -> None:
     notes.append(f"experts are streamed by layer: {bad[0][1]}")
 
 
-def _try_head(meta: MetaModel, notes: list[str]) -> tuple[frozenset[int] | None, bool]:
+def try_head(model: Any, notes: list[str]) -> tuple[frozenset[int] | None, bool]:
     """Whether the LM head can be streamed in slices, and for how many rows at once."""
-    trial = cut(meta.model, stream_head=True)
+    trial = cut(model, stream_head=True)
     if trial.head is None:
         return None, True
     vocabulary, width = trial.head.param.tensor.shape
@@ -290,31 +290,14 @@ def _request(
     reserves: dict[Tier, dict[str, int]],
     top: Tier,
 ) -> PlanRequest:
-    steps: list[Step] = []
-    for unit in chosen.units:
-        groups = [g.name for g in unit.groups]
-        steps.append(Step(unit=unit.name, blocks=unit.blocks, group=groups[0] if groups else ""))
-        steps += [Step(unit=f"{unit.name}+{g}", blocks=(), group=g) for g in groups[1:]]
-    if chosen.head:
-        steps += [
-            Step(unit=f"{chosen.head.name}#{i}", blocks=(b,))
-            for i, b in enumerate(chosen.head.blocks)
-        ]
-    by_row: frozenset[str] = frozenset()
-    blocks = dict(chosen.blocks)
-    if chosen.embedding:
-        tied = chosen.head is not None and chosen.head.param is chosen.embedding.param
-        if tied:  # the head's slices hold the same bytes: never pin them a second time
-            del blocks[chosen.embedding.block]
-        else:
-            by_row = frozenset({chosen.embedding.block})
-    top_k = _top_k(meta.model.config)
+    blocks, by_row = rows_of(chosen)
+    top_k = expert_top_k(meta.model.config)
     costs = None
     if options.hardware is not None:
         costs = CostModel(hardware=options.hardware, queue_depth=options.queue_depth, staged=True)
     return PlanRequest(
         blocks=blocks,
-        trace=Trace(steps),
+        trace=Trace(trace_of(chosen)),
         experts={g.name: g.blocks for g in chosen.groups},
         top_k={g.name: min(top_k, g.n_experts) for g in chosen.groups},
         always=frozenset(chosen.resident),
@@ -327,10 +310,47 @@ def _request(
     )
 
 
-def _top_k(config: Any) -> int:
+def trace_of(chosen: Cut) -> list[Step]:
+    """The steps of one pass, in the order in which the modules are registered (the executor
+    learns the real order if it is another)."""
+    steps: list[Step] = []
+    for unit in chosen.units:
+        groups = [g.name for g in unit.groups]
+        steps.append(Step(unit=unit.name, blocks=unit.blocks, group=groups[0] if groups else ""))
+        steps += [Step(unit=f"{unit.name}+{g}", blocks=(), group=g) for g in groups[1:]]
+    if chosen.head:
+        steps += [
+            Step(unit=f"{chosen.head.name}#{i}", blocks=(b,))
+            for i, b in enumerate(chosen.head.blocks)
+        ]
+    return steps
+
+
+def rows_of(chosen: Cut) -> tuple[dict[str, BlockSpec], frozenset[str]]:
+    """The blocks to place, and which of them may be read by row.
+
+    The rows of an embedding that is tied to a sliced head are the head's own bytes: they are
+    never pinned a second time, only read.
+    """
+    blocks = dict(chosen.blocks)
+    if chosen.embedding is None:
+        return blocks, frozenset()
+    if chosen.head is not None and chosen.head.param is chosen.embedding.param:
+        del blocks[chosen.embedding.block]
+        return blocks, frozenset()
+    return blocks, frozenset({chosen.embedding.block})
+
+
+def expert_top_k(config: Any) -> int:
     """Experts per token, by whichever name the family uses."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts"):
+    for name in (
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+        "num_selected_experts",
+    ):
         value = getattr(text, name, None)
         if isinstance(value, (list, tuple)):
             value = max(value)
