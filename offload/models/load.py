@@ -36,8 +36,9 @@ from offload.models.recipes import (
     make_recipes,
     spill_directory,
 )
+from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import baseline_rss
-from offload.models.units import Cut, cut, head_shape
+from offload.models.units import Cut, cut, expert_groups, head_shape, unit_modules
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
 from offload.runtime.null_device import NullDevice
@@ -140,26 +141,31 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    streams = device == "sim"
-    whole = cut(meta.model, stream_head=False)
-    drop_unloopable(whole, notes)
+    modules = _fine_units(meta.model)
+    chosen = cut(meta.model, stream_head=False, modules=modules)
+    drop_unloopable(chosen, notes)
+    recipes = make_recipes(chosen, meta.mapping)
     overhead = options.overhead_bytes
     if overhead is None:
         gc.collect()
         overhead = max(0, current_rss() - baseline) + SLACK_BYTES
-    reserves = _reserves(meta, options, footprint, cache, prompt, device, overhead)
     budgets = {Tier.RAM: ram}
-    if streams:
+    if device == "sim":
         budgets[Tier.DEVICE] = options.gpu or ram
     top = max(budgets)
-    needed = sum(s.slot_nbytes for s in whole.blocks.values()) + sum(reserves[top].values())
-    fits = needed <= budgets[top]
-    chosen, head_rows = whole, None
-    if not fits:
+
+    def reserves_of(chosen: Cut) -> dict[Tier, dict[str, int]]:
+        return _reserves(meta, chosen, options, footprint, cache, prompt, device, overhead)
+
+    reserves = reserves_of(chosen)
+    weights = sum(s.slot_nbytes for s in chosen.blocks.values())
+    head_rows = None
+    if weights + sum(reserves[top].values()) > budgets[top]:
         head_rows, slices = try_head(meta.model, notes)
-        chosen = cut(meta.model, stream_head=slices)
+        chosen = cut(meta.model, stream_head=slices, modules=modules)
         drop_unloopable(chosen, notes)
-    recipes = make_recipes(chosen, meta.mapping)
+        recipes = make_recipes(chosen, meta.mapping)
+        reserves = reserves_of(chosen)
     request = _request(meta, chosen, options, budgets, reserves, top)
     try:
         plan = make_plan(request)
@@ -191,6 +197,16 @@ def prepare(path: str | Path, options: Options) -> Prepared:
 def load(path: str | Path, options: Options, progress: Progress | None = None) -> Any:
     """Prepare and open in one step."""
     return prepare(path, options).open(progress)
+
+
+def _fine_units(model: Any) -> list[tuple[str, Any]]:
+    """The units to stream: layers, or the modules of large layers where that is shown safe."""
+    layers = unit_modules(model)
+    experts = {id(p.tensor) for g in expert_groups(model) for p in g.params}
+    fine = split(layers, experts, STEP_BYTES)
+    if len(fine) > len(layers) and is_closed(model, fine, experts):
+        return fine
+    return layers
 
 
 # -- planning -----------------------------------------------------------------------------
@@ -251,6 +267,7 @@ def _staging(options: Options, largest: int) -> tuple[int, int]:
 
 def _reserves(
     meta: MetaModel,
+    chosen: Cut,
     options: Options,
     footprint: Footprint,
     cache: int,
@@ -261,7 +278,11 @@ def _reserves(
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it."""
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
-    largest = max((p.numel() * p.element_size() for p in meta.model.parameters()), default=0)
+    largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
+    table = chosen.embedding.block if chosen.embedding else None
+    matrix = max(
+        (t.nbytes for b, s in chosen.blocks.items() if b != table for t in s.tensors), default=0
+    )
     chunks, chunk = _staging(options, largest)
     shape = head_shape(meta.model)
     logits = 4 * 4 * options.batch * shape[0] if shape else 0
@@ -270,6 +291,8 @@ def _reserves(
         # Growing a cache copies one layer's keys and values while the old ones still exist.
         "KV cache": cache + cache // max(1, n_layers),
         "activations": footprint.activation_bytes,
+        # BLAS may bring a whole matrix into a layout of its own before it multiplies.
+        "matrix workspace": matrix,
         "logits": logits,
     }
     host = {

@@ -242,15 +242,17 @@ def cut(
     stream_head: bool,
     threshold: float = 0.01,
     keep: Container[int] = (),
+    modules: list[tuple[str, nn.Module]] | None = None,
 ) -> Cut:
     """Cut ``model`` (on any device: only shapes are used) into units and blocks.
 
     ``stream_head``: put a large LM head into slices and read a large embedding by row; without,
     both stay whole (they fit, or the caller has not shown slices to be bit-equal).
+    ``modules``: the units to cut into; None: the children of the repeated lists.
     ``keep``: identities of parameters that are left alone, where and as they are.
     """
     params = {key: p for key, p in parameters(model).items() if key not in keep}
-    modules = unit_modules(model)
+    modules = unit_modules(model) if modules is None else modules
     groups = [g for g in expert_groups(model) if all(id(p.tensor) in params for p in g.params)]
     in_group = {id(p.tensor): (g, p) for g in groups for p in g.params}
     users: dict[int, list[str]] = {key: [] for key in params}
