@@ -68,9 +68,10 @@ def read_source(config_path: str | Path, *, dtype: str | None, layers: int | Non
             part.pop("torch_dtype", None)
             part["dtype"] = raw_dtype
     raw["architectures"] = [model_class.__name__]
-    text = config.get_text_config()
+    text = _text_config(config)
     return Source(
-        config=config,
+        # The text model alone of a composite family, as AutoModelForCausalLM would load it.
+        config=text if model_class.config_class is type(text) else config,
         model_class=model_class,
         raw=raw,
         dtype=raw_dtype,
@@ -163,7 +164,7 @@ def _stated_dtype(raw: dict[str, Any]) -> str | None:
 
 def _with_layers(raw: dict[str, Any], config: Any, layers: int, file: Path) -> dict[str, Any]:
     """``raw`` cut to its first ``layers`` layers, per-layer lists included."""
-    text = config.get_text_config()
+    text = _text_config(config)
     have = getattr(text, "num_hidden_layers", None)
     if not isinstance(have, int):
         raise UnsupportedModelError(f"{file}: {config.model_type} has no single count of layers")
@@ -186,6 +187,14 @@ def _with_layers(raw: dict[str, Any], config: Any, layers: int, file: Path) -> d
     part.pop("num_hidden_layers", None)
     part[key] = layers
     return raw
+
+
+def _text_config(config: Any) -> Any:
+    """The part that describes the decoder; the whole config where there is no single such part."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # two candidates, for instance a text encoder and an audio decoder
+        return config
 
 
 def _model_class(raw: dict[str, Any], config: Any, file: Path) -> Any:
