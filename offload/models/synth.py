@@ -7,9 +7,11 @@ safetensors shards with an index, with the config and, when the source directory
 tokenizer and generation settings. Its weights are random but well behaved: activations stay
 finite in bfloat16 through any depth, logits vary, experts are chosen about evenly.
 
-The model is never in memory. Beside the interpreter with torch and transformers, the peak is the
-meta skeleton (a few KiB per parameter), the model's vectors (norms and biases: a few MiB) and the
-pool of random values (under 110 MiB); it does not grow with the checkpoint's bytes.
+The model is never in memory. Above the interpreter with torch and transformers, the peak is the
+meta skeleton, the model's vectors (norms and biases) and a pool of random values of at most
+110 MiB; it depends on the number of tensors, not on their bytes: 160 MiB for DeepSeek-V3's 45,395
+tensors of 1.2 TiB. Making values is no bottleneck: a 4.9 GB checkpoint took 4.9 s of one core and
+7.0 s in all (0.7 GB/s, fsync included) on a busy machine with two cores.
 """
 
 from __future__ import annotations

@@ -9,15 +9,14 @@ directory; the next run for the same target finds it unlocked and removes it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from glob import escape
 from pathlib import Path
 
 from offload.blocks import DTYPE_BYTES
@@ -134,7 +133,11 @@ def whole_directory(out: Path, *, overwrite: bool) -> Iterator[Path]:
         raise StoreError(f"cannot create {partial}: {e.strerror or e}") from e
     lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # says that the owner lives; see _remove_stale
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # says that the owner lives; see _remove_stale
+        except OSError as e:
+            # A filesystem without locks: nobody can take one, so nobody removes this directory.
+            logger.debug("no lock on %s: %s", partial, e)
         yield partial
         os.fsync(lock)
         _swap_in(partial, out, overwrite=overwrite)
@@ -181,8 +184,12 @@ def _swap_in(partial: Path, out: Path, *, overwrite: bool) -> None:
 
 def _remove_stale(out: Path) -> None:
     """Remove what a killed run for the same target left: partial directories nobody holds."""
-    for partial in out.parent.glob(f"{escape(out.name)}.partial-*"):
-        if "partial-old-" in partial.name and not os.path.lexists(out):
+    ours = re.compile(re.escape(out.name) + r"\.partial-(old-)?[0-9a-f]{8}")
+    for partial in out.parent.glob("*.partial-*"):
+        found = ours.fullmatch(partial.name)
+        if found is None:
+            continue
+        if found.group(1) and not os.path.lexists(out):
             continue  # killed between the two renames of _swap_in: the only copy of the old one
         try:
             lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -192,9 +199,7 @@ def _remove_stale(out: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            logger.debug("%s belongs to a run in progress", partial)
+            logger.debug("%s may belong to a run in progress: %s", partial, e)
         else:
             logger.info("removing %s, left by a run that was killed", partial)
             shutil.rmtree(partial, ignore_errors=True)

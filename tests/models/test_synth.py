@@ -329,6 +329,19 @@ def test_killed_midway_is_never_taken_for_whole(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["c", "out"]
 
 
+def test_only_its_own_leftovers_are_removed(tmp_path: Path) -> None:
+    others = ["out.partial-notes", "out2.partial-0123abcd", "out.partial-old-0123abcd"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    config = config_file(tmp_path / "c")
+    # The last is the only copy of a checkpoint whose replacement was killed between two renames.
+    synth(config, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == sorted(["c", "out", *others])
+    # With a whole one in its place it is a leftover.
+    synth(config, tmp_path / "out", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == sorted(["c", "out", *others[:2]])
+
+
 def test_a_run_in_progress_is_left_alone(tmp_path: Path) -> None:
     config, out = config_file(tmp_path / "c", vocab_size=200_000), tmp_path / "out"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -157,6 +158,56 @@ def test_family_loads_and_computes(family: str, tmp_path: Path) -> None:
     # The published form is what the family's own save writes.
     model.save_pretrained(tmp_path / "saved")
     assert stored(out) == stored(tmp_path / "saved")
+
+
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "encoder": (
+        "bert", "BertForMaskedLM",
+        {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 96},
+    ),
+    "encoder-decoder": (
+        "t5", "T5ForConditionalGeneration",
+        {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2,
+         "num_heads": 4},
+    ),
+    "image": (
+        "vit", "ViTForImageClassification",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 96, "image_size": 32, "patch_size": 8},
+    ),
+    "image-and-text": (
+        "gemma3", "Gemma3ForConditionalGeneration",
+        {"text_config": DENSE | {"head_dim": 16},
+         "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                           "intermediate_size": 96, "image_size": 56, "patch_size": 14},
+         "mm_tokens_per_image": 4},
+    ),
+    "text-of-a-composite": (
+        "qwen3_5_moe", "Qwen3_5MoeForCausalLM",
+        {"text_config": DENSE | QWEN_MOE | DELTA_NET | {"num_hidden_layers": 4},
+         "vision_config": {"hidden_size": 64, "depth": 2, "num_heads": 4, "intermediate_size": 96,
+                           "out_hidden_size": 64}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_kinds_of_model(kind: str, tmp_path: Path) -> None:
+    model_type, architecture, keys = OTHERS[kind]
+    config = AutoConfig.for_model(model_type, **keys)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path / "config")
+    report = synth(tmp_path / "config", tmp_path / "out", dtype="float32")
+    assert report.architecture == architecture
+    model, loading = getattr(transformers, architecture).from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not loading[problem], (problem, loading[problem])
+    assert all(p.isfinite().all() for p in model.parameters())
+    model.save_pretrained(tmp_path / "saved")
+    assert stored(tmp_path / "out") == stored(tmp_path / "saved")
 
 
 def test_published_names_are_per_expert(tmp_path: Path) -> None:

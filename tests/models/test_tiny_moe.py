@@ -103,9 +103,7 @@ def excerpt_loss(model: Any, ids_T: torch.Tensor, window: int = 192) -> float:
     return total / count
 
 
-def test_predicts_text_it_has_not_seen(
-    model: Any, tokenizer: Any, report: dict[str, Any]
-) -> None:
+def test_predicts_text_it_has_not_seen(model: Any, tokenizer: Any, report: dict[str, Any]) -> None:
     """Far better than its baselines on a held-out page, and as good as its report says."""
     text = (MODEL / "heldout.txt").read_text(encoding="utf-8")
     ids_T = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
