@@ -84,8 +84,6 @@ def make_config() -> Qwen3MoeConfig:
         num_experts_per_tok=2,
         norm_topk_prob=True,
         decoder_sparse_step=1,
-        router_aux_loss_coef=0.01,
-        output_router_logits=True,
         max_position_embeddings=1024,
         rope_theta=10000.0,
         # Untied, although the table is small: the head then is a matrix of its own to be streamed.
@@ -131,6 +129,19 @@ def held_out_loss(model: Qwen3MoeForCausalLM, ids_T: torch.Tensor, seq: int, mos
     return total / (len(rows) * (seq - 1))
 
 
+@torch.no_grad()
+def expert_shares(model: Qwen3MoeForCausalLM, ids_T: torch.Tensor, seq: int) -> torch.Tensor:
+    """How often each expert of each layer is chosen: ``[L, E]``, rows sum to 1 (even: 1/E)."""
+    config = model.config
+    chosen_LE = torch.zeros(config.num_hidden_layers, config.num_experts)
+    for row in ids_T[: len(ids_T) // seq * seq].view(-1, seq).split(8):
+        found = model(input_ids=row, output_router_logits=True).router_logits
+        for layer, logits_TE in enumerate(found):
+            top = logits_TE.topk(config.num_experts_per_tok).indices.flatten()
+            chosen_LE[layer] += torch.bincount(top, minlength=config.num_experts)
+    return chosen_LE / chosen_LE.sum(-1, keepdim=True)
+
+
 def bigram_loss(train_T: torch.Tensor, test_T: torch.Tensor) -> tuple[float, float]:
     """(unigram, bigram) cross-entropy of ``test_T`` in nats per token; counts from ``train_T``.
 
@@ -159,7 +170,10 @@ def excerpt(pages: list[Page]) -> str:
 
 
 def evaluate(out: Path, pages: list[Page], seq: int) -> dict[str, Any]:
-    """Scores of the checkpoint in ``out``, as saved, in nats per token; writes ``heldout.txt``."""
+    """Scores of the checkpoint in ``out`` as it was saved; writes ``heldout.txt`` beside it.
+
+    Losses are in nats per token; expert shares are the extremes over all layers, on held-out text.
+    """
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(out)
     text = excerpt(pages)
@@ -176,7 +190,29 @@ def evaluate(out: Path, pages: list[Page], seq: int) -> dict[str, Any]:
             "bigram": round(bigram, 3),
             "model": round(held_out_loss(model, ids_T, seq, 10**9), 3),
         }
+    shares_LE = expert_shares(model, test_T, seq)
+    even = 1 / model.config.num_experts
+    scores["expert_share"] = {
+        "least": round(float(shares_LE.min()), 4),
+        "even": even,
+        "most": round(float(shares_LE.max()), 4),
+        "under_a_tenth_of_even": int((shares_LE < even / 10).sum()),
+    }
     return scores
+
+
+def balance_loss(router_logits: tuple[torch.Tensor, ...], k: int) -> torch.Tensor:
+    """Load balance (Switch Transformer, eq. 4), mean over layers: 1 when every layer is even.
+
+    Layer by layer. The loss that transformers computes pools all layers first; trained with that,
+    experts 0..15 were used evenly over the model as a whole while each layer left some idle.
+    """
+    total = torch.zeros(())
+    for logits_TE in router_logits:
+        share_TE = logits_TE.float().softmax(-1)
+        chosen_E = torch.zeros_like(share_TE).scatter_(1, share_TE.topk(k).indices, 1.0 / k).mean(0)
+        total = total + logits_TE.shape[1] * (chosen_E * share_TE.mean(0)).sum()
+    return total / len(router_logits)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -212,10 +248,10 @@ def train(
     """
     generator = torch.Generator().manual_seed(SEED)
     optimizer = make_optimizer(model)
-    curve: dict[str, list[float]] = {"step": [], "train": [], "aux": [], "held_out": []}
+    curve: dict[str, list[float]] = {"step": [], "train": [], "balance": [], "held_out": []}
     rows = windows(train_T, args.seq, generator)
     at, started = 0, time.monotonic()
-    sum_loss = sum_aux = 0.0
+    sum_loss = sum_balance = 0.0
     since = 0
     step = 0
     while step < args.steps:
@@ -229,30 +265,33 @@ def train(
             rows, at = windows(train_T, args.seq, generator), 0
         batch = rows[at : at + args.batch]
         at += args.batch
-        out = model(input_ids=batch, labels=batch)
+        out = model(input_ids=batch, output_router_logits=True)
+        loss = torch.nn.functional.cross_entropy(
+            out.logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        )
+        balance = balance_loss(out.router_logits, model.config.num_experts_per_tok)
         optimizer.zero_grad(set_to_none=True)
-        out.loss.backward()
+        (loss + args.balance * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
-        aux = float(out.aux_loss.detach())
-        sum_loss += float(out.loss.detach()) - model.config.router_aux_loss_coef * aux
-        sum_aux += aux
+        sum_loss += float(loss.detach())
+        sum_balance += float(balance.detach())
         since += 1
         if step % 50 == 0 or step == 1:
             curve["step"].append(step)
             curve["train"].append(round(sum_loss / since, 4))
-            curve["aux"].append(round(sum_aux / since, 4))
+            curve["balance"].append(round(sum_balance / since, 4))
             curve["held_out"].append(
                 round(held_out_loss(model, test_T, args.seq, 32), 4) if step % 250 == 0 else -1.0
             )
             print(
                 f"step {step} ({100 * along / args.steps:.0f} %)  train {curve['train'][-1]:.3f}  "
-                f"aux {curve['aux'][-1]:.3f}  held-out {curve['held_out'][-1]:.3f}  "
+                f"balance {curve['balance'][-1]:.3f}  held-out {curve['held_out'][-1]:.3f}  "
                 f"{time.monotonic() - started:.0f} s",
                 flush=True,
             )
-            sum_loss = sum_aux = 0.0
+            sum_loss = sum_balance = 0.0
             since = 0
     return curve
 
@@ -276,17 +315,24 @@ def measure(config: Qwen3MoeConfig, train_T: torch.Tensor, args: argparse.Namesp
         print(f"{implementation}: {(time.monotonic() - started) / 8:.3f} s per step", flush=True)
 
 
-def save_plot(curve: dict[str, list[float]], bigram: float, path: Path) -> None:
-    """The loss curve as a PNG; needs matplotlib (``pip install 'offload[plot]'``)."""
+def save_plot(curves: list[dict[str, list[float]]], bigram: float, path: Path) -> None:
+    """The phases' loss curves as a PNG; needs matplotlib (``pip install 'offload[plot]'``)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.6), dpi=90, layout="constrained")
-    axes.plot(curve["step"], curve["train"], label="training", linewidth=1)
-    held = [(s, h) for s, h in zip(curve["step"], curve["held_out"], strict=True) if h > 0]
-    axes.plot(*zip(*held, strict=True), label="held out", marker=".", linewidth=1)
+    base = 0.0
+    for curve in curves:
+        steps = [base + step for step in curve["step"]]
+        label = {} if base else {"label": "training"}
+        axes.plot(steps, curve["train"], linewidth=1, color="tab:blue", **label)
+        held = [h if h > 0 else math.nan for h in curve["held_out"]]
+        shown = [s for s, h in zip(steps, held, strict=True) if h == h]
+        label = {} if base else {"label": "held out"}
+        axes.plot(shown, [h for h in held if h == h], ".-", color="tab:orange", lw=1, **label)
+        base = steps[-1]
     axes.axhline(bigram, linestyle=":", color="grey", label="bigram, held out")
     axes.set(xlabel="step", ylabel="cross-entropy, nats per token")
     axes.legend()
@@ -298,13 +344,19 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pa
     """Write the bfloat16 checkpoint: published names, one tensor per expert and projection."""
     model = model.to(torch.bfloat16).eval()
     model.config.use_cache = True
-    model.config.output_router_logits = False
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.8, top_p=0.95, eos_token_id=0, pad_token_id=0
     )
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
+    for key in ("is_local", "local_files_only"):  # where it was loaded from is no part of it
+        tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(out)
+    # Published Qwen3-MoE configs say num_experts, and readers other than transformers look for it.
+    file = out / "config.json"
+    text = file.read_text(encoding="utf-8").replace('"num_local_experts"', '"num_experts"')
+    file.write_text(text, encoding="utf-8")
+    (out / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:
@@ -316,6 +368,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=192)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--balance", type=float, default=0.08, help="weight of the balance loss")
+    parser.add_argument("--init", type=Path, help="go on from this checkpoint and its loss.json")
     parser.add_argument("--experts", default="grouped_mm", help="transformers' implementation")
     parser.add_argument("--measure", action="store_true", help="time the implementations and stop")
     parser.add_argument("--evaluate", action="store_true", help="score --out and stop")
@@ -329,32 +383,47 @@ def main() -> None:
     if args.evaluate:
         report = json.loads(report_file.read_text(encoding="utf-8"))
     else:
-        tokenizer = make_tokenizer([page.text for page in train_pages])
+        before = None
+        if args.init:
+            tokenizer = AutoTokenizer.from_pretrained(args.init)
+            before = json.loads((args.init / "loss.json").read_text(encoding="utf-8"))
+        else:
+            tokenizer = make_tokenizer([page.text for page in train_pages])
         train_T, test_T = encode(tokenizer, train_pages), encode(tokenizer, test_pages)
         print(f"{len(train_T)} training tokens, {len(test_T)} held out", flush=True)
         config = make_config()
         if args.measure:
             measure(config, train_T, args)
             return
-        model = Qwen3MoeForCausalLM._from_config(config, experts_implementation=args.experts)
+        if args.init:
+            model = Qwen3MoeForCausalLM.from_pretrained(
+                args.init, dtype=torch.float32, experts_implementation=args.experts
+            ).train()
+        else:
+            model = Qwen3MoeForCausalLM._from_config(config, experts_implementation=args.experts)
         started = time.monotonic()
         curve = train(model, train_T, test_T, args)
-        report = {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "train_tokens": len(train_T),
+        phase = {
             "steps": curve["step"][-1],
             "batch": args.batch,
             "seq": args.seq,
             "peak_lr": args.lr,
+            "balance": args.balance,
+            "balance_of": "each layer",
             "minutes": round((time.monotonic() - started) / 60, 1),
             "curve": curve,
         }
+        report = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "train_tokens": len(train_T),
+            "phases": [*(before["phases"] if before else []), phase],
+        }
         save(model, tokenizer, args.out)
-    report["nats_per_token"] = evaluate(args.out, pages, args.seq)
+    report["scores"] = evaluate(args.out, pages, args.seq)
     report_file.write_text(json.dumps(report) + "\n", encoding="utf-8")
-    bigram = report["nats_per_token"]["held_out"]["bigram"]
-    save_plot(report["curve"], bigram, args.out / "loss.png")
-    print(json.dumps(report["nats_per_token"]))
+    bigram = report["scores"]["held_out"]["bigram"]
+    save_plot([phase["curve"] for phase in report["phases"]], bigram, args.out / "loss.png")
+    print(json.dumps(report["scores"]))
 
 
 if __name__ == "__main__":
