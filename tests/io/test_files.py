@@ -168,11 +168,15 @@ def test_einval_without_o_direct_is_an_error(big_file: Path) -> None:
 
 @pytest.mark.parametrize("step", [1, 100, 4095, 4096, 5000])
 def test_short_calls_are_continued(big_file: Path, step: int) -> None:
+    offsets: list[int] = []
+
     def preadv(fd: int, bufs: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
         # O_DIRECT itself never stops inside a page but at the end; a buffered read may.
         return min(os.preadv(fd, bufs, offset), max(step, 4096) + step % 4096)
 
     def pwritev(fd: int, bufs: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
         n = min(bufs[0].nbytes, max(step, 4096) + step % 4096)
         return os.pwrite(fd, bufs[0][:n], offset)
 
@@ -185,6 +189,7 @@ def test_short_calls_are_continued(big_file: Path, step: int) -> None:
         with AlignedBuffer(len(new)) as buf:
             assert file.read(0, buf) == len(new)
             assert bytes(buf) == new
+    assert not any(offset % 4096 for offset in offsets), "O_DIRECT would refuse to go on there"
 
 
 def test_a_file_that_shrinks(big_file: Path) -> None:

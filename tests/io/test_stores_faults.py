@@ -459,6 +459,27 @@ def test_a_cancelled_write_leaves_the_old_block(tmp_path: Path, engine_name: str
     staging.close()
 
 
+def test_padding_holds_nothing_of_what_passed_before(
+    tmp_path: Path, io: tuple[Engine, Staging]
+) -> None:
+    _, staging = io
+    chunks = [staging._take(0) for _ in range(staging.chunks)]
+    for chunk in chunks:
+        chunk.view[:] = b"\x66" * len(chunk.view)  # another user's secret
+    staging._free.extend(chunks)
+    store = PackStore.create(tmp_path, SPECS, *io)
+    for i, content in CONTENTS.items():
+        with filled(content) as buf:  # shorter than the slot: the end goes through the staging
+            store.write_from(i, buf).result(timeout=30)
+    store.commit(tmp_path / "p", {})
+    store.close()
+    pack, at = (tmp_path / "p").read_bytes(), 0
+    for spec in SPECS:
+        assert pack[at : at + spec.nbytes] == CONTENTS[spec.id]
+        assert not any(pack[at + spec.nbytes : at + spec.slot_nbytes])
+        at += spec.slot_nbytes
+
+
 # Publishing a pack, and what is refused afterwards
 
 
@@ -485,12 +506,12 @@ def test_a_commit_that_fails_leaves_the_name_alone(
     with monkeypatch.context() as patch:
         patch.setattr(os, step, failing(errno.EIO))
         with pytest.raises(StoreError, match="Input/output error"):
-            store.commit(tmp_path / "p", {})
+            store.commit(tmp_path / "p", {"longer than the next one": "x" * 10_000})
     assert (tmp_path / "p").read_text() == "the old one"
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
     assert store.writable
     write_block(store, "page", content_of(BY_ID["page"], 1))
-    store.commit(tmp_path / "p", {"longer": "x" * 10_000})
+    store.commit(tmp_path / "p", {})
     store.close()
     again = PackStore.open(tmp_path / "p", *io)
     assert read_block(again, "page") == payload(BY_ID["page"], content_of(BY_ID["page"], 1))

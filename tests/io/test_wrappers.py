@@ -28,16 +28,21 @@ def memory() -> MemoryStore:
     return MemoryStore(SPECS, CONTENTS)
 
 
-def test_latency_does_not_hold_the_caller_and_is_kept() -> None:
+def test_latency_is_kept() -> None:
     store = LatencyStore(memory(), seconds=0.05)
     start_s = time.monotonic()
-    with AlignedBuffer(4096) as buf:
-        futures = [store.read_into("page", buf) for _ in range(20)]
-        assert not futures[-1].done()
-        for future in futures:
-            future.result(timeout=30)
+    assert read_block(store, "page") == payload(BY_ID["page"], CONTENTS["page"])
     assert time.monotonic() - start_s >= 0.05
     store.close()
+
+
+def test_latency_does_not_hold_the_caller_and_closing_delivers() -> None:
+    store = LatencyStore(memory(), seconds=3600)
+    with AlignedBuffer(4096) as buf:
+        futures = [store.read_into("page", buf) for _ in range(20)]
+        assert not any(f.done() for f in futures)
+        store.close()
+        assert [f.result(timeout=30).payload_bytes for f in futures] == [4096] * 20
 
 
 def test_the_lane_is_shared() -> None:
@@ -52,14 +57,6 @@ def test_the_lane_is_shared() -> None:
     assert time.monotonic() - start_s >= 5 * 0.02
     assert order == sorted(order)
     store.close()
-
-
-def test_closing_delivers_what_is_late() -> None:
-    store = LatencyStore(memory(), seconds=0.05)
-    with AlignedBuffer(4096) as buf:
-        future = store.read_into("page", buf)
-        store.close()
-        assert future.result(timeout=30).payload_bytes == 4096
 
 
 def test_meter_counts_before_the_future_is_done() -> None:
@@ -265,6 +262,8 @@ def test_closing_the_staging_waits_for_its_chunks() -> None:
     with staging.chunk() as chunk:
         closer = threading.Thread(target=staging.close)
         closer.start()
+        closer.join(timeout=0.1)
+        assert closer.is_alive()
         chunk.view[0] = 1  # still mapped
     closer.join(timeout=30)
     assert not closer.is_alive()
