@@ -243,6 +243,14 @@ def test_a_dead_loop_fails_every_job() -> None:
     engine.close()
 
 
+def test_an_executor_that_refuses_fails_the_job() -> None:
+    engine = AiofilesEngine(1)
+    engine._pool.shutdown()
+    with pytest.raises(StoreError, match="shutdown"):
+        engine.submit(lambda: 1).result(timeout=30)
+    engine.close()
+
+
 def test_close_runs_what_was_accepted_and_refuses_the_rest(make: Make) -> None:
     engine, gate, seen = make(2), Gate(), []
     gate.hold(engine, 2)
