@@ -122,7 +122,7 @@ class _EngineBase:
         self._changed = threading.Condition()
         self._heap: list[_Job] = []
         self._order = itertools.count()
-        self._unfinished = 0
+        self._unfinished = 0  # jobs the loop has yet to hear the end of
         self._closed = False
         self._dead: BaseException | None = None
 
@@ -137,6 +137,27 @@ class _EngineBase:
             self._unfinished += 1
             self._changed.notify()
         return job.future
+
+    def _take_first(self) -> _Job | None:
+        with self._changed:
+            return heapq.heappop(self._heap) if self._heap else None
+
+    def _run_first(self) -> None:
+        """Run the job that is first in line now; raises nothing."""
+        job = self._take_first()
+        try:
+            if job is not None:
+                job.run()
+        except BaseException:
+            # Only a completion callback can raise here (SystemExit, say): the job is done.
+            log.exception("a completion callback failed")
+
+    def _fail_first(self, error: BaseException) -> bool:
+        """Fail the job that is first in line; False if there is none."""
+        job = self._take_first()
+        if job is not None and job.future.set_running_or_notify_cancel():
+            job.fail(error)
+        return job is not None
 
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         raise NotImplementedError
@@ -188,13 +209,7 @@ class PreadEngine(_EngineBase):
                 self._changed.wait_for(lambda: self._heap or self._closed)
                 if not self._heap:
                     return
-                job = heapq.heappop(self._heap)
-            try:
-                job.run()
-            except BaseException:
-                # Only a completion callback can raise here (SystemExit, say): the job is done.
-                log.exception("a completion callback failed")
-            del job  # an idle worker must not keep the last buffer alive
+            self._run_first()  # nothing, if another worker was faster
 
     def close(self) -> None:
         with self._changed:
@@ -204,11 +219,16 @@ class PreadEngine(_EngineBase):
             thread.join()
 
 
-_run_job = wrap(_Job.run)
+_run_first = wrap(_EngineBase._run_first)
 
 
 class AiofilesEngine(_EngineBase):
-    """An asyncio loop in a thread of its own; aiofiles runs the jobs on our executor."""
+    """An asyncio loop in a thread of its own; aiofiles runs the jobs on our executor.
+
+    A job is chosen by the executor's thread when it starts, not by the loop when it dispatches:
+    so the executor's queue may be long without delaying a demand, and a thread that becomes free
+    goes on at once instead of idling until the loop has heard of it and answered.
+    """
 
     name = "aiofiles"
 
@@ -217,14 +237,14 @@ class AiofilesEngine(_EngineBase):
         # Our own: the loop's default executor has as many threads as it likes and is shared.
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aio-worker")
         self._loop = asyncio.new_event_loop()
-        self._running: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="offload-aio-loop", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         with self._changed:  # the loop cannot be closed between the two
             future = self._accept(work, priority)
-            self._loop.call_soon_threadsafe(self._pump)
+            self._loop.call_soon_threadsafe(self._dispatch)
         return future
 
     def _serve(self) -> None:
@@ -237,43 +257,36 @@ class AiofilesEngine(_EngineBase):
             died = e
         finally:
             with self._changed:
-                self._dead = None if self._closed and self._unfinished == 0 else died
-                orphans, self._heap = self._heap, []
-                self._unfinished -= len(orphans)
+                if not self._closed or self._unfinished:
+                    self._dead = died
                 self._changed.notify_all()
-            for job in orphans:
-                if job.future.set_running_or_notify_cancel():
-                    job.fail(StoreError(f"the {self.name} engine died: {died!r}"))
+            while self._fail_first(StoreError(f"the {self.name} engine died: {died!r}")):
+                pass
+            if self._tasks:
+                for task in self._tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(self._tasks))
             self._pool.shutdown(wait=True)
             self._loop.close()
 
-    def _pump(self) -> None:
-        """Start jobs up to the queue depth. Runs on the loop."""
-        while len(self._running) < self.queue_depth:
-            with self._changed:
-                if not self._heap:
-                    return
-                job = heapq.heappop(self._heap)
-            task = self._loop.create_task(self._run(job))
-            self._running.add(task)
-            task.add_done_callback(self._finished)
+    def _dispatch(self) -> None:
+        """Have one more job run. Runs on the loop."""
+        task = self._loop.create_task(self._run())
+        self._tasks.add(task)  # the loop itself keeps weak references only
+        task.add_done_callback(self._finished)
 
-    async def _run(self, job: _Job) -> None:
+    async def _run(self) -> None:
         try:
-            await _run_job(job, executor=self._pool)
-        except BaseException as e:
-            log.exception("a job or its completion callback failed")
-            future = job.future
-            queued = not (future.running() or future.done())
-            if queued and future.set_running_or_notify_cancel():
-                job.fail(e)
+            await _run_first(self, executor=self._pool)
+        except Exception as e:
+            log.exception("the executor refuses jobs")
+            self._fail_first(e)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        self._tasks.discard(task)
         with self._changed:
             self._unfinished -= 1
             self._changed.notify_all()
-        self._pump()
 
     def close(self) -> None:
         with self._changed:
