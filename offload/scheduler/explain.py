@@ -103,9 +103,9 @@ def _experts(plan: Plan) -> list[str]:
     if (plan.expected_hit_rate or 0.0) < 1.0 and slots < per_token:
         size = max(a.slot_bytes for a in plan.tiers.values())
         lines.append(
-            f"warning: {slots} slots hold less than the {per_token} experts of one token, so hardly "
-            f"any is there when it comes round again; {format_bytes((per_token - slots) * size)} "
-            "more would pass this cliff"
+            f"warning: {slots} slots hold less than the {per_token} experts of one token, so "
+            "hardly any is there when it comes round again; "
+            f"{format_bytes((per_token - slots) * size)} more would pass this cliff"
         )
     return lines
 

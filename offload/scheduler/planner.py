@@ -47,7 +47,7 @@ def make_plan(request: PlanRequest) -> Plan:
     except NoRoomError as e:
         raise PlanError(_too_small(request, inv, e)) from None
     if request.costs is None or by_rule or len(options) == 1:
-        chosen = _by_rule(request, inv, options)
+        chosen = _by_rule(inv, options)
     else:
         chosen = _fastest(request, inv, options, request.costs)
     plan = _assemble(request, inv, chosen)
@@ -98,7 +98,7 @@ def _fastest(
     return min(close, key=lambda t: (not t.roomy, t.read_bytes, t.pass_s)).placement
 
 
-def _by_rule(request: PlanRequest, inv: Inventory, options: list[Placement]) -> Placement:
+def _by_rule(inv: Inventory, options: list[Placement]) -> Placement:
     """The roomy placement that reads least; without one, the longest rings."""
     scored = [_score(0.0, inv, option) for option in options]
     roomy = [s for s in scored if s.roomy]

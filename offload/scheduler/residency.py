@@ -316,7 +316,10 @@ class Residency:
                 self._pin_device()
             if not self._demand and self._trace.uses:
                 for tier in reversed(self._tiers):
-                    self._prefetch(tier)
+                    # What is pinned above passes RAM first: a block fetched ahead may wait there
+                    # for room above until compute moves on, and compute may wait for a pin.
+                    if tier > Tier.RAM or not self._pin_up:
+                        self._prefetch(tier)
         return self._take()
 
     def _serve_demand(self) -> None:
