@@ -25,7 +25,7 @@ __all__ = ["PlanRequest", "make_plan", "minimum_budgets"]
 
 TRIES = 12
 """Candidates that are simulated."""
-CLOSE = 0.02
+CLOSE = 0.01
 """Predicted times that differ by less are equal: the ring with room for jitter wins."""
 MAX_SIMULATED_USES = 20_000
 """Beyond so many streamed uses per pass the bound is the prediction, and a rule picks the ring."""
