@@ -39,6 +39,8 @@ def _pins(plan: Plan, tier: Tier, shape: str) -> list[str]:
         if not layout.pinned:
             return [f"{name} only lets blocks pass: everything stays above it"]
         return [f"all that streams up fits {name}: {format_bytes(size)} stay there"]
+    if shape == "dense" and not layout.pinned:
+        return []
     if shape == "dense":
         return [
             f"{format_bytes(size)} of dense weights stay in {name}: each token uses all of them, "

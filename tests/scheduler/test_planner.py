@@ -235,6 +235,22 @@ def test_a_refusal_names_the_device_flag() -> None:
         make_plan(request)
 
 
+def test_a_very_long_trace_is_planned_by_rule_and_arithmetic() -> None:
+    blocks, steps = dense(300, 80, 1)
+    total = sum(b.nbytes for b in blocks.values())
+    request = PlanRequest(
+        blocks=blocks,
+        trace=Trace(steps),
+        budgets={Tier.RAM: total // 4},
+        costs=CostModel(hardware=machine()),
+    )
+    plan = make_plan(request)
+    check_placement(plan, request)
+    reads = sum(h is Home.STREAMED for h in plan.homes.values())
+    assert plan.predicted_pass_s is not None
+    assert plan.predicted_pass_s.mid == pytest.approx(reads * 1e-4 / 4)
+
+
 def test_plans_are_deterministic() -> None:
     a, b = (make_plan(transformer(LAYERS // 2)) for _ in range(2))
     assert replace(a, trace=b.trace) == b  # traces compare by identity
@@ -273,4 +289,4 @@ def test_a_description_adds_up() -> None:
 )
 def test_contradictions_are_refused(change: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        replace(moe(1, 8, 2), **change)
+        replace(moe(1, 8, 2), **change)  # type: ignore[arg-type]
