@@ -209,9 +209,6 @@ class _Run:
             self._arrive()
         self._at_once = False
         self._now = self._stalled_s = 0.0
-        for lane in self._lanes.values():
-            lane.nbytes, lane.worked_s = 0, 0.0
-        self._residency.hits = self._residency.misses = 0
         self._pump()
 
     def one_pass(self, number: int, routing: Routing | None) -> None:

@@ -99,14 +99,14 @@ def requests(draw: st.DrawFn, *, costs: bool | None = None) -> PlanRequest:
         blocks[name] = block(name, draw(st.integers(1, 40)), **kw)  # type: ignore[arg-type]
         return name
 
-    with_shared, with_embed, with_experts = (draw(st.booleans()) for _ in range(3))
+    with_shared, with_embed, with_experts = draw(st.tuples(*[st.booleans()] * 3))
     shared = [new("shared")] if with_shared else []
     embed = [new("embed")] if with_embed else []
     if embed:
         steps.append(Step(unit="embed", blocks=tuple(embed)))
     for i in range(draw(st.integers(1, 6))):
         ids = [new(f"l{i}.{j}") for j in range(draw(st.integers(0, 4)))]
-        if shared and draw(st.booleans()):
+        if bool(shared) and draw(st.booleans()):
             ids.append("shared")
         group = ""
         if with_experts and draw(st.booleans()):
@@ -120,8 +120,9 @@ def requests(draw: st.DrawFn, *, costs: bool | None = None) -> PlanRequest:
     if draw(st.booleans()):
         new("off the trace")
     weights = [b for b in blocks if blocks[b].kind is BlockKind.WEIGHT and b != "embed"]
-    some_always = draw(st.booleans())
-    always = draw(st.sets(st.sampled_from(weights))) if weights and some_always else set()
+    always: set[str] = set()
+    if bool(weights) and draw(st.booleans()):
+        always = draw(st.sets(st.sampled_from(weights)))
     hardware = machine(
         ssd=draw(st.sampled_from([1e8, 1.5e9, 1e10])),
         gemv=draw(st.sampled_from([1e8, 2e9, 2e10])),
