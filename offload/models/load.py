@@ -22,12 +22,21 @@ from offload.blocks import BlockSpec, Tier, align_up
 from offload.errors import OffloadError, PlanError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES, make_engine
 from offload.io.memory import Staging
+from offload.io.safetensors import CheckpointIndex
 from offload.io.stores import RangeStore
 from offload.models.attach import Attachment, check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.handle import OffloadHandle
 from offload.models.head_check import verified_rows
-from offload.models.meta import MetaModel, build, materialise_buffers, model_class
+from offload.models.meta import (
+    MetaModel,
+    build,
+    materialise_buffers,
+    model_class,
+    pick_dtype,
+    read_config,
+    resolve,
+)
 from offload.models.recipes import (
     Recipes,
     RoutedStore,
@@ -58,8 +67,9 @@ DEFAULT_CONTEXT = 1024
 SAFE_SHARE = 0.8
 """Of the memory that is free, what a model takes when no budget is given."""
 
-SLACK_BYTES = 16 * 2**20
-"""Set aside for what no plan can count: allocator fragments, thread stacks, Python objects."""
+SLACK_SHARE, SLACK_BYTES = 64, 16 * 2**20
+"""Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
+part in 64 of the budget, 16 MiB at most."""
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done_bytes, total_bytes)``."""
@@ -120,18 +130,19 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         PlanError: the budget is too small; says the smallest that works.
         OffloadError: options that contradict each other.
     """
-    device = _check_device(options)
-    from offload.models.meta import pick_dtype, read_config, resolve
-
     directory = resolve(path)
     config = read_config(directory)
-    from offload.io.safetensors import CheckpointIndex
-
-    index = CheckpointIndex.open(directory)
-    dtype = pick_dtype(options.dtype, config, index)
+    dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    _check_device(options)
     baseline = baseline_rss(config, model_class(config), dtype)
     reset_peak_rss()
-    meta = build(directory, dtype)
+    return plan_model(directory, options, baseline)
+
+
+def plan_model(directory: Path, options: Options, baseline: int) -> Prepared:
+    """``prepare`` in a process that is warm: ``baseline`` is its resident set in bytes."""
+    device = _check_device(options)
+    meta = build(directory, options.dtype)
     prompt = options.prompt_tokens or options.context
     footprint = measure(meta.model, prompt, options.batch)
     cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
@@ -148,7 +159,7 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     overhead = options.overhead_bytes
     if overhead is None:
         gc.collect()
-        overhead = max(0, current_rss() - baseline) + SLACK_BYTES
+        overhead = max(0, current_rss() - baseline) + min(SLACK_BYTES, ram // SLACK_SHARE)
     budgets = {Tier.RAM: ram}
     if device == "sim":
         budgets[Tier.DEVICE] = options.gpu or ram

@@ -6,15 +6,24 @@ kernel caches; the resident set after that is the *baseline* above which a budge
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.blocks import Tier
 from offload.runtime.rss import current_rss
 
 logger = logging.getLogger(__name__)
+
+TOY_BYTES = 8 * 2**20
+"""A toy is at most this large."""
 
 _SMALL: dict[str, Any] = {
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
@@ -50,23 +59,90 @@ def toy_config(config: Any) -> Any | None:
         return None
 
 
-def baseline_rss(config: Any, model_cls: Any, dtype: torch.dtype) -> int:
-    """Resident bytes of this process after one token of a toy of the family.
+def two_layers(config: Any, model_cls: Any, dtype: torch.dtype) -> Any | None:
+    """The first two layers of a model that is small itself, so that the kernels compiled for its
+    shapes count as what they are: code, not weights. None for large models and other families."""
+    small = copy.deepcopy(config)
+    if getattr(small, "num_hidden_layers", 0) <= 2:
+        return None
+    try:
+        small.num_hidden_layers = 2
+        for name in ("layer_types", "mlp_layer_types"):
+            if isinstance(getattr(small, name, None), list):
+                setattr(small, name, getattr(small, name)[:2])
+        with torch.device("meta"):
+            meta = model_cls._from_config(small, dtype=dtype)
+    except Exception as error:  # noqa: BLE001  other depth-dependent lists may disagree
+        logger.info("no two layers of %s: %s", type(config).__name__, error)
+        return None
+    nbytes = sum(p.numel() * p.element_size() for p in meta.parameters())
+    return small if nbytes <= TOY_BYTES else None
 
-    Falls back to the resident set as it is if the family has no toy.
+
+def baseline_rss(config: Any, model_cls: Any, dtype: torch.dtype) -> int:
+    """Resident bytes of this process after a token of a toy of the family, run twice: by plain
+    transformers, and streamed by this package from a few kilobytes on disk.
+
+    So the baseline is the bare process: imported code, started threads, warmed kernels and
+    allocator pools, and nothing of any model. Falls back to the resident set as it is if the
+    family has no toy.
     """
-    toy = toy_config(config)
-    if toy is not None:
+    for toy in (two_layers(config, model_cls, dtype), toy_config(config)):
+        if toy is None:
+            continue
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                model = model_cls._from_config(toy, dtype=dtype).eval()
-                ids = torch.ones((1, 4), dtype=torch.int64)
-                if model.can_generate():
-                    model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
-                else:
-                    model(ids)
-            del model
+                _run_toy(toy, model_cls, dtype)
+            break
         except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
             logger.info("the toy of %s does not run: %s", type(config).__name__, error)
     gc.collect()
     return current_rss()
+
+
+def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype) -> None:
+    from offload.models.load import Options, plan_model
+
+    model = model_cls._from_config(toy, dtype=dtype).eval()
+    _one_token(model)
+    with tempfile.TemporaryDirectory() as directory, quiet():
+        model.save_pretrained(directory)
+        del model
+        options = Options(ram=2**30, context=16, overhead_bytes=0)
+        prepared = plan_model(Path(directory), options, baseline=0)
+        # Twice the least: something is pinned, something streams.
+        options.ram = 2 * prepared.minimum[Tier.RAM]
+        with contextlib.closing(_Streamed(Path(directory), options)) as streamed:
+            _one_token(streamed.model)
+
+
+class _Streamed:
+    def __init__(self, directory: Path, options: Any) -> None:
+        from offload.models.load import plan_model
+
+        self.model = plan_model(directory, options, baseline=0).open()
+
+    def close(self) -> None:
+        self.model.offload.close()
+
+
+def _one_token(model: Any) -> None:
+    ids = torch.ones((1, 4), dtype=torch.int64)
+    if model.can_generate():
+        model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    else:
+        model(ids)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide transformers' progress bars: a toy is not what the user waits for."""
+    from transformers.utils import logging as hf
+
+    shown = hf.is_progress_bar_enabled()
+    hf.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf.enable_progress_bar()
