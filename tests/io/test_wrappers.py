@@ -257,6 +257,33 @@ def test_staging_serves_demand_first() -> None:
     staging.close()
 
 
+def test_two_chunks_returned_at_once_serve_two() -> None:
+    staging = Staging(2, 4096)
+    taken = [staging._take(0), staging._take(0)]
+    served = threading.Semaphore(0)
+
+    def borrow(priority: int) -> None:
+        with staging.chunk(priority):
+            served.release()
+            both.wait(timeout=30)
+
+    both = threading.Barrier(2)
+    threads = []
+    for n, priority in enumerate((1, 0), start=1):  # the second in line is the first to wake
+        threads.append(threading.Thread(target=borrow, args=(priority,)))
+        threads[-1].start()
+        while len(staging._waiting) < n:
+            time.sleep(0)
+    with staging._changed:
+        staging._free.extend(taken)
+        staging._changed.notify_all()
+    for _ in threads:
+        assert served.acquire(timeout=10)
+    for t in threads:
+        t.join(timeout=30)
+    staging.close()
+
+
 def test_closing_the_staging_waits_for_its_chunks() -> None:
     staging = Staging(1, 4096)
     with staging.chunk() as chunk:
