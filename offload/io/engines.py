@@ -122,7 +122,7 @@ class _EngineBase:
         self._changed = threading.Condition()
         self._heap: list[_Job] = []
         self._order = itertools.count()
-        self._unfinished = 0  # jobs the loop has yet to hear the end of
+        self._unfinished = 0
         self._closed = False
         self._dead: BaseException | None = None
 
@@ -145,19 +145,27 @@ class _EngineBase:
     def _run_first(self) -> None:
         """Run the job that is first in line now; raises nothing."""
         job = self._take_first()
+        if job is None:
+            return
         try:
-            if job is not None:
-                job.run()
+            job.run()
         except BaseException:
             # Only a completion callback can raise here (SystemExit, say): the job is done.
             log.exception("a completion callback failed")
+        finally:
+            self._ended()
 
-    def _fail_first(self, error: BaseException) -> bool:
-        """Fail the job that is first in line; False if there is none."""
-        job = self._take_first()
-        if job is not None and job.future.set_running_or_notify_cancel():
-            job.fail(error)
-        return job is not None
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail what is queued."""
+        while (job := self._take_first()) is not None:
+            if job.future.set_running_or_notify_cancel():
+                job.fail(error)
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._unfinished -= 1
+            self._changed.notify_all()
 
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         raise NotImplementedError
@@ -219,15 +227,12 @@ class PreadEngine(_EngineBase):
             thread.join()
 
 
-_run_first = wrap(_EngineBase._run_first)
-
-
 class AiofilesEngine(_EngineBase):
     """An asyncio loop in a thread of its own; aiofiles runs the jobs on our executor.
 
-    A job is chosen by the executor's thread when it starts, not by the loop when it dispatches:
-    so the executor's queue may be long without delaying a demand, and a thread that becomes free
-    goes on at once instead of idling until the loop has heard of it and answered.
+    One awaited call runs jobs until the queue is empty, and up to ``queue_depth`` calls are under
+    way. With a call per job the disk idled, after each request, until the loop had heard of its
+    end and dispatched the next, and jobs chosen at dispatch could not be overtaken any more.
     """
 
     name = "aiofiles"
@@ -237,6 +242,7 @@ class AiofilesEngine(_EngineBase):
         # Our own: the loop's default executor has as many threads as it likes and is shared.
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aio-worker")
         self._loop = asyncio.new_event_loop()
+        self._active = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="offload-aio-loop", daemon=True)
         self._thread.start()
@@ -244,7 +250,9 @@ class AiofilesEngine(_EngineBase):
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         with self._changed:  # the loop cannot be closed between the two
             future = self._accept(work, priority)
-            self._loop.call_soon_threadsafe(self._dispatch)
+            if self._active < self.queue_depth:
+                self._active += 1
+                self._loop.call_soon_threadsafe(self._dispatch)
         return future
 
     def _serve(self) -> None:
@@ -260,41 +268,55 @@ class AiofilesEngine(_EngineBase):
                 if not self._closed or self._unfinished:
                     self._dead = died
                 self._changed.notify_all()
-            while self._fail_first(StoreError(f"the {self.name} engine died: {died!r}")):
-                pass
-            if self._tasks:
-                for task in self._tasks:
-                    task.cancel()
-                self._loop.run_until_complete(asyncio.wait(self._tasks))
+            self._fail_all(StoreError(f"the {self.name} engine died: {died!r}"))
+            self._loop.run_until_complete(self._finish())
             self._pool.shutdown(wait=True)
             self._loop.close()
 
     def _dispatch(self) -> None:
-        """Have one more job run. Runs on the loop."""
+        """Have one more worker. Runs on the loop."""
         task = self._loop.create_task(self._run())
         self._tasks.add(task)  # the loop itself keeps weak references only
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run(self) -> None:
         try:
-            await _run_first(self, executor=self._pool)
+            await _drain(self, executor=self._pool)
         except Exception as e:
-            log.exception("the executor refuses jobs")
-            self._fail_first(e)
+            log.exception("the executor refuses work")
+            with self._changed:
+                self._active -= 1  # first: what is submitted from now on tries again
+            self._fail_all(e)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        with self._changed:
-            self._unfinished -= 1
-            self._changed.notify_all()
+    async def _finish(self) -> None:
+        """Let the calls that are under way end, those that are only scheduled included."""
+        await asyncio.sleep(0)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _work(self) -> None:
+        """Run jobs until none is queued. Runs on the executor."""
+        while True:
+            with self._changed:
+                if not self._heap:
+                    # Under the lock: submit() sees either this worker or the free place.
+                    self._active -= 1
+                    self._changed.notify_all()
+                    return
+            self._run_first()
 
     def close(self) -> None:
         with self._changed:
             first, self._closed = not self._closed, True
-            self._changed.wait_for(lambda: self._unfinished == 0 or self._dead is not None)
+            self._changed.wait_for(
+                lambda: self._unfinished + self._active == 0 or self._dead is not None
+            )
             if first and self._dead is None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+_drain = wrap(AiofilesEngine._work)
 
 
 _ENGINES: dict[str, type[PreadEngine] | type[AiofilesEngine]] = {

@@ -120,6 +120,23 @@ def test_runs_queue_depth_jobs_at_once_and_no_more(make: Make, depth: int) -> No
     gate.opened.set()
 
 
+def test_no_job_is_forgotten(make: Make) -> None:
+    """Workers go idle and are called again all the time while others submit."""
+    engine = make(3)
+    counted: list[int] = []
+
+    def submit_many() -> None:
+        for i in range(300):
+            engine.submit(lambda i=i: counted.append(i)).result(timeout=30)
+
+    threads = [threading.Thread(target=submit_many) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=120)
+    assert sorted(counted) == sorted(list(range(300)) * 4)
+
+
 def test_a_queued_job_can_be_cancelled_and_never_runs(make: Make) -> None:
     engine, gate, ran = make(1), Gate(), []
     gate.hold(engine, 1)
