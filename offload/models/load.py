@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from offload.blocks import BlockSpec, Tier, align_up
+from offload.blocks import ALIGN, BlockSpec, Tier, align_up
 from offload.errors import OffloadError, PlanError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES, make_engine
 from offload.io.memory import Staging
@@ -166,7 +166,7 @@ def plan_model(directory: Path, options: Options, baseline: int) -> Prepared:
     top = max(budgets)
 
     def reserves_of(chosen: Cut) -> dict[Tier, dict[str, int]]:
-        return _reserves(meta, chosen, options, footprint, cache, prompt, device, overhead)
+        return _reserves(meta, chosen, options, footprint, cache, prompt, device, overhead, ram)
 
     reserves = reserves_of(chosen)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
@@ -270,10 +270,12 @@ def try_head(model: Any, notes: list[str]) -> tuple[frozenset[int] | None, bool]
     return None, False
 
 
-def _staging(options: Options, largest: int) -> tuple[int, int]:
-    """Chunks and their size: no larger than the largest block asks for."""
-    chunk = min(options.request_bytes, max(8192, align_up(largest + 8192)))
-    return options.queue_depth, chunk
+def staging_shape(options: Options, largest: int, ram: int) -> tuple[int, int]:
+    """Chunks and their bytes: a request each, no larger than the largest block asks for, and
+    together at most one part in 32 of a small budget."""
+    share = ram // 32 // options.queue_depth // ALIGN * ALIGN
+    chunk = min(options.request_bytes, align_up(largest + 2 * ALIGN), share)
+    return options.queue_depth, max(4 * ALIGN, chunk)
 
 
 def _reserves(
@@ -285,6 +287,7 @@ def _reserves(
     prompt: int,
     device: str,
     overhead: int,
+    ram: int,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it."""
@@ -294,7 +297,7 @@ def _reserves(
     matrix = max(
         (t.nbytes for b, s in chosen.blocks.items() if b != table for t in s.tensors), default=0
     )
-    chunks, chunk = _staging(options, largest)
+    chunks, chunk = staging_shape(options, largest, ram)
     shape = head_shape(meta.model)
     logits = 4 * 4 * options.batch * shape[0] if shape else 0
     rows = prompt * options.batch * (shape[1] * 4 if shape else 0)
@@ -410,7 +413,7 @@ def _open(prepared: Prepared, progress: Progress | None, wrap_store: Any) -> Any
     options, meta, plan = prepared.options, prepared.meta, prepared.plan
     began = time.perf_counter()
     largest = max((s.slot_nbytes for s in prepared.cut.blocks.values()), default=0)
-    staging = Staging(*_staging(options, largest))
+    staging = Staging(*staging_shape(options, largest, plan.budgets[Tier.RAM]))
     engine = (
         make_engine(options.engine, options.queue_depth)
         if options.engine

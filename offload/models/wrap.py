@@ -17,9 +17,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from offload.blocks import Tier, align_up
+from offload.blocks import Tier
 from offload.errors import ClosedError, OffloadError
-from offload.io.engines import DEFAULT_REQUEST_BYTES, make_engine
+from offload.io.engines import make_engine
 from offload.io.memory import Staging
 from offload.io.pack import PackStore
 from offload.io.store import Store
@@ -32,6 +32,7 @@ from offload.models.load import (
     expert_top_k,
     make_device,
     rows_of,
+    staging_shape,
     trace_of,
     try_head,
 )
@@ -68,8 +69,7 @@ def wrap(
     fits_whole = cut(model, stream_head=False, keep=kept)
     chosen, plan, head_rows = _plan(model, fits_whole, options, activations, kept, notes)
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=4096)
-    chunk = min(DEFAULT_REQUEST_BYTES, align_up(largest + 8192))
-    staging = Staging(options.queue_depth, chunk)
+    staging = Staging(*staging_shape(options, largest, plan.budgets[Tier.RAM]))
     engine = make_engine(queue_depth=options.queue_depth)
     pack: PackStore | None = None
     try:
@@ -183,8 +183,8 @@ def _plan(
     if top is Tier.DEVICE:
         budgets[top] = options.gpu or ram
     largest = max((s.slot_nbytes for s in whole.blocks.values()), default=4096)
-    chunk = min(DEFAULT_REQUEST_BYTES, align_up(largest + 8192))
-    reserves: dict[Tier, dict[str, int]] = {Tier.RAM: {"I/O staging": chunk * options.queue_depth}}
+    chunks, chunk = staging_shape(options, largest, ram)
+    reserves: dict[Tier, dict[str, int]] = {Tier.RAM: {"I/O staging": chunks * chunk}}
     reserves.setdefault(top, {})["activations"] = activations
     total = sum(s.slot_nbytes for s in whole.blocks.values())
     chosen, head_rows = whole, None
