@@ -48,10 +48,16 @@ def machine(
 
 
 def block(
-    name: str, pages: int, *, kind: BlockKind = BlockKind.WEIGHT, group: str = ""
+    name: str,
+    pages: int,
+    *,
+    short: int = 0,
+    kind: BlockKind = BlockKind.WEIGHT,
+    group: str = "",
 ) -> BlockSpec:
-    """A bfloat16 matrix of ``pages`` pages, with 16 rows."""
-    return layout(name, kind, [("w", "bfloat16", (16, pages * PAGE // 32))], group)
+    """A bfloat16 matrix with 16 rows that takes ``pages`` pages, the last one short of 32 ×
+    ``short`` bytes."""
+    return layout(name, kind, [("w", "bfloat16", (16, pages * PAGE // 32 - short))], group)
 
 
 def dense(layers: int, per_layer: int, pages: int) -> tuple[dict[str, BlockSpec], list[Step]]:
@@ -96,7 +102,8 @@ def requests(draw: st.DrawFn, *, costs: bool | None = None) -> PlanRequest:
     top_k: dict[str, int] = {}
 
     def new(name: str, **kw: object) -> str:
-        blocks[name] = block(name, draw(st.integers(1, 40)), **kw)  # type: ignore[arg-type]
+        pages, short = draw(st.integers(1, 40)), draw(st.sampled_from([0, 1, 100]))
+        blocks[name] = block(name, pages, short=short, **kw)  # type: ignore[arg-type]
         return name
 
     with_shared, with_embed, with_experts = draw(st.tuples(*[st.booleans()] * 3))

@@ -22,7 +22,7 @@ def test_a_rate_is_the_median_and_the_spread_of_its_samples() -> None:
     )
 
 
-@pytest.mark.parametrize("low, median", [(0.0, 1.0), (3.0, 1.0), (1.0, float("inf"))])
+@pytest.mark.parametrize(("low", "median"), [(0.0, 1.0), (3.0, 1.0), (1.0, float("inf"))])
 def test_impossible_rates_are_refused(low: float, median: float) -> None:
     with pytest.raises(ValueError, match="not a rate"):
         Rate(median=median, low=low, high=5.0, n=1, unit="B/s")

@@ -22,7 +22,9 @@ def transformer(ram: int, *, ssd: float = 1.5e9, gemv: float = 2e10, **kw: objec
     blocks, steps = dense(24, 0, 0)
     for i, step in enumerate(steps):
         ids = tuple(f"l{i}.{j}" for j in range(6))
-        blocks |= {b: block(b, pages) for b, pages in zip(ids, (16, 17, 32, 64, 128, 128), strict=True)}
+        blocks |= {
+            b: block(b, pages) for b, pages in zip(ids, (16, 17, 32, 64, 128, 128), strict=True)
+        }
         steps[i] = replace(step, blocks=ids)
     blocks |= {"embed": block("embed", 2000), "norm": block("norm", 1)}
     steps = [Step(unit="e", blocks=("embed",)), *steps, Step(unit="n", blocks=("norm",))]
@@ -184,9 +186,7 @@ def test_a_large_table_is_not_pinned_where_ram_could_not_let_it_pass() -> None:
     plan = make_plan(request)
     check_placement(plan, request)
     assert plan.homes["embed"] is Home.BY_ROW
-    wide = make_plan(
-        replace(request, budgets={**request.budgets, Tier.RAM: 3000 * PAGE})
-    )
+    wide = make_plan(replace(request, budgets={**request.budgets, Tier.RAM: 3000 * PAGE}))
     assert wide.homes["embed"] is Home.PINNED
 
 

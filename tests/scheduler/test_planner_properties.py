@@ -106,7 +106,8 @@ def test_more_budget_is_never_much_slower(request_: PlanRequest, data: st.DataOb
     more = data.draw(st.integers(0, 400)) * PAGE
     large = replace(small, budgets={**small.budgets, tier: small.budgets[tier] + more})
     a, b = make_plan(small).predicted_pass_s, make_plan(large).predicted_pass_s
-    assert a is not None and b is not None
+    assert a is not None
+    assert b is not None
     # A few blocks of very different sizes do not divide smoothly: the worst of 6,000 random models
     # was 26 % slower with one page more. Models have many alike: see the sweep in test_planner.
     assert b.mid <= a.mid * 1.5
