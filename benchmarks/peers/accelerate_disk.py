@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -83,7 +84,7 @@ def generate(model: Any, tokens: int) -> dict[str, Any]:
         streamer=Clock(),
         pad_token_id=0,
     )
-    steps = [b - a for a, b in zip(times[1:], times[2:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(times[1:])]
     return {"decode_tok_s": len(steps) / sum(steps) if steps else None, "steps_s": steps}
 
 
