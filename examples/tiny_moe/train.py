@@ -305,6 +305,11 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pa
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    # Published Qwen3-MoE configs say num_experts, and readers other than transformers look for it.
+    file = out / "config.json"
+    text = file.read_text(encoding="utf-8").replace('"num_local_experts"', '"num_experts"')
+    file.write_text(text, encoding="utf-8")
+    (out / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:

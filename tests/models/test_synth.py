@@ -55,7 +55,9 @@ def tensor_digests(folder: Path) -> dict[str, str]:
 
 def test_same_seed_same_values_whatever_the_shards(tmp_path: Path) -> None:
     config = config_file(tmp_path / "c")
+    before = torch.get_rng_state()
     one = synth(config, tmp_path / "one", seed=5)
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's own draws are not disturbed
     many = synth(config, tmp_path / "many", seed=5, shard_bytes="50KiB")
     assert one.shards == 1
     assert many.shards > 4
