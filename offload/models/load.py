@@ -84,6 +84,11 @@ class Options:
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
+    tokenizer_bytes: int = 0
+    """What this process already holds for the caller and the budget has to cover."""
+
+    def __post_init__(self) -> None:
+        _check_device(self)
 
 
 @dataclass(kw_only=True)
@@ -128,7 +133,7 @@ def prepare(path: str | Path, options: Options) -> Prepared:
 
     index = CheckpointIndex.open(directory)
     dtype = pick_dtype(options.dtype, config, index)
-    baseline = baseline_rss(config, model_class(config), dtype)
+    baseline = baseline_rss(config, model_class(config), dtype) - options.tokenizer_bytes
     reset_peak_rss()
     meta = build(directory, dtype)
     prompt = options.prompt_tokens or options.context
@@ -146,7 +151,8 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     overhead = options.overhead_bytes
     if overhead is None:
         gc.collect()
-        overhead = max(0, current_rss() - baseline) + SLACK_BYTES
+        grown = current_rss() - baseline - options.tokenizer_bytes
+        overhead = max(0, grown) + SLACK_BYTES
     reserves = _reserves(meta, options, footprint, cache, prompt, device, overhead)
     budgets = {Tier.RAM: ram}
     if streams:
@@ -276,6 +282,7 @@ def _reserves(
         "I/O staging": chunks * chunk,
         "embedding rows": rows,
         "model structure and slack": overhead,
+        "tokenizer": options.tokenizer_bytes,
     }
     if device == "sim":
         return {Tier.RAM: host, Tier.DEVICE: compute}
