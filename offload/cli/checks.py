@@ -128,7 +128,7 @@ def cpu_flags() -> Check:
         )
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     have = [flag for flag in wanted if flag in flags]
-    listed = f"{', '.join(have) or 'none of ' + ', '.join(wanted)}; {default_threads()} threads"
+    listed = f"{', '.join(have) or 'none of ' + ', '.join(wanted)}; {_count(default_threads(), 'thread')}"
     if {"avx512_bf16", "amx_bf16"} & flags or (not flags and platform.machine() == "aarch64"):
         return Check(name="CPU", verdict=Verdict.GOOD, detail=listed)
     return Check(
@@ -137,6 +137,10 @@ def cpu_flags() -> Check:
         detail=f"{listed}; no bfloat16 instructions, long prompts are slower in it",
         fix="compare with --dtype float32 (twice the bytes)",
     )
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def ram() -> Check:

@@ -133,8 +133,8 @@ def find_hardware(directory: Path) -> Hardware | None:
     if found is not None:
         return found
     note(
-        f"this disk has not been measured with {threads} threads: a quick probe takes some "
-        f"seconds ('offload probe --disk {directory} -t {threads}' does it well, --no-predict not)"
+        f"this disk and CPU have not been measured for {threads} thread(s) yet: a quick probe, some "
+        f"seconds; 'offload probe --disk {directory} -t {threads}' is better, --no-predict skips it"
     )
     try:
         with share_progress("probing") as report:

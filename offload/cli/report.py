@@ -8,7 +8,7 @@ from typing import Any
 
 import offload
 from offload.cli.decode import Run
-from offload.cli.view import plan_json, streams
+from offload.cli.view import figure, plan_json, streams
 from offload.models.load import Prepared
 from offload.units import format_bytes
 
@@ -39,7 +39,7 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     parts.append(_memory(end))
     if plan.predicted_pass_s is not None and plan.predicted_pass_s.mid > 0:
         predicted = 1 / plan.predicted_pass_s.mid
-        said = f"predicted {predicted:.3g} tok/s"
+        said = f"predicted {figure(predicted)} tok/s"
         if run.decode_tok_s is not None:
             said += f", measured {run.decode_tok_s / predicted - 1:+.0%}"
         parts.append(said)
@@ -111,4 +111,4 @@ def hit_rate(hits: float, misses: float) -> float | None:
 
 
 def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g} tok/s"
+    return "-" if value is None else f"{figure(value)} tok/s"

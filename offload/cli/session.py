@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,14 +108,11 @@ def _tokenizer(directory: Path) -> tuple[Any | None, int]:
 
 
 def _open(prepared: Prepared) -> Any:
-    began = time.perf_counter()
     with console.byte_progress() as progress:
         model = prepared.open(progress)
-    taken = time.perf_counter() - began
-    read = model.offload.stats()["disk_read_bytes"]
-    console.note(
-        f"loaded {format_bytes(read)} in {taken:.2f} s ({format_bytes(read / taken)}/s)", "load"
-    )
+    stats = model.offload.stats()
+    read, load_s = stats["disk_read_bytes"], stats["load_s"]
+    console.note(f"{format_bytes(read)} in {load_s:.2f} s, {format_bytes(read / load_s)}/s", "load")
     return model
 
 

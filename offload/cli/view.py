@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from offload.blocks import Tier
@@ -71,25 +72,35 @@ def show_summary(console: Console, prepared: Prepared) -> None:
     console.print(rows((f"  {label}", value, n) for label, value, n in describe.homes(plan)))
     for tier in sorted(plan.tiers, reverse=True):
         layout = plan.tiers[tier]
-        parts = [
-            ("weights", layout.pinned_bytes),
-            ("ring", layout.ring_bytes),
-            ("expert slots", layout.slot_bytes * layout.slots),
-            *plan.reserves.get(tier, {}).items(),
-        ]
-        listed = " + ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
+        parts = {
+            "weights": layout.pinned_bytes,
+            "ring": layout.ring_bytes,
+            "expert slots": layout.slot_bytes * layout.slots,
+            **plan.reserves.get(tier, {}),
+        }
+        listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in _largest(parts))
         used = f"{format_bytes(plan.resident_bytes(tier))} of {format_bytes(plan.budgets[tier])}"
-        console.print(Text.assemble(f"  {_name(tier)} {used}", (f" = {listed}", "dim")))
+        line = Text.assemble(f"{_name(tier)} {used}: ", (listed, "dim"))
+        console.print(Padding(line, (0, 0, 0, 2)))
     if plan.predicted_pass_s is not None:
         rate = tokens_per_s(plan.predicted_pass_s)
-        bound = "" if not plan.bound_pass_s else f", bound {1 / plan.bound_pass_s:.3g}"
+        bound = "" if not plan.bound_pass_s else f", bound {figure(1 / plan.bound_pass_s)}"
         lane = f" set by {plan.bottleneck}" if plan.bottleneck else ""
         console.print(
-            f"  predicted {rate['mid']:.3g} tok/s ({rate['low']:.3g} to {rate['high']:.3g})"
-            f"{bound}{lane}, {format_bytes(plan.streamed_bytes_per_pass)} per token from disk"
+            Padding(
+                f"predicted {figure(rate['mid'])} tok/s ({figure(rate['low'])} to "
+                f"{figure(rate['high'])}){bound}{lane}, "
+                f"{format_bytes(plan.streamed_bytes_per_pass)} per token from disk",
+                (0, 0, 0, 2),
+            )
         )
     for sentence in prepared.notes:
-        console.print(Text.assemble(("  note: ", "dim"), sentence))
+        console.print(Padding(Text.assemble(("note: ", "dim"), sentence), (0, 0, 0, 2)))
+
+
+def figure(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def tokens_per_s(pass_s: Interval) -> dict[str, float]:
@@ -146,6 +157,13 @@ def _tier_json(plan: Plan, tier: Tier) -> dict[str, Any]:
 
 def _minimum(prepared: Prepared) -> list[tuple[Tier, int]]:
     return sorted(prepared.minimum.items(), reverse=True)
+
+
+def _largest(parts: Mapping[str, int], most: int = 5) -> list[tuple[str, int]]:
+    """The parts that matter; the rest as one."""
+    ranked = sorted(((k, n) for k, n in parts.items() if n), key=lambda part: -part[1])
+    rest = sum(n for _, n in ranked[most:])
+    return ranked[:most] + ([("other", rest)] if rest else [])
 
 
 def _nothing() -> dict[str, int]:
