@@ -95,6 +95,11 @@ class Options:
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
+    tokenizer_bytes: int = 0
+    """What this process already holds for the caller and the budget has to cover."""
+
+    def __post_init__(self) -> None:
+        _check_device(self)
 
 
 @dataclass(kw_only=True)
@@ -134,7 +139,7 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     _check_device(options)
-    baseline = baseline_rss(config, model_class(config), dtype)
+    baseline = baseline_rss(config, model_class(config), dtype) - options.tokenizer_bytes
     reset_peak_rss()
     return plan_model(directory, options, baseline)
 
@@ -159,7 +164,8 @@ def plan_model(directory: Path, options: Options, baseline: int) -> Prepared:
     overhead = options.overhead_bytes
     if overhead is None:
         gc.collect()
-        overhead = max(0, current_rss() - baseline) + min(SLACK_BYTES, ram // SLACK_SHARE)
+        grown = current_rss() - baseline - options.tokenizer_bytes
+        overhead = max(0, grown) + min(SLACK_BYTES, ram // SLACK_SHARE)
     budgets = {Tier.RAM: ram}
     if device == "sim":
         budgets[Tier.DEVICE] = options.gpu or ram
@@ -313,6 +319,7 @@ def _reserves(
         "I/O staging": chunks * chunk,
         "embedding rows": rows,
         "model structure and slack": overhead,
+        "tokenizer": options.tokenizer_bytes,
     }
     if device == "sim":
         return {Tier.RAM: host, Tier.DEVICE: compute}
