@@ -98,10 +98,13 @@ def run_session(wish: Wish) -> None:
 
 def _tokenizer(directory: Path) -> tuple[Any | None, int]:
     """The tokenizer and the memory it takes: that counts against the budget, too."""
-    import tokenizers  # noqa: F401  what the libraries weigh is the bare process's
-    import transformers
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    _ = transformers.AutoTokenizer
+    # What the libraries weigh is the bare process's: use them once on nothing.
+    toy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), unk_token="?")
+    toy.decode(toy("?")["input_ids"])
+    _ = AutoTokenizer
     before = current_rss()
     found = prompt.load_tokenizer(directory)
     return found, 0 if found is None else max(0, current_rss() - before)

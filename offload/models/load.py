@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -46,7 +47,7 @@ from offload.models.recipes import (
     spill_directory,
 )
 from offload.models.split import STEP_BYTES, is_closed, split
-from offload.models.toy import baseline_rss
+from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, cut, expert_groups, head_shape, unit_modules
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
@@ -67,9 +68,9 @@ DEFAULT_CONTEXT = 1024
 SAFE_SHARE = 0.8
 """Of the memory that is free, what a model takes when no budget is given."""
 
-SLACK_SHARE, SLACK_BYTES = 64, 16 * 2**20
+SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 640 * 2**10, 16 * 2**20
 """Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
-part in 64 of the budget, 16 MiB at most."""
+part in 64 of the budget, within these bytes."""
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done_bytes, total_bytes)``."""
@@ -91,7 +92,6 @@ class Options:
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
     hardware: Hardware | None = None
-    overhead_s: float = 0.0
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
@@ -139,13 +139,14 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     _check_device(options)
-    baseline = baseline_rss(config, model_class(config), dtype) - options.tokenizer_bytes
+    warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
-    return plan_model(directory, options, baseline)
+    return plan_model(directory, options, warm)
 
 
-def plan_model(directory: Path, options: Options, baseline: int) -> Prepared:
-    """``prepare`` in a process that is warm: ``baseline`` is its resident set in bytes."""
+def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
+    """``prepare`` in a process that is warm already."""
+    baseline = warm.baseline_rss - options.tokenizer_bytes
     device = _check_device(options)
     meta = build(directory, options.dtype)
     prompt = options.prompt_tokens or options.context
@@ -165,7 +166,7 @@ def plan_model(directory: Path, options: Options, baseline: int) -> Prepared:
     if overhead is None:
         gc.collect()
         grown = current_rss() - baseline - options.tokenizer_bytes
-        overhead = max(0, grown) + min(SLACK_BYTES, ram // SLACK_SHARE)
+        overhead = max(0, grown) + min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
     budgets = {Tier.RAM: ram}
     if device == "sim":
         budgets[Tier.DEVICE] = options.gpu or ram
@@ -183,7 +184,7 @@ def plan_model(directory: Path, options: Options, baseline: int) -> Prepared:
         drop_unloopable(chosen, notes)
         recipes = make_recipes(chosen, meta.mapping)
         reserves = reserves_of(chosen)
-    request = _request(meta, chosen, options, budgets, reserves, top)
+    request = _request(meta, chosen, options, warm, budgets, reserves, top)
     try:
         plan = make_plan(request)
     except PlanError as error:
@@ -330,6 +331,7 @@ def _request(
     meta: MetaModel,
     chosen: Cut,
     options: Options,
+    warm: Warm,
     budgets: dict[Tier, int],
     reserves: dict[Tier, dict[str, int]],
     top: Tier,
@@ -338,7 +340,12 @@ def _request(
     top_k = expert_top_k(meta.model.config)
     costs = None
     if options.hardware is not None:
-        costs = CostModel(hardware=options.hardware, queue_depth=options.queue_depth, staged=True)
+        costs = CostModel(
+            hardware=options.hardware,
+            queue_depth=options.queue_depth,
+            staged=True,
+            expert_overhead_s=warm.expert_s,
+        )
     return PlanRequest(
         blocks=blocks,
         trace=Trace(trace_of(chosen)),
@@ -350,7 +357,7 @@ def _request(
         reserves=reserves,
         compute_tier=top,
         costs=costs,
-        overhead_s=options.overhead_s,
+        overhead_s=_overheads(chosen, warm),
     )
 
 
@@ -383,6 +390,21 @@ def rows_of(chosen: Cut) -> tuple[dict[str, BlockSpec], frozenset[str]]:
         del blocks[chosen.embedding.block]
         return blocks, frozenset()
     return blocks, frozenset({chosen.embedding.block})
+
+
+def _overheads(chosen: Cut, warm: Warm) -> dict[str, float]:
+    """Seconds that each step takes besides its weights: its share of its layer's Python time,
+    and, on the last one, what ``generate`` does between two tokens."""
+    layers: dict[str, list[str]] = {}
+    for unit in chosen.units:
+        # model.layers.3.mlp.up_proj belongs to model.layers.3
+        found = re.match(r"(.*?\.\d+)(\..*)?$", unit.name)
+        layers.setdefault(found.group(1) if found else unit.name, []).append(unit.name)
+    out = {name: warm.layer_s / len(names) for names in layers.values() for name in names}
+    if out:
+        last = chosen.units[-1].name
+        out[last] += warm.fixed_s
+    return out
 
 
 def expert_top_k(config: Any) -> int:
