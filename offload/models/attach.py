@@ -53,10 +53,10 @@ class Attachment:
         self._resident = {b for b in plan.blocks if b in pinned}
         sliced = set(cut.head.blocks) if cut.head else set()
         for block, params in cut.params.items():
-            if block in sliced or plan.blocks[block].group:
+            if block in sliced or cut.blocks[block].group:
                 continue
             if cut.embedding and block == cut.embedding.block:
-                continue
+                continue  # and if it is tied to a sliced head, the plan does not know it at all
             if block in self._resident:
                 self._bind(block, params)
             else:

@@ -28,7 +28,7 @@ from offload.io.stores import RangeStore
 from offload.models.attach import Attachment, check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.handle import OffloadHandle
-from offload.models.head_check import verified_rows
+from offload.models.head_check import ROWS_TRIED, verified_rows
 from offload.models.meta import (
     MetaModel,
     build,
@@ -285,6 +285,25 @@ def staging_shape(options: Options, largest: int, ram: int) -> tuple[int, int]:
     return options.queue_depth, max(4 * ALIGN, chunk)
 
 
+def _rows_check(prepared: Prepared) -> Callable[[int], bool]:
+    """Whether slices of the LM head are bit-equal for a number of input rows: the usual numbers
+    were tried before the plan, any other (logits of a whole prompt) is tried when it comes."""
+    rows, head = prepared.head_rows, prepared.cut.head
+    if rows is None or head is None:
+        return lambda _: True
+    vocabulary, width = head.param.tensor.shape
+    dtype, step = head.param.tensor.dtype, head.rows[0][1]
+    known = {m: m in rows for m in ROWS_TRIED}
+
+    def verified(m: int) -> bool:
+        if m not in known:
+            threads = torch.get_num_threads()
+            known[m] = m in verified_rows(vocabulary, width, dtype, step, threads, (m,))
+        return known[m]
+
+    return verified
+
+
 def _reserves(
     meta: MetaModel,
     chosen: Cut,
@@ -479,13 +498,12 @@ def _open(prepared: Prepared, progress: Progress | None, wrap_store: Any) -> Any
         device = make_device(options, plan.budgets.get(Tier.DEVICE))
         executor = Executor(plan, store, device)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
-        rows = prepared.head_rows
         attachment = Attachment(
             meta.model,
             prepared.cut,
             plan,
             executor,
-            head_rows_verified=lambda m: rows is None or m in rows,
+            head_rows_verified=_rows_check(prepared),
         )
     except BaseException:
         if executor is not None:

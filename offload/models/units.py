@@ -220,20 +220,46 @@ def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return units
 
 
+class _LookUpOnly(torch.Tensor):
+    """A table or its indices, without data: may meet in ``embedding`` and nowhere else."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> _LookUpOnly:
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        tensor: _LookUpOnly = make(cls, shape, dtype=dtype, device="meta")
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.embedding.default:
+            raise NotImplementedError(func)
+        table, ids = args[0], args[1]
+        if not (isinstance(table, cls) and isinstance(ids, cls)):
+            raise NotImplementedError("a look-up in or with something else")
+        return torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype, device="meta")
+
+
 def rows_readable(module: nn.Module) -> bool:
-    """Whether an embedding's forward only gathers rows (then scales them, at most)."""
+    """Whether an embedding's forward only gathers rows (then scales them, at most).
+
+    Tried, not guessed from its class: a subclass may scale the rows (Gemma) or treat some ids
+    apart, and only the former still works with a table of other rows.
+    """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
-    cls = type(module)
-    if cls.forward is nn.Embedding.forward:
+    if type(module).forward is nn.Embedding.forward:
         return True
-    # Gemma and others: ``super().forward(input_ids) * self.embed_scale``.
-    code = getattr(cls.forward, "__code__", None)
-    return (
-        code is not None
-        and "weight" not in code.co_names
-        and cls.__name__.endswith("ScaledWordEmbedding")
-    )
+    table = module.weight
+    module._parameters["weight"] = _LookUpOnly(tuple(table.shape), table.dtype)  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            out = module(_LookUpOnly((1, 3), torch.int64))
+        return isinstance(out, torch.Tensor) and tuple(out.shape) == (1, 3, table.shape[1])
+    except Exception as error:  # noqa: BLE001  any failure means: not this way
+        logger.info("%s is not read by row: %s", type(module).__name__, error)
+        return False
+    finally:
+        module._parameters["weight"] = table
 
 
 def cut(
@@ -373,26 +399,26 @@ def _cut_embedding_and_head(
                 result.params[spec.id] = [param]
                 ids.append(spec.id)
             result.head = HeadSlices(path, head, param, tuple(ids), spans)
-    if isinstance(embedding, nn.Embedding) and rows_readable(embedding):
-        param = params.get(id(embedding.weight))
-        tied = param is not None and result.head is not None and result.head.param is param
-        if (
-            param
-            and id(embedding) not in inside
-            and (tied or len(param.places) == 1)
-            and param.nbytes > HEAD_SLICE_BYTES // 4
-        ):
-            path = names[id(embedding)]
-            tensors = [(param.name, _dtype(param.tensor), tuple(param.tensor.shape))]
-            spec = layout(f"{path}#rows", BlockKind.WEIGHT, tensors)
-            result.blocks[spec.id] = spec
-            result.params[spec.id] = [param]
-            result.embedding = RowEmbedding(path, embedding, param, spec.id)
-        elif tied:
-            # The head's slices would leave the embedding without weights: keep both whole.
-            for block in result.head.blocks if result.head else ():
-                del result.blocks[block], result.params[block]
-            result.head = None
+    param = params.get(id(embedding.weight)) if isinstance(embedding, nn.Embedding) else None
+    tied = param is not None and result.head is not None and result.head.param is param
+    if (
+        param
+        and id(embedding) not in inside
+        and (tied or len(param.places) == 1)
+        and param.nbytes > HEAD_SLICE_BYTES // 4
+        and rows_readable(embedding)
+    ):
+        path = names[id(embedding)]
+        tensors = [(param.name, _dtype(param.tensor), tuple(param.tensor.shape))]
+        spec = layout(f"{path}#rows", BlockKind.WEIGHT, tensors)
+        result.blocks[spec.id] = spec
+        result.params[spec.id] = [param]
+        result.embedding = RowEmbedding(path, embedding, param, spec.id)
+    elif result.head is not None and len(result.head.param.places) > 1:
+        # Whoever else uses the head's weight would find slices of it: keep it whole.
+        for block in result.head.blocks:
+            del result.blocks[block], result.params[block]
+        result.head = None
 
 
 def _leaf_unit(model: nn.Module, param: Param) -> Unit | None:

@@ -234,6 +234,21 @@ class Executor:
         with self._lock:
             return self._residency.held()
 
+    def settle(self) -> None:
+        """Wait until nothing is under way: the prefetch of the next pass has come to rest.
+
+        Raises:
+            WatchdogError: nothing has moved for the watchdog's time.
+        """
+        with self._changed:
+            while not self._closed and self._residency.in_flight():
+                self._wait("settling", sorted(self._leases[Tier.RAM]) or ["nothing"])
+
+    def live_leases(self) -> int:
+        """Slots that hold a block now; 0 after ``close()``."""
+        with self._lock:
+            return sum(len(leases) for leases in self._leases.values())
+
     def validate(self) -> None:
         """Check the state machine's invariants and the device for races. For tests."""
         with self._lock:

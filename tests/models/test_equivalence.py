@@ -1,0 +1,61 @@
+"""The promise: whatever the budget, the very bits of unmodified transformers.
+
+Every family × budget × device: logits of the prompt, greedy tokens and the logits of every
+decode step. On the simulated device the race detector watches, and memory that nobody has
+written is poisoned, so a missing wait shows even when the bytes came out right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from equivalence import Golden, budgets, check_logits, opened, options
+from families import CORE, NO_GENERATE, TAIL
+
+from offload.models.load import prepare
+
+Checkpoint = Callable[..., Golden]
+
+
+RUNS = [
+    pytest.param(device, budget, id=f"{device}-{budget}")
+    for device in ("cpu", "sim")
+    for budget in ("all", "half", "minimum")
+]
+
+
+@pytest.fixture(params=["cpu", "sim"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def _check(want: Golden, device: str, budget: str) -> None:
+    prepared = prepare(want.directory, options(device, **budgets(want.directory, device)[budget]))
+    if budget == "minimum":
+        assert prepared.plan.streamed_bytes_per_pass > 0
+    with opened(prepared) as model:
+        check_logits(model, want)
+
+
+@pytest.mark.parametrize(("device", "budget"), RUNS)
+@pytest.mark.parametrize("family", CORE)
+def test_family(checkpoint: Checkpoint, family: str, device: str, budget: str) -> None:
+    _check(checkpoint(family, generates=family not in NO_GENERATE), device, budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TAIL)
+def test_rare_family(checkpoint: Checkpoint, family: str) -> None:
+    """One streamed run each: the device with all tiers, as little memory as possible."""
+    _check(checkpoint(family, generates=family not in NO_GENERATE), "sim", "minimum")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "mamba2"])
+def test_the_comparison_can_fail(checkpoint: Checkpoint, family: str) -> None:
+    """Logits differ by position, by step and by prompt: equal ones mean something."""
+    want = checkpoint(family)
+    tops = [*want.logits_BLV[0].argmax(-1).tolist(), *(s.argmax().item() for s in want.steps_BV)]
+    assert len(set(tops)) > 3
+    assert len({float(s.max()) for s in want.steps_BV}) == len(want.steps_BV)
