@@ -67,8 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     with signals_raise():
         try:
-            code = command.main(args, prog_name="offload", standalone_mode=False)
+            # Not command.main(): it answers signals and closed pipes in its own way, too early.
+            with command.make_context("offload", args) as context:
+                command.invoke(context)
             sys.stdout.flush()
+        except typer.Exit as end:
+            return end.exit_code
         except OffloadError as error:
             return _fail(str(error))
         except _UsageError as error:
@@ -80,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Whoever read our output has gone, and Python would complain when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
-    return code if isinstance(code, int) else 0
+    return 0
 
 
 def _fail(message: str) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 class Interrupted(BaseException):
     """A signal asks the process to stop.
 
-    Not KeyboardInterrupt: the command-line library turns that one into an exit of its own, before
-    the model is closed and the signal's number is known.
+    One for both signals, and not KeyboardInterrupt: the exit code needs the signal's number.
     """
 
     def __init__(self, signum: int) -> None:

@@ -81,21 +81,20 @@ def show_summary(console: Console, prepared: Prepared) -> None:
         listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in _largest(parts))
         used = f"{format_bytes(plan.resident_bytes(tier))} of {format_bytes(plan.budgets[tier])}"
         line = Text.assemble(f"{_name(tier)} {used}: ", (listed, "dim"))
-        console.print(Padding(line, (0, 0, 0, 2)))
+        console.print(_indented(line))
     if plan.predicted_pass_s is not None:
         rate = tokens_per_s(plan.predicted_pass_s)
         bound = "" if not plan.bound_pass_s else f", bound {figure(1 / plan.bound_pass_s)}"
         lane = f" set by {plan.bottleneck}" if plan.bottleneck else ""
         console.print(
-            Padding(
+            _indented(
                 f"predicted {figure(rate['mid'])} tok/s ({figure(rate['low'])} to "
                 f"{figure(rate['high'])}){bound}{lane}, "
-                f"{format_bytes(plan.streamed_bytes_per_pass)} per token from disk",
-                (0, 0, 0, 2),
+                f"{format_bytes(plan.streamed_bytes_per_pass)} per token from disk"
             )
         )
     for sentence in prepared.notes:
-        console.print(Padding(Text.assemble(("note: ", "dim"), sentence), (0, 0, 0, 2)))
+        console.print(_indented(Text.assemble(("note: ", "dim"), sentence)))
 
 
 def figure(value: float) -> str:
@@ -164,6 +163,10 @@ def _largest(parts: Mapping[str, int], most: int = 5) -> list[tuple[str, int]]:
     ranked = sorted(((k, n) for k, n in parts.items() if n), key=lambda part: -part[1])
     rest = sum(n for _, n in ranked[most:])
     return ranked[:most] + ([("other", rest)] if rest else [])
+
+
+def _indented(line: str | Text) -> Padding:
+    return Padding(line, (0, 0, 0, 2), expand=False)
 
 
 def _nothing() -> dict[str, int]:

@@ -43,11 +43,14 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert all(command in done.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    "-m -p --prompt-file --prompt-ids -n -c -t --temp --top-k --top-p --min-p --seed --stop "
-    "--ignore-eos --raw --ram --gpu --device --disk --dtype --json".split(),
-)
+FLAGS = [
+    "-m", "-p", "--prompt-file", "--prompt-ids", "-n", "-c", "-t", "--temp", "--top-k", "--top-p",
+    "--min-p", "--seed", "--stop", "--ignore-eos", "--raw", "--ram", "--gpu", "--device", "--disk",
+    "--dtype", "--json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", FLAGS)
 def test_generate_has_the_flag(cli: Cli, flag: str) -> None:
     assert f" {flag}" in cli("generate", "--help").out
 
