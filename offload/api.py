@@ -9,6 +9,9 @@ import torch
 
 from offload.models.load import Progress, parse_options
 from offload.models.load import load as _load
+from offload.models.wrap import unwrap as _unwrap
+from offload.models.wrap import wrap as _wrap
+from offload.units import parse_bytes
 
 
 def load(
@@ -50,3 +53,43 @@ def load(
         ram=ram, gpu=gpu, disk=disk, dtype=dtype, device=device, batch=batch, **options
     )
     return _load(path, chosen, progress)
+
+
+def wrap(
+    model: torch.nn.Module,
+    *,
+    ram: str | int | None = None,
+    disk: str | Path | None = None,
+    gpu: str | int | None = None,
+    device: str = "auto",
+    activations: str | int = 0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> torch.nn.Module:
+    """Stream a model of any kind that is already in memory; returns the same object.
+
+    Its weights are written to a private file in ``disk`` (mode 0600, without a name: it vanishes
+    with the process) and freed; hooks bring them back when they are needed.
+
+    Args:
+        model: on the CPU. Layers of repeated lists and large leaf modules are streamed.
+        ram: bytes, or e.g. ``"2GiB"``, for weights, staging and ``activations``. None: half of
+            what is free.
+        disk: directory for the private file; None: the user's cache directory.
+        activations: how much of ``ram`` the model's own activations need.
+
+    Raises:
+        OffloadError: with one clear message; the model is then as it was.
+    """
+    chosen = parse_options(ram=ram, gpu=gpu, disk=disk, device=device, **options)
+    spare = parse_bytes(activations) if activations else 0
+    return _wrap(model, chosen, spare, progress)
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Bring a streamed model's weights back into memory, bit for bit; returns the same object.
+
+    Raises:
+        OffloadError: the model is not streamed, or has been closed.
+    """
+    return _unwrap(model)

@@ -138,6 +138,35 @@ class _EngineBase:
             self._changed.notify()
         return job.future
 
+    def _take_first(self) -> _Job | None:
+        with self._changed:
+            return heapq.heappop(self._heap) if self._heap else None
+
+    def _run_first(self) -> None:
+        """Run the job that is first in line now; raises nothing."""
+        job = self._take_first()
+        if job is None:
+            return
+        try:
+            job.run()
+        except BaseException:
+            # Only a completion callback can raise here (SystemExit, say): the job is done.
+            log.exception("a completion callback failed")
+        finally:
+            self._ended()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail what is queued."""
+        while (job := self._take_first()) is not None:
+            if job.future.set_running_or_notify_cancel():
+                job.fail(error)
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._unfinished -= 1
+            self._changed.notify_all()
+
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         raise NotImplementedError
 
@@ -188,13 +217,7 @@ class PreadEngine(_EngineBase):
                 self._changed.wait_for(lambda: self._heap or self._closed)
                 if not self._heap:
                     return
-                job = heapq.heappop(self._heap)
-            try:
-                job.run()
-            except BaseException:
-                # Only a completion callback can raise here (SystemExit, say): the job is done.
-                log.exception("a completion callback failed")
-            del job  # an idle worker must not keep the last buffer alive
+            self._run_first()  # nothing, if another worker was faster
 
     def close(self) -> None:
         with self._changed:
@@ -204,11 +227,13 @@ class PreadEngine(_EngineBase):
             thread.join()
 
 
-_run_job = wrap(_Job.run)
-
-
 class AiofilesEngine(_EngineBase):
-    """An asyncio loop in a thread of its own; aiofiles runs the jobs on our executor."""
+    """An asyncio loop in a thread of its own; aiofiles runs the jobs on our executor.
+
+    One awaited call runs jobs until the queue is empty, and up to ``queue_depth`` calls are under
+    way. With a call per job the disk idled, after each request, until the loop had heard of its
+    end and dispatched the next, and jobs chosen at dispatch could not be overtaken any more.
+    """
 
     name = "aiofiles"
 
@@ -217,14 +242,17 @@ class AiofilesEngine(_EngineBase):
         # Our own: the loop's default executor has as many threads as it likes and is shared.
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aio-worker")
         self._loop = asyncio.new_event_loop()
-        self._running: set[asyncio.Task[None]] = set()
+        self._active = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="offload-aio-loop", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         with self._changed:  # the loop cannot be closed between the two
             future = self._accept(work, priority)
-            self._loop.call_soon_threadsafe(self._pump)
+            if self._active < self.queue_depth:
+                self._active += 1
+                self._loop.call_soon_threadsafe(self._dispatch)
         return future
 
     def _serve(self) -> None:
@@ -237,51 +265,58 @@ class AiofilesEngine(_EngineBase):
             died = e
         finally:
             with self._changed:
-                self._dead = None if self._closed and self._unfinished == 0 else died
-                orphans, self._heap = self._heap, []
-                self._unfinished -= len(orphans)
+                if not self._closed or self._unfinished:
+                    self._dead = died
                 self._changed.notify_all()
-            for job in orphans:
-                if job.future.set_running_or_notify_cancel():
-                    job.fail(StoreError(f"the {self.name} engine died: {died!r}"))
+            self._fail_all(StoreError(f"the {self.name} engine died: {died!r}"))
+            self._loop.run_until_complete(self._finish())
             self._pool.shutdown(wait=True)
             self._loop.close()
 
-    def _pump(self) -> None:
-        """Start jobs up to the queue depth. Runs on the loop."""
-        while len(self._running) < self.queue_depth:
+    def _dispatch(self) -> None:
+        """Have one more worker. Runs on the loop."""
+        task = self._loop.create_task(self._run())
+        self._tasks.add(task)  # the loop itself keeps weak references only
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self) -> None:
+        try:
+            await _drain(self, executor=self._pool)
+        except Exception as e:
+            log.exception("the executor refuses work")
+            with self._changed:
+                self._active -= 1  # first: what is submitted from now on tries again
+            self._fail_all(e)
+
+    async def _finish(self) -> None:
+        """Let the calls that are under way end, those that are only scheduled included."""
+        await asyncio.sleep(0)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _work(self) -> None:
+        """Run jobs until none is queued. Runs on the executor."""
+        while True:
             with self._changed:
                 if not self._heap:
+                    # Under the lock: submit() sees either this worker or the free place.
+                    self._active -= 1
+                    self._changed.notify_all()
                     return
-                job = heapq.heappop(self._heap)
-            task = self._loop.create_task(self._run(job))
-            self._running.add(task)
-            task.add_done_callback(self._finished)
-
-    async def _run(self, job: _Job) -> None:
-        try:
-            await _run_job(job, executor=self._pool)
-        except BaseException as e:
-            log.exception("a job or its completion callback failed")
-            future = job.future
-            queued = not (future.running() or future.done())
-            if queued and future.set_running_or_notify_cancel():
-                job.fail(e)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        with self._changed:
-            self._unfinished -= 1
-            self._changed.notify_all()
-        self._pump()
+            self._run_first()
 
     def close(self) -> None:
         with self._changed:
             first, self._closed = not self._closed, True
-            self._changed.wait_for(lambda: self._unfinished == 0 or self._dead is not None)
+            self._changed.wait_for(
+                lambda: self._unfinished + self._active == 0 or self._dead is not None
+            )
             if first and self._dead is None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+_drain = wrap(AiofilesEngine._work)
 
 
 _ENGINES: dict[str, type[PreadEngine] | type[AiofilesEngine]] = {

@@ -55,7 +55,13 @@ class Request:
     direct: int | None
 
     @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.nbytes
+
+    @property
     def payload_bytes(self) -> int:
+        """Wanted bytes among those that are read; one wanted twice counts twice."""
         return sum(c.nbytes for c in self.copies)
 
 

@@ -123,7 +123,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_object(name: str, raw: bytes) -> dict[str, Any]:
     try:
-        # The reference wants the object to start at once; padding comes only behind it.
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except _DuplicateKeyError as e:
         raise CheckpointError(f"{name}: {e}") from None
@@ -156,7 +155,7 @@ def _tensor(file: str, name: str, entry: Any, data_start: int) -> TensorRange:
         _fail(file, f"tensor {name}: needs dtype, shape and two data_offsets, has {entry!r:.200}")
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        if code in _SUB_BYTE:
+        if isinstance(code, str) and code in _SUB_BYTE:
             _fail(file, f"tensor {name}: dtype {code} has less than a byte per element, which is "
                         "not supported; use a checkpoint in 8 bits or more")  # fmt: skip
         _fail(file, f"tensor {name}: unknown dtype {code!r}; known are {', '.join(DTYPES)}")

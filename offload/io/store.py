@@ -26,7 +26,8 @@ class Receipt:
     """What a finished transfer did; all sizes in bytes.
 
     ``payload_bytes`` are the bytes asked for, ``physical_bytes`` what went over the disk's lane
-    (alignment included), ``copied_bytes`` what was moved once more in memory.
+    (alignment included), ``copied_bytes`` what was moved once more in memory. ``seconds`` runs
+    from the start of the first request to the end of the last; waiting before it is not in it.
     """
 
     payload_bytes: int
@@ -55,7 +56,12 @@ class Span(NamedTuple):
 
 @runtime_checkable
 class Store(Protocol):
-    """Durable blocks. Thread-safe. Errors arrive through the future as ``StoreError``."""
+    """Durable blocks. Thread-safe.
+
+    Errors arrive through the future as ``StoreError``, after ``close`` as ``ClosedError``. A
+    caller's mistake raises at once: KeyError for an unknown id, ValueError for a buffer that is
+    too short, read-only or not aligned.
+    """
 
     @property
     def writable(self) -> bool:

@@ -146,7 +146,7 @@ class MemoryStore:
         block_id: str,
         dst: memoryview,
         *,
-        priority: int = DEMAND,  # noqa: ARG002 - nothing waits here
+        priority: int = DEMAND,
     ) -> Future[Receipt]:
         spec = self._specs[block_id]
         spans = [Span(t.offset, t.offset, t.nbytes) for t in spec.tensors]
@@ -158,7 +158,7 @@ class MemoryStore:
         spans: Sequence[Span],
         dst: memoryview,
         *,
-        priority: int = DEMAND,  # noqa: ARG002 - nothing waits here
+        priority: int = DEMAND,
     ) -> Future[Receipt]:
         return self._fill(block_id, spans, check_spans(self._specs[block_id], spans, dst))
 

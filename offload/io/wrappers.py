@@ -95,7 +95,8 @@ class LatencyStore(Wrapper):
     """A slow disk: each transfer takes ``seconds`` more and shares ``bytes_per_s`` with the rest.
 
     Transfers pass one lane in the order of the calls; the latency is added behind the lane, so
-    several overlap. The buffer is filled early and the future resolves late.
+    several overlap. The buffer is filled early and the future resolves late; ``close`` delivers
+    what is still late at once.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class LatencyStore(Wrapper):
                 if not self._due:
                     return
                 left_s = self._due[0][0] - time.monotonic()
-                if left_s > 0:
+                if left_s > 0 and not self._closed:
                     self._changed.wait(left_s)  # or until an earlier one comes
                     continue
                 outer = heapq.heappop(self._due)[2]

@@ -34,10 +34,12 @@ class Footprint:
 
 
 class _Watch(TorchDispatchMode):
-    """Sums the storages that are alive, op by op."""
+    """Sums the storages that are alive, op by op; those of the weights (whose transposes and
+    slices come out of ops too) do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: set[int]) -> None:
         super().__init__()
+        self._weights = weights
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
         self._total = 0
         self.peak = 0
@@ -48,6 +50,8 @@ class _Watch(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 key = storage._cdata
+                if key in self._weights:
+                    continue
                 known = self._live.get(key)
                 if known is None or known[1].expired():
                     if known is not None:
@@ -70,24 +74,32 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
     ``model``: a transformers model on the meta device (it is not changed).
     """
     element = next((p.element_size() for p in model.parameters()), 4)
-    largest = max((p.numel() * p.element_size() for p in model.parameters() if p.dim() == 2), default=0)
-    with contextlib.ExitStack() as stack:
-        for group in expert_groups(model):
-            stack.enter_context(_stub_experts(group.module, group.n_experts))
-        try:
-            peak, cache = _run(model, tokens, batch)
-            # BLAS may reorder a whole matrix into its own layout before it multiplies.
-            return Footprint(int(peak * 1.05) + largest, cache, True)
-        except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
-            logger.info("activations are estimated by formula: %s", error)
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    try:
+        peak, cache = meta_forward(model, tokens, batch)
+        return Footprint(int(peak * 1.05), cache, True)
+    except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
+        logger.info("activations are estimated by formula: %s", error)
+    config = (
+        model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    )
     hidden = int(getattr(config, "hidden_size", 1024))
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     layers = int(getattr(config, "num_hidden_layers", 24))
     rows = tokens * batch
     vocabulary = int(getattr(config, "vocab_size", 0))
     activations = rows * (12 * hidden + 3 * inner) * max(element, 4) + 12 * batch * vocabulary
-    return Footprint(activations + largest, 2 * layers * rows * hidden * element, False)
+    return Footprint(activations, 2 * layers * rows * hidden * element, False)
+
+
+def meta_forward(model: Any, tokens: int, batch: int = 1) -> tuple[int, int]:
+    """Run one forward on meta; returns (peak bytes of activations, bytes of the cache).
+
+    Raises whatever an operation raises that cannot work without data.
+    """
+    with contextlib.ExitStack() as stack:
+        for group in expert_groups(model):
+            stack.enter_context(_stub_experts(group.module, group.n_experts))
+        return _run(model, tokens, batch)
 
 
 def _run(model: Any, tokens: int, batch: int) -> tuple[int, int]:
@@ -100,8 +112,12 @@ def _run(model: Any, tokens: int, batch: int) -> tuple[int, int]:
         kwargs["logits_to_keep"] = 1
     if getattr(model.config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids[:, :1]
-    with torch.no_grad(), _buffers_on_meta(model), _Watch() as watch:
-        out = model(**kwargs)
+    with torch.no_grad(), _buffers_on_meta(model):
+        held = [*model.parameters(), *model.buffers()]
+        weights = {t.untyped_storage()._cdata for t in held}
+        watch = _Watch(weights)
+        with watch:
+            out = model(**kwargs)
         cache = _cache_bytes(getattr(out, "past_key_values", None))
     return watch.peak - cache, cache
 

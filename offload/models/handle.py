@@ -29,6 +29,9 @@ class OffloadHandle:
     load_s: float
     baseline_rss: int
     notes: tuple[str, ...] = ()
+    originals: Any = None
+    """After ``wrap``: the model's own parameters, waiting for their data."""
+    closed: bool = False
 
     def stats(self) -> dict[str, Any]:
         """Figures since the model was loaded. Sizes in bytes, times in seconds.
@@ -56,6 +59,9 @@ class OffloadHandle:
     def close(self) -> None:
         """Wait for what is in flight, free memory, files and threads. The model cannot run any
         more; its parameters' memory is gone. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
         self.attachment.detach()
         self.attachment.bury()
         self.executor.close()

@@ -44,7 +44,8 @@ period = unit * max(1, (4 << 20) // unit)
 total = -(-V * row // period) * period
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+i32 = ctypes.c_int
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, i32, i32, i32, ctypes.c_long]
 fd = os.memfd_create("head")
 os.ftruncate(fd, period)
 base = libc.mmap(None, total, 0, 0x22, -1, 0)

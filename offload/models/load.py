@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,16 +19,25 @@ from typing import Any
 
 import torch
 
-from offload.blocks import Tier, align_up
+from offload.blocks import ALIGN, BlockSpec, Tier, align_up
 from offload.errors import OffloadError, PlanError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES, make_engine
 from offload.io.memory import Staging
+from offload.io.safetensors import CheckpointIndex
 from offload.io.stores import RangeStore
 from offload.models.attach import Attachment, check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.handle import OffloadHandle
 from offload.models.head_check import ROWS_TRIED, verified_rows
-from offload.models.meta import MetaModel, build, materialise_buffers, model_class
+from offload.models.meta import (
+    MetaModel,
+    build,
+    materialise_buffers,
+    model_class,
+    pick_dtype,
+    read_config,
+    resolve,
+)
 from offload.models.recipes import (
     Recipes,
     RoutedStore,
@@ -36,8 +46,9 @@ from offload.models.recipes import (
     make_recipes,
     spill_directory,
 )
-from offload.models.toy import baseline_rss
-from offload.models.units import Cut, cut, head_shape
+from offload.models.split import STEP_BYTES, is_closed, split
+from offload.models.toy import Warm, warm_up
+from offload.models.units import Cut, cut, expert_groups, head_shape, unit_modules
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
 from offload.runtime.null_device import NullDevice
@@ -57,8 +68,9 @@ DEFAULT_CONTEXT = 1024
 SAFE_SHARE = 0.8
 """Of the memory that is free, what a model takes when no budget is given."""
 
-SLACK_BYTES = 16 * 2**20
-"""Set aside for what no plan can count: allocator fragments, thread stacks, Python objects."""
+SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 640 * 2**10, 16 * 2**20
+"""Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
+part in 64 of the budget, within these bytes."""
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done_bytes, total_bytes)``."""
@@ -80,10 +92,14 @@ class Options:
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
     hardware: Hardware | None = None
-    overhead_s: float = 0.0
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
+    tokenizer_bytes: int = 0
+    """What this process already holds for the caller and the budget has to cover."""
+
+    def __post_init__(self) -> None:
+        _check_device(self)
 
 
 @dataclass(kw_only=True)
@@ -119,18 +135,20 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         PlanError: the budget is too small; says the smallest that works.
         OffloadError: options that contradict each other.
     """
-    device = _check_device(options)
-    from offload.models.meta import pick_dtype, read_config, resolve
-
     directory = resolve(path)
     config = read_config(directory)
-    from offload.io.safetensors import CheckpointIndex
-
-    index = CheckpointIndex.open(directory)
-    dtype = pick_dtype(options.dtype, config, index)
-    baseline = baseline_rss(config, model_class(config), dtype)
+    dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    _check_device(options)
+    warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
-    meta = build(directory, dtype)
+    return plan_model(directory, options, warm)
+
+
+def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
+    """``prepare`` in a process that is warm already."""
+    baseline = warm.baseline_rss - options.tokenizer_bytes
+    device = _check_device(options)
+    meta = build(directory, options.dtype)
     prompt = options.prompt_tokens or options.context
     footprint = measure(meta.model, prompt, options.batch)
     cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
@@ -140,27 +158,33 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    streams = device == "sim"
-    whole = cut(meta.model, stream_head=False)
-    _drop_unloopable(whole, meta.model, notes)
+    modules = _fine_units(meta.model)
+    chosen = cut(meta.model, stream_head=False, modules=modules)
+    drop_unloopable(chosen, notes)
+    recipes = make_recipes(chosen, meta.mapping)
     overhead = options.overhead_bytes
     if overhead is None:
         gc.collect()
-        overhead = max(0, current_rss() - baseline) + SLACK_BYTES
-    reserves = _reserves(meta, options, footprint, cache, prompt, device, overhead)
+        grown = current_rss() - baseline - options.tokenizer_bytes
+        overhead = max(0, grown) + min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
     budgets = {Tier.RAM: ram}
-    if streams:
+    if device == "sim":
         budgets[Tier.DEVICE] = options.gpu or ram
     top = max(budgets)
-    needed = sum(s.slot_nbytes for s in whole.blocks.values()) + sum(reserves[top].values())
-    fits = needed <= budgets[top]
-    chosen, head_rows = whole, None
-    if not fits:
-        head_rows, slices = _try_head(meta, notes)
-        chosen = cut(meta.model, stream_head=slices)
-        _drop_unloopable(chosen, meta.model, notes)
-    recipes = make_recipes(chosen, meta.mapping)
-    request = _request(meta, chosen, options, budgets, reserves, top)
+
+    def reserves_of(chosen: Cut) -> dict[Tier, dict[str, int]]:
+        return _reserves(meta, chosen, options, footprint, cache, prompt, device, overhead, ram)
+
+    reserves = reserves_of(chosen)
+    weights = sum(s.slot_nbytes for s in chosen.blocks.values())
+    head_rows = None
+    if weights + sum(reserves[top].values()) > budgets[top]:
+        head_rows, slices = try_head(meta.model, notes)
+        chosen = cut(meta.model, stream_head=slices, modules=modules)
+        drop_unloopable(chosen, notes)
+        recipes = make_recipes(chosen, meta.mapping)
+        reserves = reserves_of(chosen)
+    request = _request(meta, chosen, options, warm, budgets, reserves, top)
     try:
         plan = make_plan(request)
     except PlanError as error:
@@ -193,6 +217,16 @@ def load(path: str | Path, options: Options, progress: Progress | None = None) -
     return prepare(path, options).open(progress)
 
 
+def _fine_units(model: Any) -> list[tuple[str, Any]]:
+    """The units to stream: layers, or the modules of large layers where that is shown safe."""
+    layers = unit_modules(model)
+    experts = {id(p.tensor) for g in expert_groups(model) for p in g.params}
+    fine = split(layers, experts, STEP_BYTES)
+    if len(fine) > len(layers) and is_closed(model, fine, experts):
+        return fine
+    return layers
+
+
 # -- planning -----------------------------------------------------------------------------
 
 
@@ -209,7 +243,7 @@ def _check_device(options: Options) -> str:
     return "sim" if options.device == "sim" else "cpu"
 
 
-def _drop_unloopable(result: Cut, model: Any, notes: list[str]) -> None:
+def drop_unloopable(result: Cut, notes: list[str]) -> None:
     """Experts whose loop cannot take one expert at a time are streamed with their layer."""
     verdicts: dict[type, str | None] = {}
     bad = []
@@ -227,9 +261,9 @@ def _drop_unloopable(result: Cut, model: Any, notes: list[str]) -> None:
     notes.append(f"experts are streamed by layer: {bad[0][1]}")
 
 
-def _try_head(meta: MetaModel, notes: list[str]) -> tuple[frozenset[int] | None, bool]:
+def try_head(model: Any, notes: list[str]) -> tuple[frozenset[int] | None, bool]:
     """Whether the LM head can be streamed in slices, and for how many rows at once."""
-    trial = cut(meta.model, stream_head=True)
+    trial = cut(model, stream_head=True)
     if trial.head is None:
         return None, True
     vocabulary, width = trial.head.param.tensor.shape
@@ -241,6 +275,14 @@ def _try_head(meta: MetaModel, notes: list[str]) -> tuple[frozenset[int] | None,
         return rows, True
     notes.append("the LM head stays whole: in slices it is not bit-equal on this machine")
     return None, False
+
+
+def staging_shape(options: Options, largest: int, ram: int) -> tuple[int, int]:
+    """Chunks and their bytes: a request each, no larger than the largest block asks for, and
+    together at most one part in 32 of a small budget."""
+    share = ram // 32 // options.queue_depth // ALIGN * ALIGN
+    chunk = min(options.request_bytes, align_up(largest + 2 * ALIGN), share)
+    return options.queue_depth, max(4 * ALIGN, chunk)
 
 
 def _rows_check(prepared: Prepared) -> Callable[[int], bool]:
@@ -262,26 +304,26 @@ def _rows_check(prepared: Prepared) -> Callable[[int], bool]:
     return verified
 
 
-def _staging(options: Options, largest: int) -> tuple[int, int]:
-    """Chunks and their size: no larger than the largest block asks for."""
-    chunk = min(options.request_bytes, max(8192, align_up(largest + 8192)))
-    return options.queue_depth, chunk
-
-
 def _reserves(
     meta: MetaModel,
+    chosen: Cut,
     options: Options,
     footprint: Footprint,
     cache: int,
     prompt: int,
     device: str,
     overhead: int,
+    ram: int,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it."""
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
-    largest = max((p.numel() * p.element_size() for p in meta.model.parameters()), default=0)
-    chunks, chunk = _staging(options, largest)
+    largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
+    table = chosen.embedding.block if chosen.embedding else None
+    matrix = max(
+        (t.nbytes for b, s in chosen.blocks.items() if b != table for t in s.tensors), default=0
+    )
+    chunks, chunk = staging_shape(options, largest, ram)
     shape = head_shape(meta.model)
     logits = 4 * 4 * options.batch * shape[0] if shape else 0
     rows = prompt * options.batch * (shape[1] * 4 if shape else 0)
@@ -289,12 +331,15 @@ def _reserves(
         # Growing a cache copies one layer's keys and values while the old ones still exist.
         "KV cache": cache + cache // max(1, n_layers),
         "activations": footprint.activation_bytes,
+        # BLAS may bring a whole matrix into a layout of its own before it multiplies.
+        "matrix workspace": matrix,
         "logits": logits,
     }
     host = {
         "I/O staging": chunks * chunk,
         "embedding rows": rows,
         "model structure and slack": overhead,
+        "tokenizer": options.tokenizer_bytes,
     }
     if device == "sim":
         return {Tier.RAM: host, Tier.DEVICE: compute}
@@ -305,10 +350,39 @@ def _request(
     meta: MetaModel,
     chosen: Cut,
     options: Options,
+    warm: Warm,
     budgets: dict[Tier, int],
     reserves: dict[Tier, dict[str, int]],
     top: Tier,
 ) -> PlanRequest:
+    blocks, by_row = rows_of(chosen)
+    top_k = expert_top_k(meta.model.config)
+    costs = None
+    if options.hardware is not None:
+        costs = CostModel(
+            hardware=options.hardware,
+            queue_depth=options.queue_depth,
+            staged=True,
+            expert_overhead_s=warm.expert_s,
+        )
+    return PlanRequest(
+        blocks=blocks,
+        trace=Trace(trace_of(chosen)),
+        experts={g.name: g.blocks for g in chosen.groups},
+        top_k={g.name: min(top_k, g.n_experts) for g in chosen.groups},
+        always=frozenset(chosen.resident),
+        by_row=by_row,
+        budgets=budgets,
+        reserves=reserves,
+        compute_tier=top,
+        costs=costs,
+        overhead_s=_overheads(chosen, warm),
+    )
+
+
+def trace_of(chosen: Cut) -> list[Step]:
+    """The steps of one pass, in the order in which the modules are registered (the executor
+    learns the real order if it is another)."""
     steps: list[Step] = []
     for unit in chosen.units:
         groups = [g.name for g in unit.groups]
@@ -319,37 +393,49 @@ def _request(
             Step(unit=f"{chosen.head.name}#{i}", blocks=(b,))
             for i, b in enumerate(chosen.head.blocks)
         ]
-    by_row: frozenset[str] = frozenset()
+    return steps
+
+
+def rows_of(chosen: Cut) -> tuple[dict[str, BlockSpec], frozenset[str]]:
+    """The blocks to place, and which of them may be read by row.
+
+    The rows of an embedding that is tied to a sliced head are the head's own bytes: they are
+    never pinned a second time, only read.
+    """
     blocks = dict(chosen.blocks)
-    if chosen.embedding:
-        tied = chosen.head is not None and chosen.head.param is chosen.embedding.param
-        if tied:  # the head's slices hold the same bytes: never pin them a second time
-            del blocks[chosen.embedding.block]
-        else:
-            by_row = frozenset({chosen.embedding.block})
-    top_k = _top_k(meta.model.config)
-    costs = None
-    if options.hardware is not None:
-        costs = CostModel(hardware=options.hardware, queue_depth=options.queue_depth, staged=True)
-    return PlanRequest(
-        blocks=blocks,
-        trace=Trace(steps),
-        experts={g.name: g.blocks for g in chosen.groups},
-        top_k={g.name: min(top_k, g.n_experts) for g in chosen.groups},
-        always=frozenset(chosen.resident),
-        by_row=by_row,
-        budgets=budgets,
-        reserves=reserves,
-        compute_tier=top,
-        costs=costs,
-        overhead_s=options.overhead_s,
-    )
+    if chosen.embedding is None:
+        return blocks, frozenset()
+    if chosen.head is not None and chosen.head.param is chosen.embedding.param:
+        del blocks[chosen.embedding.block]
+        return blocks, frozenset()
+    return blocks, frozenset({chosen.embedding.block})
 
 
-def _top_k(config: Any) -> int:
+def _overheads(chosen: Cut, warm: Warm) -> dict[str, float]:
+    """Seconds that each step takes besides its weights: its share of its layer's Python time,
+    and, on the last one, what ``generate`` does between two tokens."""
+    layers: dict[str, list[str]] = {}
+    for unit in chosen.units:
+        # model.layers.3.mlp.up_proj belongs to model.layers.3
+        found = re.match(r"(.*?\.\d+)(\..*)?$", unit.name)
+        layers.setdefault(found.group(1) if found else unit.name, []).append(unit.name)
+    out = {name: warm.layer_s / len(names) for names in layers.values() for name in names}
+    if out:
+        last = chosen.units[-1].name
+        out[last] += warm.fixed_s
+    return out
+
+
+def expert_top_k(config: Any) -> int:
     """Experts per token, by whichever name the family uses."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts"):
+    for name in (
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+        "num_selected_experts",
+    ):
         value = getattr(text, name, None)
         if isinstance(value, (list, tuple)):
             value = max(value)
@@ -375,7 +461,7 @@ def _open(prepared: Prepared, progress: Progress | None, wrap_store: Any) -> Any
     options, meta, plan = prepared.options, prepared.meta, prepared.plan
     began = time.perf_counter()
     largest = max((s.slot_nbytes for s in prepared.cut.blocks.values()), default=0)
-    staging = Staging(*_staging(options, largest))
+    staging = Staging(*staging_shape(options, largest, plan.budgets[Tier.RAM]))
     engine = (
         make_engine(options.engine, options.queue_depth)
         if options.engine

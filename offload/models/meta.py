@@ -40,7 +40,7 @@ def resolve(path: str | Path) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(text, local_files_only=True))
-    except Exception as error:  # noqa: BLE001  the hub raises many kinds, all mean: not there
+    except Exception as error:
         raise OffloadError(
             f"there is no directory {path}, and no model of that name in the local hub cache; "
             f"download it first (hf download {text})"
@@ -64,7 +64,9 @@ def read_config(directory: Path) -> Any:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file} is not a JSON object")
     if quantised := raw.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        method = (
+            quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        )
         raise UnsupportedModelError(
             f"{directory.name} is quantised with {method!r}, which is not supported; use the "
             f"unquantised checkpoint of the same model"
@@ -80,7 +82,7 @@ def read_config(directory: Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  config classes validate in their own ways
+    except Exception as error:
         message = str(error).strip().splitlines()
         raise UnsupportedModelError(
             f"transformers cannot make a config of {file} (model_type {kind!r}): "
@@ -122,9 +124,7 @@ def pick_dtype(dtype: str | torch.dtype | None, config: Any, index: CheckpointIn
     if isinstance(chosen, str):
         chosen = getattr(torch, chosen, None)
     if chosen not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise OffloadError(
-            f"dtype {dtype!r} is not one of bfloat16, float16, float32, float64"
-        )
+        raise OffloadError(f"dtype {dtype!r} is not one of bfloat16, float16, float32, float64")
     return chosen
 
 
@@ -213,9 +213,7 @@ def _check(model: Any, mapping: SourceMap, directory: Path) -> None:
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     ignorable = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     lost = [
-        k
-        for k in mapping.missing
-        if k not in tied and not any(re.search(p, k) for p in ignorable)
+        k for k in mapping.missing if k not in tied and not any(re.search(p, k) for p in ignorable)
     ]
     sources = set(getattr(model, "all_tied_weights_keys", {}).values())
     lost = [k for k in lost if k not in sources or not _tied_is_there(model, k, mapping)]
@@ -245,9 +243,7 @@ def _tie(model: Any, mapping: SourceMap) -> None:
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
-def materialise_buffers(
-    model: Any, mapping: CheckpointMap, read: Any
-) -> None:
+def materialise_buffers(model: Any, mapping: CheckpointMap, read: Any) -> None:
     """Give every buffer, and every parameter that no checkpoint holds, real memory and values.
 
     ``read(name)`` returns a checkpoint tensor. Weights stay on meta.

@@ -303,7 +303,9 @@ class CheckpointMap:
                 )
                 conversion.inputs.append((target, name, pattern))
             else:
-                self._add(sources, mismatched, target, expected[target], self._ranges(name), (name,))
+                self._add(
+                    sources, mismatched, target, expected[target], self._ranges(name), (name,)
+                )
         for conversion in self._conversions.values():
             names = tuple(name for _, name, _ in conversion.inputs)
             why = ""

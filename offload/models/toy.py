@@ -6,15 +6,27 @@ kernel caches; the resident set after that is the *baseline* above which a budge
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.blocks import Tier
+from offload.models.units import expert_groups, unit_modules
 from offload.runtime.rss import current_rss
 
 logger = logging.getLogger(__name__)
+
+TOY_BYTES = 8 * 2**20
+"""A toy is at most this large."""
 
 _SMALL: dict[str, Any] = {
     # depth
@@ -108,23 +120,169 @@ def toy_config(config: Any) -> Any | None:
         return None
 
 
-def baseline_rss(config: Any, model_cls: Any, dtype: torch.dtype) -> int:
-    """Resident bytes of this process after one token of a toy of the family.
+def two_layers(config: Any, model_cls: Any, dtype: torch.dtype) -> Any | None:
+    """The first two layers of a model that is small itself, so that the kernels compiled for its
+    shapes count as what they are: code, not weights. None for large models and other families."""
+    small = copy.deepcopy(config)
+    if getattr(small, "num_hidden_layers", 0) <= 2:
+        return None
+    try:
+        small.num_hidden_layers = 2
+        for name in ("layer_types", "mlp_layer_types"):
+            if isinstance(getattr(small, name, None), list):
+                setattr(small, name, getattr(small, name)[:2])
+        with torch.device("meta"):
+            meta = model_cls._from_config(small, dtype=dtype)
+    except Exception as error:  # noqa: BLE001  other depth-dependent lists may disagree
+        logger.info("no two layers of %s: %s", type(config).__name__, error)
+        return None
+    nbytes = sum(p.numel() * p.element_size() for p in meta.parameters())
+    return small if nbytes <= TOY_BYTES else None
 
-    Falls back to the resident set as it is if the family has no toy.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warm:
+    """What the toy has shown of this process, in bytes and in seconds per token.
+
+    ``layer_s``, ``expert_s``: the time that one layer (without its experts) and one routed expert
+    take when there is next to nothing to compute, that is, Python and dispatch. ``fixed_s``: what
+    ``generate`` adds to each token besides the layers. Zero where there was no toy.
     """
-    toy = toy_config(config)
-    if toy is not None:
+
+    baseline_rss: int
+    layer_s: float = 0.0
+    expert_s: float = 0.0
+    fixed_s: float = 0.0
+
+
+def warm_up(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
+    """Run a toy of the family, by plain transformers and then streamed by this package from a few
+    kilobytes on disk, and look at what the process weighs and how long it took.
+
+    So the baseline is the bare process: imported code, started threads, warmed kernels and
+    allocator pools, and nothing of any model. Falls back to the resident set as it is if the
+    family has no toy.
+    """
+    times = Warm(baseline_rss=0)
+    for toy in (two_layers(config, model_cls, dtype), toy_config(config)):
+        if toy is None:
+            continue
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                model = model_cls._from_config(toy, dtype=dtype).eval()
-                ids = torch.ones((1, 4), dtype=torch.int64)
-                if model.can_generate():
-                    model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
-                else:
-                    model(ids)
-            del model
+                times = _run_toy(toy, model_cls, dtype)
+            break
         except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
             logger.info("the toy of %s does not run: %s", type(config).__name__, error)
     gc.collect()
-    return current_rss()
+    return replace(times, baseline_rss=current_rss())
+
+
+def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
+    from offload.models.load import Options, plan_model
+
+    model = model_cls._from_config(toy, dtype=dtype).eval()
+    model.set_experts_implementation("eager")
+    _one_token(model)
+    times = _time_layers(model) if model.can_generate() else Warm(baseline_rss=0)
+    with tempfile.TemporaryDirectory() as directory, quiet():
+        model.save_pretrained(directory)
+        del model
+        options = Options(ram=2**30, context=16, overhead_bytes=0)
+        prepared = plan_model(Path(directory), options, Warm(baseline_rss=0))
+        # Twice the least: something is pinned, something streams.
+        options.ram = 2 * prepared.minimum[Tier.RAM]
+        with contextlib.closing(_Streamed(Path(directory), options)) as streamed:
+            _one_token(streamed.model)
+    return times
+
+
+def _time_layers(model: Any) -> Warm:
+    """Decode a few tokens with a stopwatch on every layer and every fused experts module."""
+    spent = {"layer": 0.0, "experts": 0.0}
+    routed = 0
+    layers = [m for _, m in unit_modules(model)]
+    experts = [g.module for g in expert_groups(model)]
+    handles: list[Any] = []
+    ticks: list[float] = []
+
+    def watch(module: torch.nn.Module, what: str) -> None:
+        began: list[float] = []
+
+        def before(_: Any, args: Any) -> None:
+            nonlocal routed
+            if what == "experts":
+                routed += sum(a.unique().numel() for a in args if a.dtype == torch.int64)
+            began.append(time.perf_counter())
+
+        def after(_: Any, args: Any, output: Any) -> None:
+            spent[what] += time.perf_counter() - began.pop()
+
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after))
+
+    class Clock:
+        def put(self, _: Any) -> None:
+            nonlocal routed
+            ticks.append(time.perf_counter())
+            if len(ticks) == 2:  # the prompt has been read: from here on it is decode
+                spent.update(layer=0.0, experts=0.0)
+                routed = 0
+
+        def end(self) -> None:
+            pass
+
+    for module in layers:
+        watch(module, "layer")
+    for module in experts:
+        watch(module, "experts")
+    try:
+        ids = torch.ones((1, 4), dtype=torch.int64)
+        model.generate(
+            ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0,
+            streamer=Clock(),
+        )  # fmt: skip
+    finally:
+        for handle in handles:
+            handle.remove()
+    tokens = len(ticks) - 2
+    if tokens < 1 or not layers:
+        return Warm(baseline_rss=0)
+    total = ticks[-1] - ticks[1]
+    return Warm(
+        baseline_rss=0,
+        layer_s=max(0.0, spent["layer"] - spent["experts"]) / tokens / len(layers),
+        expert_s=spent["experts"] / routed if routed else 0.0,
+        fixed_s=max(0.0, total - spent["layer"]) / tokens,
+    )
+
+
+class _Streamed:
+    def __init__(self, directory: Path, options: Any) -> None:
+        from offload.models.load import plan_model
+
+        self.model = plan_model(directory, options, Warm(baseline_rss=0)).open()
+
+    def close(self) -> None:
+        self.model.offload.close()
+
+
+def _one_token(model: Any) -> None:
+    ids = torch.ones((1, 4), dtype=torch.int64)
+    if model.can_generate():
+        model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    else:
+        model(ids)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide transformers' progress bars: a toy is not what the user waits for."""
+    from transformers.utils import logging as hf
+
+    shown = hf.is_progress_bar_enabled()
+    hf.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf.enable_progress_bar()

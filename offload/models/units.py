@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,15 +259,24 @@ def rows_readable(module: nn.Module) -> bool:
         module._parameters["weight"] = table
 
 
-def cut(model: nn.Module, *, stream_head: bool, threshold: float = 0.01) -> Cut:
+def cut(
+    model: nn.Module,
+    *,
+    stream_head: bool,
+    threshold: float = 0.01,
+    keep: Container[int] = (),
+    modules: list[tuple[str, nn.Module]] | None = None,
+) -> Cut:
     """Cut ``model`` (on any device: only shapes are used) into units and blocks.
 
     ``stream_head``: put a large LM head into slices and read a large embedding by row; without,
     both stay whole (they fit, or the caller has not shown slices to be bit-equal).
+    ``modules``: the units to cut into; None: the children of the repeated lists.
+    ``keep``: identities of parameters that are left alone, where and as they are.
     """
-    params = parameters(model)
-    modules = unit_modules(model)
-    groups = expert_groups(model)
+    params = {key: p for key, p in parameters(model).items() if key not in keep}
+    modules = unit_modules(model) if modules is None else modules
+    groups = [g for g in expert_groups(model) if all(id(p.tensor) in params for p in g.params)]
     in_group = {id(p.tensor): (g, p) for g in groups for p in g.params}
     users: dict[int, list[str]] = {key: [] for key in params}
     units: dict[str, Unit] = {}
@@ -332,9 +341,7 @@ def cut(model: nn.Module, *, stream_head: bool, threshold: float = 0.01) -> Cut:
         width = len(str(group.n_experts - 1))
         ids = []
         for e in range(group.n_experts):
-            tensors = [
-                (p.name, _dtype(p.tensor), tuple(p.tensor.shape[1:])) for p in group.params
-            ]
+            tensors = [(p.name, _dtype(p.tensor), tuple(p.tensor.shape[1:])) for p in group.params]
             spec = layout(f"{group.name}#{e:0{width}}", BlockKind.EXPERT, tensors, group=group.name)
             result.blocks[spec.id] = spec
             result.params[spec.id] = group.params

@@ -101,9 +101,7 @@ class Executor:
 
         ``progress(done_bytes, total_bytes)`` is called from the calling thread.
         """
-        total = sum(
-            self.plan.blocks[b].nbytes for t in self.plan.tiers.values() for b in t.pinned
-        )
+        total = sum(self.plan.blocks[b].nbytes for t in self.plan.tiers.values() for b in t.pinned)
         with self._changed:
             self._submit(self._residency.start())
             while left := self._residency.loading():
@@ -372,9 +370,7 @@ class Executor:
     def _wait(self, who: str, blocks: Sequence[str]) -> None:
         """Wait until something has changed; an error if nothing does for too long."""
         seen = self._progress
-        if self._changed.wait_for(
-            lambda: self._progress != seen or self._closed, self._watchdog_s
-        ):
+        if self._changed.wait_for(lambda: self._progress != seen or self._closed, self._watchdog_s):
             self._check_open()
             return
         raise WatchdogError(

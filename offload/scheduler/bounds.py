@@ -92,8 +92,12 @@ def compute_seconds(plan: Plan, costs: CostModel, tokens: float = 1.0) -> float:
     busy_s = sum(map(dense_seconds(plan, costs, tokens), plan.trace))
     for block_ids, k, times in _routing(plan):
         used = distinct(len(block_ids), k, tokens)
-        expert_s = costs.expert_s(plan.blocks[block_ids[0]], tokens * k / used)
-        busy_s += times * used * expert_s
+        each = tokens * k / used
+        # One price per size: experts of a layer have the same tensors almost always.
+        by_size = {plan.blocks[b].nbytes: plan.blocks[b] for b in block_ids}
+        price = {n: costs.expert_s(spec, each) for n, spec in by_size.items()}
+        mean_s = sum(price[plan.blocks[b].nbytes] for b in block_ids) / len(block_ids)
+        busy_s += times * used * mean_s
     return busy_s
 
 

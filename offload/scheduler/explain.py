@@ -39,6 +39,8 @@ def _pins(plan: Plan, tier: Tier, shape: str) -> list[str]:
         if not layout.pinned:
             return [f"{name} only lets blocks pass: everything stays above it"]
         return [f"all that streams up fits {name}: {format_bytes(size)} stay there"]
+    if shape == "dense" and not layout.pinned:
+        return []
     if shape == "dense":
         return [
             f"{format_bytes(size)} of dense weights stay in {name}: each token uses all of them, "
@@ -103,9 +105,9 @@ def _experts(plan: Plan) -> list[str]:
     if (plan.expected_hit_rate or 0.0) < 1.0 and slots < per_token:
         size = max(a.slot_bytes for a in plan.tiers.values())
         lines.append(
-            f"warning: {slots} slots hold less than the {per_token} experts of one token, so hardly "
-            f"any is there when it comes round again; {format_bytes((per_token - slots) * size)} "
-            "more would pass this cliff"
+            f"warning: {slots} slots hold less than the {per_token} experts of one token, so "
+            "hardly any is there when it comes round again; "
+            f"{format_bytes((per_token - slots) * size)} more would pass this cliff"
         )
     return lines
 

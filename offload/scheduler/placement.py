@@ -50,7 +50,8 @@ class Share:
     floor: int
     """The smallest ring that these pins allow."""
     roomy: bool
-    """Whether the ring holds another step, or the wished lookahead, beyond its floor."""
+    """Whether the ring holds another step and the wished lookahead beyond its floor; the wish is
+    capped by what is streamed and, for small budgets, by a quarter of the room."""
     shape: str
     """How pins were chosen: all, dense, spread, prefix."""
 
@@ -206,7 +207,7 @@ def _divide(demand: _Demand, inv: Inventory, room: int, tries: _Tries) -> list[S
                 ring=left,
                 slots=slots + more_slots,
                 floor=floor,
-                roomy=left - floor >= max(floor, min(tries.lookahead, streamed)),
+                roomy=left - floor >= max(floor, min(tries.lookahead, streamed, room // 4)),
                 shape="spread" if pick is pin_spread else "prefix",
             )
             shares.setdefault(share.pinned, share)
@@ -246,9 +247,10 @@ def _add_rows(share: Share, inv: Inventory, room: int) -> Share:
 
 def _ring_lengths(demand: _Demand, inv: Inventory, room: int, tries: _Tries) -> list[int]:
     """Lengths to try, in bytes. The floor, which holds any step, is always one of them; shorter
-    ones work when the pins leave less of the largest step to stream."""
+    ones work when the pins leave less of the largest step to stream. All of the room is one too:
+    with few and large blocks a pin can cost more overlap than it saves reading."""
     floor, largest = demand.floor(set()), inv.largest(demand.dense)
-    lengths = {floor, floor + largest, 2 * floor + largest, floor + tries.lookahead}
+    lengths = {floor, floor + largest, 2 * floor + largest, floor + tries.lookahead, room}
     lengths |= {align_up(int(floor * m)) for m in tries.lengths}
     return sorted(n for n in lengths if 0 < n <= room)
 

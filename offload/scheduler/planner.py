@@ -25,10 +25,11 @@ __all__ = ["PlanRequest", "make_plan", "minimum_budgets"]
 
 TRIES = 12
 """Candidates that are simulated."""
-CLOSE = 0.02
+CLOSE = 0.01
 """Predicted times that differ by less are equal: the ring with room for jitter wins."""
-MAX_SIMULATED_USES = 20_000
-"""Beyond so many streamed uses per pass the bound is the prediction, and a rule picks the ring."""
+MAX_SIMULATED = 20_000
+"""Beyond so many blocks a rule picks the ring, beyond so many uses in a pass arithmetic predicts:
+a plan should take seconds."""
 
 _FLAG = {Tier.RAM: "--ram", Tier.DEVICE: "--gpu"}
 
@@ -41,13 +42,13 @@ def make_plan(request: PlanRequest) -> Plan:
             what to change.
     """
     inv = Inventory(request)
-    by_rule = request.costs is None or len(request.trace.uses) > MAX_SIMULATED_USES
+    by_rule = request.costs is None or len(request.blocks) > MAX_SIMULATED
     try:
         options = placements(request, inv, by_rule=by_rule)
     except NoRoomError as e:
         raise PlanError(_too_small(request, inv, e)) from None
     if request.costs is None or by_rule or len(options) == 1:
-        chosen = _by_rule(request, inv, options)
+        chosen = _by_rule(inv, options)
     else:
         chosen = _fastest(request, inv, options, request.costs)
     plan = _assemble(request, inv, chosen)
@@ -98,7 +99,7 @@ def _fastest(
     return min(close, key=lambda t: (not t.roomy, t.read_bytes, t.pass_s)).placement
 
 
-def _by_rule(request: PlanRequest, inv: Inventory, options: list[Placement]) -> Placement:
+def _by_rule(inv: Inventory, options: list[Placement]) -> Placement:
     """The roomy placement that reads least; without one, the longest rings."""
     scored = [_score(0.0, inv, option) for option in options]
     roomy = [s for s in scored if s.roomy]
@@ -175,13 +176,21 @@ def _hits(inv: Inventory, tiers: Mapping[Tier, TierLayout]) -> float | None:
 def _predict(plan: Plan, costs: CostModel) -> Plan:
     lane_s = lane_seconds(plan, costs)
     bound_s = max(lane_s.values())
-    if len(plan.trace.uses) > MAX_SIMULATED_USES:
-        predicted = costs.interval(lambda c: max(lane_seconds(plan, c).values()))
+    if len(plan.trace.uses) > MAX_SIMULATED:
+        predicted = costs.interval(lambda c: _coarse(plan, c))
     else:
         # Not `costs.interval`: queueing makes times almost, but not strictly, monotone in rates.
         times = sorted(simulate(plan, costs.at(p)).pass_s for p in Pick)
         predicted = Interval(low=times[0], mid=times[1], high=times[2])
     return replace(plan, lane_s=lane_s, bound_pass_s=bound_s, predicted_pass_s=predicted)
+
+
+def _coarse(plan: Plan, costs: CostModel) -> float:
+    """A pass without a simulation: the busiest lane, or the latencies of its reads."""
+    kept = plan.tiers[Tier.RAM].pinned
+    reads = sum(plan.homes[b] is Home.STREAMED and b not in kept for b, _ in plan.trace.uses)
+    waits_s = reads * costs.read_latency_s / costs.queue_depth
+    return max(waits_s, *lane_seconds(plan, costs).values())
 
 
 # -- refusing -----------------------------------------------------------------------------

@@ -317,7 +317,10 @@ class Residency:
             # Prefetch would fill the ring that pinned blocks still have to pass through.
             if not self._demand and not self._pin_up and self._trace.uses:
                 for tier in reversed(self._tiers):
-                    self._prefetch(tier)
+                    # What is pinned above passes RAM first: a block fetched ahead may wait there
+                    # for room above until compute moves on, and compute may wait for a pin.
+                    if tier > Tier.RAM or not self._pin_up:
+                        self._prefetch(tier)
         return self._take()
 
     def _serve_demand(self) -> None:

@@ -203,15 +203,12 @@ class _Run:
             for i in range(longest):
                 for group, experts in self._groups.items():
                     if i < len(experts) and filled < slots:
-                        self._run_experts(group, [experts[i]], 0.0)
+                        self._run_experts(group, [experts[i]], lambda _: 0.0)
                         filled += 1
         while self._arrivals:
             self._arrive()
         self._at_once = False
         self._now = self._stalled_s = 0.0
-        for lane in self._lanes.values():
-            lane.nbytes, lane.worked_s = 0, 0.0
-        self._residency.hits = self._residency.misses = 0
         self._pump()
 
     def one_pass(self, number: int, routing: Routing | None) -> None:
@@ -234,21 +231,26 @@ class _Run:
         chosen = self._draw(group, used) if routing is None else list(routing(number, group))
         if not chosen:
             return
-        expert_s = self._costs.expert_s(
-            self._plan.blocks[experts[0]], self._tokens * k / len(chosen)
-        )
+        blocks, price = self._plan.blocks, self._costs.expert_s
+        tokens_each = self._tokens * k / len(chosen)
+
+        def expert_s(expert: str) -> float:
+            return price(blocks[expert], tokens_each)
+
         if self._plan.homes[experts[0]] is Home.PINNED:
             self._resident_uses += len(chosen)
-            self._compute(expert_s * len(chosen))
+            self._compute(sum(map(expert_s, chosen)))
         else:
             self._run_experts(group, chosen, expert_s)
 
-    def _run_experts(self, group: str, experts: Sequence[str], expert_s: float) -> None:
+    def _run_experts(
+        self, group: str, experts: Sequence[str], expert_s: Callable[[str], float]
+    ) -> None:
         residency = self._residency
         self._submit(residency.route(group, experts))
         for expert in experts:
             self._wait(lambda e=expert: self._acquired(e))  # type: ignore[misc]
-            self._compute(expert_s)
+            self._compute(expert_s(expert))
             self._submit(residency.release(expert))
         self._submit(residency.end_route())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,15 @@ SPECS = [
     layout("long", BlockKind.STATE, [("m", "float32", (64, 1024))]),
     layout("empty", BlockKind.WEIGHT, [("w", "float32", (0, 7))]),
 ]
+
+
+def failing(code: int) -> Callable[..., int]:
+    """A system call that always fails with ``code``."""
+
+    def call(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return call
 
 
 def content_of(spec: BlockSpec, seed: int = 0) -> bytes:

@@ -1,0 +1,40 @@
+# Two commands on a fresh machine with Python 3.11, 3.12 or 3.13:
+#   make demo   set up .venv, then stream the included model with less RAM than its weights
+#   make test   set up .venv, then run the tests
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& { command -v $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test fast lint clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What a developer runs between edits.
+fast: $(READY)
+	$(BIN)/python -m pytest -m 'not slow' -x -q
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy --strict offload/scheduler offload/io
+
+# torch first and by its exact version: left to the ranges of other packages, pip takes the newest
+# build with several gigabytes of CUDA libraries.
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; set PYTHON=/path/to/python3"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,plot]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist

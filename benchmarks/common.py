@@ -1,0 +1,147 @@
+"""What every benchmark records and how it limits memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def facts() -> dict[str, Any]:
+    """Hardware, versions and commit, so that a result can be judged later."""
+    import psutil
+    import torch
+    import transformers
+
+    cpu = platform.processor() or platform.machine()
+    flags = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+            if line.startswith("flags"):
+                flags = line
+    except OSError:
+        pass  # not Linux: the processor's name has to do
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "isa": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {f}" in flags],
+        "ram_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit,
+    }
+
+
+def record(name: str, result: dict[str, Any], output: Path | None) -> Path:
+    """Write a result as JSON; returns where."""
+    target = output or RESULTS / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    return target
+
+
+@contextmanager
+def memory_group(limit_bytes: int | None) -> Any:
+    """A cgroup that bounds memory *and* page cache; yields a command prefix.
+
+    Yields None if the system does not let us make one (then nothing is limited, and the result
+    says so).
+    """
+    if limit_bytes is None:
+        yield []
+        return
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = root / f"offload-bench-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(limit_bytes))
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+            continue
+        try:
+            enter = f'echo $$ > {group}/cgroup.procs; exec "$0" "$@"'
+            yield ["sh", "-c", enter]
+        finally:
+            for _ in range(50):
+                try:
+                    group.rmdir()
+                    break
+                except OSError:
+                    time.sleep(0.1)
+        return
+    yield None
+
+
+def drop_page_cache() -> bool:
+    """Empty the page cache, so that buffered peers read the disk; False if not allowed."""
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def offload_command(*args: str) -> list[str]:
+    """The command line of this checkout."""
+    return [sys.executable, "-c", "from offload.cli.main import main; main()", *args]
+
+
+def run_limited(
+    command: Sequence[str], limit_bytes: int | None, timeout_s: float
+) -> tuple[int, str, bool]:
+    """Run in a memory group; returns (exit code, last of stderr, whether it was limited)."""
+    with memory_group(limit_bytes) as prefix, tempfile.TemporaryFile("w+") as err:
+        limited = prefix is not None and limit_bytes is not None
+        try:
+            done = subprocess.run(
+                [*(prefix or []), *command],
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                timeout=timeout_s,
+                check=False,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+        err.seek(0)
+        return code, err.read()[-2000:], limited
+
+
+def ssd_rate(path: Path, rounds: int = 3) -> tuple[float, float, float]:
+    """(median, low, high) bytes per second of O_DIRECT reads of a file, as offload reads."""
+    from offload.io.tune import tune
+
+    best = tune(
+        path,
+        engines=("aiofiles",),
+        queue_depths=(4,),
+        request_sizes=(4 << 20,),
+        rounds=rounds,
+        bytes_per_round=512 << 20,
+    ).best
+    return best.bytes_per_s, best.low_bytes_per_s, best.high_bytes_per_s

@@ -1,0 +1,283 @@
+"""Streaming a checkpoint that does not fit: fraction of the SSD bound, ratio to accelerate.
+
+    python benchmarks/stream.py --kind dense --work /scratch --tokens 12
+
+For each RAM budget (a share of the weights) the command line generates in a process of its own,
+inside a memory cgroup of baseline + budget + 128 MiB; the disk is probed before and after. Bounds:
+
+* dense: every token reads what the budget cannot hold, ``B_ssd / (weights - usable)``, where
+  ``usable`` is the budget less KV cache, activations and logits;
+* MoE: ``B_ssd / (bytes of missed experts)`` at the hit rate that was measured, to be read beside
+  the share of experts that the cache can hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import (
+    ROOT,
+    drop_page_cache,
+    facts,
+    offload_command,
+    record,
+    run_limited,
+    ssd_rate,
+)
+
+PEERS = ("disk_offload", "device_map")
+SLACK = 128 * 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=["dense", "moe"], default="dense")
+    parser.add_argument("--model", help="a checkpoint; default: a synthetic one of >= 4 GB")
+    parser.add_argument(
+        "--work", default=tempfile.gettempdir(), help="directory on the disk to test"
+    )
+    parser.add_argument("--shares", type=int, nargs="+", default=[10, 25, 50, 75, 100])
+    parser.add_argument("--ram", nargs="+", default=[], help="further budgets, e.g. 1GiB")
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--peer-tokens", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=900.0)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-cgroup", action="store_true")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+
+    model = checkpoint(args)
+    weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
+    shard = max(model.glob("*.safetensors"), key=lambda f: f.stat().st_size)
+    budgets = [weights * s // 100 + (SLACK if s >= 100 else 0) for s in args.shares]
+    from offload.units import format_bytes, parse_bytes
+
+    budgets += [parse_bytes(r) for r in args.ram]
+    folders = {} if args.no_peers else prepare_peers(args, model)
+    points = []
+    baseline = None
+    for budget in sorted(budgets):
+        point = measure(args, model, shard, weights, budget, baseline)
+        baseline = point.get("baseline_rss_bytes", baseline)
+        if "error" not in point:
+            point["peers"] = run_peers(args, model, folders, budget, baseline)
+            rates = [p["decode_tok_s"] for p in point["peers"].values() if p.get("decode_tok_s")]
+            point["ratio_to_best_peer"] = point["decode_tok_s"] / max(rates) if rates else None
+        points.append(point)
+        print(line(point, format_bytes), flush=True)
+    result = {
+        "benchmark": "stream",
+        "kind": args.kind,
+        "settings": {k: str(v) for k, v in vars(args).items()},
+        "facts": facts(),
+        "weights_bytes": weights,
+        "points": points,
+        "median_prediction_error": prediction_error(points),
+    }
+    where = record(f"stream-{args.kind}", result, args.output)
+    print(f"median |predicted - measured| = {result['median_prediction_error']}")
+    print(f"written to {where}")
+    if args.plot:
+        plot(result, args.plot)
+
+
+def checkpoint(args: argparse.Namespace) -> Path:
+    """The given model, or a synthetic one, made once."""
+    if args.model:
+        return Path(args.model)
+    target = Path(args.work) / f"offload-{args.kind}-4g"
+    if not target.exists():
+        from offload.models.synth import synth
+
+        synth(ROOT / "benchmarks" / "configs" / f"{args.kind}-4g.json", target)
+    return target
+
+
+def measure(
+    args: argparse.Namespace,
+    model: Path,
+    shard: Path,
+    weights: int,
+    budget: int,
+    baseline: int | None,
+) -> dict[str, Any]:
+    """One budget: probe, generate, probe."""
+    before = ssd_rate(shard)
+    with tempfile.TemporaryDirectory() as tmp:
+        out = Path(tmp) / "result.json"
+        ids = ",".join(str(5 + i) for i in range(args.prompt_tokens))
+        command = offload_command(
+            "generate", "-m", str(model), "--prompt-ids", ids, "-n", str(args.tokens),
+            "--ignore-eos", "--temp", "1", "--seed", "0", "-t", str(args.threads),
+            "--ram", str(budget), "--json", str(out),
+        )  # fmt: skip
+        if baseline is None and not args.no_cgroup:
+            # The first run measures the baseline that the limit is made of.
+            code, err, _ = run_limited(command, None, args.timeout)
+            if code == 0:
+                baseline = json.loads(out.read_text())["baseline_rss_bytes"]
+        limit = None if args.no_cgroup or baseline is None else baseline + budget + SLACK
+        drop_page_cache()
+        code, err, limited = run_limited(command, limit, args.timeout)
+        if code != 0 or not out.exists():
+            return {"ram_budget_bytes": budget, "error": f"exit {code}: {err.strip()[-300:]}"}
+        run = json.loads(out.read_text())
+    after = ssd_rate(shard)
+    rate = statistics.fmean([before[0], after[0]])
+    reserves = run.get("plan", {}).get("reserves", {})
+    apart = sum(reserves.get(k, 0) for k in ("KV cache", "activations", "logits"))
+    streamed = max(0, weights - (budget - apart))
+    decode_bytes = run["decode_disk_read_bytes"] / max(1, run["new_tokens"] - 1)
+    bound_bytes = streamed if args.kind == "dense" else decode_bytes
+    bound = rate / bound_bytes if bound_bytes else None
+    return {
+        **{k: v for k, v in run.items() if k not in ("token_ids", "plan", "text")},
+        "share": budget / weights,
+        "in_cgroup": limited,
+        "ssd_before_bytes_per_s": before,
+        "ssd_after_bytes_per_s": after,
+        "disk_bytes_per_token": decode_bytes,
+        "bound_tok_s": bound,
+        "fraction_of_bound": run["decode_tok_s"] / bound if bound else None,
+        "rss_over_budget": (run["peak_rss_bytes"] - run["baseline_rss_bytes"]) / budget,
+    }
+
+
+def prepare_peers(args: argparse.Namespace, model: Path) -> dict[str, Path]:
+    """Make the peers' folders, outside of any limit."""
+    folders = {}
+    for form in PEERS:
+        folder = Path(args.work) / f"peer-{form}-{model.name}"
+        if form == "disk_offload" and not (folder / "index.json").exists():
+            code, err, _ = run_limited(
+                peer_command(args, "prepare", form, model, folder), None, 1800
+            )
+            if code:
+                print(f"peer {form} could not be prepared: {err.strip()[-200:]}")
+                continue
+        folders[form] = folder
+    return folders
+
+
+def peer_command(
+    args: argparse.Namespace, step: str, form: str, model: Path, folder: Path, *more: str
+) -> list[str]:
+    import sys
+
+    script = str(ROOT / "benchmarks" / "peers" / "accelerate_disk.py")
+    common = ["--model", str(model), "--folder", str(folder), "--threads", str(args.threads)]
+    return [sys.executable, script, step, form, *common, *more]
+
+
+def run_peers(
+    args: argparse.Namespace,
+    model: Path,
+    folders: dict[str, Path],
+    budget: int,
+    baseline: int | None,
+) -> dict[str, Any]:
+    """Each peer in the same memory as we had."""
+    out: dict[str, Any] = {}
+    for form, folder in folders.items():
+        with tempfile.TemporaryDirectory() as tmp:
+            result = Path(tmp) / "peer.json"
+            command = peer_command(
+                args, "run", form, model, folder,
+                "--ram-bytes", str(budget), "--tokens", str(args.peer_tokens),
+                "--json", str(result),
+            )  # fmt: skip
+            limit = None if args.no_cgroup or baseline is None else baseline + budget + SLACK
+            drop_page_cache()
+            code, err, _ = run_limited(command, limit, args.timeout)
+            if code or not result.exists():
+                last = err.strip().splitlines()[-1:] or [""]
+                out[form] = {"did_not_run": f"exit {code}: {last[0][:200]}"}
+            else:
+                out[form] = json.loads(result.read_text())
+    return out
+
+
+def prediction_error(points: list[dict[str, Any]]) -> float | None:
+    """Median of |predicted - measured| / measured over the budgets."""
+    errors = [
+        abs(p["predicted_decode_tok_s"] - p["decode_tok_s"]) / p["decode_tok_s"]
+        for p in points
+        if p.get("predicted_decode_tok_s") and p.get("decode_tok_s")
+    ]
+    return statistics.median(errors) if errors else None
+
+
+def line(point: dict[str, Any], size: Any) -> str:
+    """One budget in words."""
+    head = f"RAM {size(point['ram_budget_bytes']):>10}"
+    if "error" in point:
+        return f"{head}: {point['error']}"
+    bound = point["fraction_of_bound"]
+    hit = point["hit_rate"]
+    peers = ", ".join(
+        f"{name} {p['decode_tok_s']:.3f}" if p.get("decode_tok_s") else f"{name}: did not run"
+        for name, p in point.get("peers", {}).items()
+    )
+    ratio = point.get("ratio_to_best_peer")
+    return (
+        f"{head}: {point['decode_tok_s']:.3f} tok/s"
+        + (f", {bound:.0%} of the bound" if bound else ", resident")
+        + (f", hit {hit:.1%}" if hit is not None else "")
+        + f", RSS {point['rss_over_budget']:.0%} of the budget"
+        + (
+            f", predicted {point['predicted_decode_tok_s']:.3f}"
+            if point["predicted_decode_tok_s"]
+            else ""
+        )
+        + (f" | {peers}" if peers else "")
+        + (f" | {ratio:.1f}x the best peer" if ratio else "")
+    )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Speed and bound over the budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    points = [p for p in result["points"] if "error" not in p]
+    shares = [100 * p["share"] for p in points]
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.plot(shares, [p["decode_tok_s"] for p in points], "o-", label="offload")
+    bounded = [
+        (s, p["bound_tok_s"]) for s, p in zip(shares, points, strict=True) if p["bound_tok_s"]
+    ]
+    if bounded:
+        axes.plot(*zip(*bounded, strict=True), "k--", label="SSD bound")
+    for form in PEERS:
+        peer = [
+            (s, p["peers"][form]["decode_tok_s"])
+            for s, p in zip(shares, points, strict=True)
+            if p.get("peers", {}).get(form, {}).get("decode_tok_s")
+        ]
+        if peer:
+            axes.plot(*zip(*peer, strict=True), "s:", label=f"accelerate {form}")
+    axes.set_xlabel("RAM budget, % of the weights")
+    axes.set_ylabel("decode tok/s")
+    axes.set_yscale("log")
+    axes.set_title(f"{result['kind']}, {result['weights_bytes'] / 1e9:.1f} GB of weights")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    print(f"plotted to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Generate with a streamed model: show text as it comes, and measure.
+
+One callable does both: transformers 5.23 asks its stopping criteria before it hands a token to a
+streamer, so what a streamer finds out (a stop string) would end the run one token late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.cli.signals import Interrupted, raise_received
+from offload.cli.text import Decoder, StopFilter
+from offload.errors import OffloadError
+
+Snapshot = dict[str, Any]
+"""What ``model.offload.stats()`` returns."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What happened. Times in seconds; ``at_*`` are the counters at that moment."""
+
+    prompt_tokens: int
+    at_start: Snapshot
+    at_first: Snapshot | None = None
+    at_end: Snapshot
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    ttft_s: float | None = None
+    """From the call to the first token: the whole prompt is read in it."""
+    decode_s: float = 0.0
+    """From the first token to the last."""
+    finished: str = "length"
+    """Why it ended: length, eos, stop, interrupted or failed."""
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        return self.prompt_tokens / self.ttft_s if self.ttft_s else None
+
+    @property
+    def decode_steps(self) -> int:
+        """Passes after the first token."""
+        return max(0, len(self.token_ids) - 1)
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """From the second token on; None if there is none."""
+        return self.decode_steps / self.decode_s if self.decode_steps and self.decode_s else None
+
+    def during_run(self, key: str) -> float:
+        """Growth of a counter while generating."""
+        return float(self.at_end[key] - self.at_start[key])
+
+    def during_decode(self, key: str) -> float:
+        """Growth of a counter after the first token; the prompt does not count."""
+        return 0.0 if self.at_first is None else float(self.at_end[key] - self.at_first[key])
+
+
+class Tap:
+    """A stopping criterion that passes each new token on, and stops at a stop string."""
+
+    def __init__(
+        self,
+        run: Run,
+        snapshot: Callable[[], Snapshot],
+        decoder: Decoder,
+        stops: Sequence[str],
+        show: Callable[[str], None],
+    ) -> None:
+        self._run = run
+        self._snapshot = snapshot
+        self._decoder = decoder
+        self._filter = StopFilter(stops)
+        self._show = show
+        self._seen: int | None = None
+        self._began = time.perf_counter()
+        self._first = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        """``input_ids``: (1, S) int64, the new token last. Returns (1,) bool: stop now."""
+        now = time.perf_counter()
+        run, length = self._run, input_ids.shape[1]
+        if self._seen is None:
+            self._seen = length - 1
+            self._first = now
+            run.ttft_s = now - self._began
+            run.at_first = self._snapshot()
+        run.decode_s = now - self._first
+        for token in input_ids[0, self._seen :].tolist():
+            run.token_ids.append(token)
+            self._pass(self._filter.push(self._decoder.push(token)))
+        self._seen = length
+        raise_received()
+        return torch.full((1,), self._filter.hit, dtype=torch.bool, device=input_ids.device)
+
+    def finish(self) -> None:
+        """Show what was held back."""
+        self._pass(self._filter.push(self._decoder.finish()))
+        self._pass(self._filter.finish())
+
+    @property
+    def hit(self) -> bool:
+        """A stop string has been met."""
+        return self._filter.hit
+
+    def _pass(self, text: str) -> None:
+        if text:
+            self._run.text += text
+            self._show(text)
+
+
+def generate(
+    model: Any,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    ignore_eos: bool,
+    decoder: Decoder,
+    stops: Sequence[str],
+    show: Callable[[str], None],
+    on_end: Callable[[Run], None],
+) -> Run:
+    """Generate from one prompt with ``model.generation_config`` as it is.
+
+    Args:
+        model: opened by ``offload``; anything with ``offload.stats()``.
+        show: gets each piece of text when it is certain.
+        on_end: gets the run in any case, before an exception goes on.
+
+    Raises:
+        OffloadError: e.g. a read failed in the middle.
+        Interrupted: by a signal.
+    """
+    from transformers import StoppingCriteriaList
+
+    settings = model.generation_config
+    settings.max_new_tokens, settings.max_length = max_new_tokens, None
+    settings.return_dict_in_generate = False
+    if ignore_eos:
+        settings.eos_token_id = None
+    if settings.pad_token_id is None:
+        settings.pad_token_id = 0  # one sequence: nothing is padded, but its absence is warned of
+    ends = settings.eos_token_id
+    eos = set(ends) if isinstance(ends, list) else {ends}
+    start = model.offload.stats()
+    run = Run(prompt_tokens=len(prompt_ids), at_start=start, at_end=start, finished="failed")
+    tap = Tap(run, model.offload.stats, decoder, stops, show)
+    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
+    try:
+        # An OffloadError is raised inside of forward; nothing between here and there eats it.
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            stopping_criteria=StoppingCriteriaList([tap]),
+        )
+        run.at_end = model.offload.stats()
+        last = run.token_ids[-1] if run.token_ids else None
+        run.finished = "stop" if tap.hit else "eos" if last in eos else "length"
+        tap.finish()
+    except Interrupted:
+        run.finished = "interrupted"
+        raise
+    finally:
+        if run.finished in ("failed", "interrupted"):
+            run.at_end = model.offload.stats()
+        on_end(run)
+    return run
+
+
+def check_can_generate(model_class: Any, name: str) -> None:
+    """Refuse a model that only encodes.
+
+    Raises:
+        OffloadError: the class has no language model head.
+    """
+    able = getattr(model_class, "can_generate", None)
+    if able is None or not able():
+        raise OffloadError(
+            f"{name} is a {model_class.__name__}, which cannot generate text; use a checkpoint "
+            f"with a language model head"
+        )

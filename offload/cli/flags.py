@@ -1,0 +1,105 @@
+"""Options that several commands share. One name, one meaning, one help text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.errors import OffloadError
+from offload.units import parse_bytes
+
+_DTYPES = {
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "half": "float16",
+    "float32": "float32", "fp32": "float32", "float": "float32",
+    "float64": "float64",
+}  # fmt: skip
+
+
+def size(text: str) -> int:
+    """Bytes from a flag's text."""
+    try:
+        return parse_bytes(text)
+    except OffloadError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def dtype(text: str) -> str:
+    """torch's name of a dtype from a flag's text."""
+    found = _DTYPES.get(text.lower())
+    if found is None:
+        names = ", ".join(dict.fromkeys(_DTYPES.values()))
+        raise typer.BadParameter(f"{text!r} is not one of {names}")
+    return found
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "-m", "--model", metavar="DIR",
+        help="Directory with config.json and safetensors, or a hub id in the local cache.",
+    ),
+]  # fmt: skip
+Ram = Annotated[
+    int | None,
+    typer.Option(
+        parser=size, metavar="SIZE",
+        help="Budget for everything above the bare process, e.g. 8GiB. "
+        "Default: 80 % of what is free.",
+    ),
+]  # fmt: skip
+Gpu = Annotated[
+    int | None,
+    typer.Option(
+        parser=size, metavar="SIZE",
+        help="Budget of the accelerator; only with --device sim until cards are supported.",
+    ),
+]  # fmt: skip
+DeviceName = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME",
+        help="auto or cpu: the CPU computes; sim: a simulated accelerator.",
+    ),
+]  # fmt: skip
+Disk = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where private files go if weights have to be converted. "
+        "Default: the cache directory.",
+    ),
+]  # fmt: skip
+Dtype = Annotated[
+    str | None,
+    typer.Option(parser=dtype, metavar="DTYPE", help="Compute dtype. Default: the checkpoint's."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "-c", "--context", min=2, metavar="N",
+        help="Tokens of prompt and answer together that memory is set aside for.",
+    ),
+]  # fmt: skip
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "-t", "--threads", min=1, metavar="N", help="Threads that compute. Default: torch's."
+    ),
+]
+Predict = Annotated[
+    bool,
+    typer.Option(
+        "--predict/--no-predict",
+        help="Predict the speed from the probe's rates; measures quickly if there are none.",
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the result as JSON, too."),
+]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Show what libraries log and warn about.")
+]

@@ -1,0 +1,111 @@
+"""``offload generate``: text from a prompt, with a model that need not fit in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.cli import flags, output
+from offload.cli.prompt import read_prompt
+from offload.cli.sampling import Sampling
+from offload.errors import OffloadError
+
+
+def generate(
+    model: flags.Model,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; - reads it from stdin."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.")
+    ] = None,
+    prompt_ids: Annotated[
+        str | None,
+        typer.Option(metavar="IDS", help="The prompt as token ids, e.g. 1,2,3; no tokenizer."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--max-new-tokens",
+            min=1,
+            metavar="N",
+            help="Tokens to generate at most. Default: 128, or as many as the context takes.",
+        ),
+    ] = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    temp: Annotated[
+        float, typer.Option(metavar="T", help="Sample at this temperature; 0 is greedy.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Sample among the K likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Sample among the likeliest of this mass.")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Sample among tokens of P times the likeliest's mass."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Of sampling. Default: a fresh one.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")
+    ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Do not put the prompt through the chat template.")
+    ] = False,
+    ram: flags.Ram = None,
+    gpu: flags.Gpu = None,
+    device: flags.DeviceName = "auto",
+    disk: flags.Disk = None,
+    dtype: flags.Dtype = None,
+    predict: flags.Predict = True,
+    json_file: flags.JsonFile = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Generate text; the weights stream from the disk as far as they do not fit.
+
+    stdout carries the text and nothing else; the plan, progress and figures go to stderr. Decoding
+    is greedy unless --temp says otherwise; then what is left out of --top-k, --top-p and --min-p
+    comes from the checkpoint's generation_config.json, or is off. Without a prompt flag the prompt
+    is read from stdin. If the tokenizer has a chat template, the prompt is put through it as a
+    user's message, unless --raw. A checkpoint without a tokenizer takes --prompt-ids and gives ids.
+    """  # fmt: skip
+    asked = read_prompt(prompt, prompt_file, prompt_ids)
+    sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    if stop is not None and "" in stop:
+        raise OffloadError("--stop '' would stop before the first token; give some text")
+    output.check_json_target(json_file)
+    from offload.cli import libraries
+
+    libraries.set_up(verbose=verbose)
+    from offload.cli.planning import Wanted
+    from offload.cli.session import Wish, run_session
+
+    wanted = Wanted(
+        ram=ram, gpu=gpu, device=device, disk=disk, dtype=dtype, threads=threads, predict=predict
+    )
+    run_session(
+        Wish(
+            model=model,
+            asked=asked,
+            raw=raw,
+            max_new_tokens=max_new_tokens,
+            context=context,
+            sampling=sampling,
+            stops=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            wanted=wanted,
+            json_file=json_file,
+        )
+    )

@@ -1,0 +1,45 @@
+"""Keep libraries quiet, and offline: before the first import of transformers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+
+
+class _Stderr(logging.Handler):
+    """Writes to whatever ``sys.stderr`` is at that moment: a progress bar may have taken it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr)  # noqa: T201
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+def set_up(*, verbose: bool) -> None:
+    """Our own log goes to stderr from warnings on (from infos on if ``verbose``); transformers,
+    its warnings and progress bars are silent unless ``verbose``."""
+    # Nothing is ever downloaded, so a library that asks the hub would only wait for a timeout.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    ours = logging.getLogger("offload")
+    for handler in [h for h in ours.handlers if isinstance(h, _Stderr)]:
+        ours.removeHandler(handler)
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO if verbose else logging.WARNING)
+    if verbose:
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.simplefilter("ignore")
+    if "transformers" in sys.modules:  # too late for the environment: a process with many commands
+        from transformers.utils import logging as theirs
+
+        control: Any = theirs
+        control.set_verbosity_error()
+        control.disable_progress_bar()

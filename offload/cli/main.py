@@ -1,0 +1,112 @@
+"""The entry point: commands, and what becomes of errors and signals.
+
+Exit codes: 0 done; 1 a bug (with its traceback), or a doctor's finding; 2 something for the user
+to change, said in one line; 128 + n stopped by signal n (130 Ctrl-C, 141 a closed pipe, 143
+terminated).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import offload
+from offload.cli import doctor, generate, plan, probe, synth
+from offload.cli.signals import Interrupted, signals_raise
+from offload.errors import OffloadError
+
+USER_ERROR = 2
+
+# typer has carried its own copy of click since 0.26: the public class leads to whichever it is.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+# Plain help: drawing it with rich takes longer than all the rest of --help.
+app = typer.Typer(
+    name="offload",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offload {offload.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _offload(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run PyTorch models that are larger than memory: weights stream from the disk."""
+
+
+app.command("generate", short_help="Generate text.")(generate.generate)
+app.command("plan", short_help="Show what would live where, and how fast it would be.")(plan.plan)
+app.command("probe", short_help="Measure the disk, the memory and the CPU.")(probe.probe)
+app.command("doctor", short_help="Check this machine; say what is missing.")(doctor.doctor)
+app.command("synth", short_help="Write a random checkpoint of any model.")(synth.synth)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    Args:
+        argv: the words after the program's name; default: ``sys.argv[1:]``.
+    """
+    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    command = typer.main.get_command(app)
+    with signals_raise():
+        try:
+            # Not command.main(): it answers signals and closed pipes in its own way, too early.
+            with command.make_context("offload", args) as context:
+                command.invoke(context)
+            sys.stdout.flush()
+        except typer.Exit as end:
+            return end.exit_code
+        except OffloadError as error:
+            return _fail(str(error))
+        except _UsageError as error:
+            return _fail(f"{_usage(error)}{_hint(error)}")
+        except Interrupted as stop:
+            _say("interrupted" if stop.signum == signal.SIGINT else "terminated")
+            return 128 + stop.signum
+        except BrokenPipeError:
+            # Whoever read our output has gone, and Python would complain when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+    return 0
+
+
+def _fail(message: str) -> int:
+    # One line whatever a library's message looks like: scripts read the last line of stderr.
+    _say("error: " + " ".join(message.split()))
+    return USER_ERROR
+
+
+def _usage(error: BaseException) -> str:
+    formatted = getattr(error, "format_message", None)
+    return str(formatted() if formatted is not None else error).rstrip(".")
+
+
+def _hint(error: BaseException) -> str:
+    context = getattr(error, "ctx", None)
+    return f" (see '{context.command_path} --help')" if context is not None else ""
+
+
+def _say(line: str) -> None:
+    sys.stdout.flush()
+    typer.echo(line, err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Results as JSON files, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.errors import OffloadError
+
+
+def check_json_target(path: Path | None) -> None:
+    """Refuse a file that cannot be written now, not after the work is done.
+
+    Raises:
+        OffloadError: its directory is missing or not writable, or it is a directory itself.
+    """
+    if path is None:
+        return
+    folder = path.expanduser().resolve().parent
+    if path.is_dir():
+        raise OffloadError(f"--json {path} is a directory; give a file")
+    if not folder.is_dir():
+        raise OffloadError(f"--json {path}: there is no directory {folder}; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OffloadError(f"--json {path}: the directory {folder} is not writable")
+
+
+def write_json(path: Path | None, data: Mapping[str, Any]) -> None:
+    """Write ``data``; a reader sees the old file or the whole new one. Does nothing without a path.
+
+    Raises:
+        OffloadError: it cannot be written.
+    """
+    if path is None:
+        return
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    target = path.expanduser().resolve()
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")  # a pipe, /dev/stderr: nothing to replace
+        else:
+            _replace(target, text)
+    except OSError as error:
+        raise OffloadError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _replace(target: Path, text: str) -> None:
+    # Not mkstemp: its files are 0600 whatever the user's umask says.
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

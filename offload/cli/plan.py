@@ -1,0 +1,62 @@
+"""``offload plan``: what would live where, and how fast it would be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from offload.cli import flags, output
+from offload.errors import OffloadError
+
+
+def plan(
+    model: flags.Model,
+    ram: flags.Ram = None,
+    gpu: flags.Gpu = None,
+    device: flags.DeviceName = "auto",
+    disk: flags.Disk = None,
+    dtype: flags.Dtype = None,
+    context: flags.Context = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of them in the prompt. Default: all."),
+    ] = None,
+    threads: flags.Threads = None,
+    predict: flags.Predict = True,
+    json_file: flags.JsonFile = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Show the plan for a model and its budgets; loads no weights.
+
+    What lives where, every line of the budget, the predicted speed with its spread, the bound and
+    what sets it, and the reason for each choice. A long prompt needs room for activations that
+    'generate' with a short one leaves to weights: see --prompt-tokens.
+    """
+    output.check_json_target(json_file)
+    from offload.cli import libraries
+
+    libraries.set_up(verbose=verbose)
+    import torch
+
+    from offload.cli import console, view
+    from offload.cli.planning import Wanted, context_limit, default_context, make_plan
+    from offload.models.meta import read_config, resolve
+
+    wanted = Wanted(
+        ram=ram, gpu=gpu, device=device, disk=disk, dtype=dtype, threads=threads, predict=predict
+    )
+    options = wanted.options()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    directory = resolve(model)
+    room = default_context(context, context_limit(read_config(directory)))
+    if prompt_tokens is not None and prompt_tokens > room:
+        raise OffloadError(
+            f"--prompt-tokens {prompt_tokens} is more than the context of {room}; raise --context"
+        )
+    prepared = make_plan(
+        directory, wanted, options, prompt_tokens=prompt_tokens or room, context=room
+    )
+    view.show_plan(console.out(), prepared)
+    output.write_json(json_file, view.plan_json(prepared))

@@ -1,0 +1,149 @@
+"""What ``plan`` and ``generate`` share: from flags to a plan, without loading a weight."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.cli.console import note, share_progress
+from offload.errors import OffloadError
+from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
+from offload.models.recipes import spill_directory
+from offload.runtime.hardware_cache import load_cached, save
+from offload.runtime.probe import probe
+from offload.scheduler.hardware import Hardware
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NEW_TOKENS = 128
+"""Tokens to generate unless said otherwise, as far as they fit the context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The flags about where weights may live and who computes. Sizes in bytes."""
+
+    ram: int | None
+    gpu: int | None
+    device: str
+    disk: Path | None
+    dtype: str | None
+    threads: int | None
+    predict: bool
+
+    def options(self) -> Options:
+        """As the library takes them; checks what can be checked without the model.
+
+        Raises:
+            OffloadError: flags that contradict each other, or a directory that cannot be used.
+        """
+        if self.disk is not None:
+            spill_directory(self.disk)
+        return Options(
+            ram=self.ram, gpu=self.gpu, device=self.device, disk=self.disk, dtype=self.dtype
+        )
+
+
+def context_limit(config: Any) -> int | None:
+    """Tokens that the model has positions for; None if it sets no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def fit_context(
+    *, prompt: int, new_tokens: int | None, context: int | None, limit: int | None
+) -> tuple[int, int]:
+    """How many tokens to generate, and how many to set memory aside for.
+
+    Args:
+        prompt: tokens of the prompt.
+        new_tokens: asked for; None: the default, or as many as fit.
+        context: the flag, or None for just what is needed.
+        limit: of the model, or None.
+
+    Raises:
+        OffloadError: it does not fit; says by how many tokens.
+    """
+    if context is not None and limit is not None and context > limit:
+        raise OffloadError(f"--context {context} is over the model's limit of {limit} tokens")
+    room = context if context is not None else limit
+    whose = f"--context {context}" if context is not None else f"the model's context of {limit}"
+    if room is not None and prompt + (new_tokens or 1) > room:
+        wanted = (
+            f"{prompt} and the {new_tokens} new tokens (-n) make {prompt + new_tokens}"
+            if new_tokens
+            else f"{prompt} and at least one new token make {prompt + 1}"
+        )
+        raise OffloadError(
+            f"the prompt does not fit: its tokens are {wanted}, {whose} takes {room}; "
+            f"shorten it by {prompt + (new_tokens or 1) - room}"
+            + (", lower -n" if new_tokens and prompt < room else "")
+            + (" or raise --context" if context is not None and context != limit else "")
+        )
+    if new_tokens is None:
+        new_tokens = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room - prompt)
+    return new_tokens, context if context is not None else prompt + new_tokens
+
+
+def default_context(context: int | None, limit: int | None) -> int:
+    """The context of a plan that is not for a certain prompt.
+
+    Raises:
+        OffloadError: more than the model takes.
+    """
+    if context is not None and limit is not None and context > limit:
+        raise OffloadError(f"--context {context} is over the model's limit of {limit} tokens")
+    return context or min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
+
+
+def make_plan(
+    directory: Path,
+    wanted: Wanted,
+    options: Options,
+    *,
+    prompt_tokens: int,
+    context: int,
+    tokenizer_bytes: int = 0,
+) -> Prepared:
+    """Plan the checkpoint in ``directory``; see ``offload.models.load.prepare`` for the errors."""
+    options.prompt_tokens, options.context = prompt_tokens, context
+    options.tokenizer_bytes = tokenizer_bytes
+    if wanted.predict:
+        # Before the plan: it measures what the process weighs, and a probe weighs something.
+        options.hardware = find_hardware(directory)
+    prepared = prepare(directory, options)
+    if wanted.disk is not None and not prepared.recipes.convert:
+        prepared.notes.append(
+            f"--disk {wanted.disk} is not needed: every block is read from the checkpoint itself"
+        )
+    return prepared
+
+
+def find_hardware(directory: Path) -> Hardware | None:
+    """Rates of this machine and the checkpoint's disk: as they were probed, else probed quickly.
+
+    None if they cannot be measured; a note says why, and the plan goes without a prediction.
+    """
+    threads = torch.get_num_threads()
+    found = load_cached(directory, threads=threads)
+    if found is not None:
+        return found
+    note(
+        f"this disk and CPU have not been measured for {threads} thread(s) yet: a quick probe, some "
+        f"seconds; 'offload probe --disk {directory} -t {threads}' is better, --no-predict skips it"
+    )
+    try:
+        with share_progress("probing") as report:
+            found = probe(directory, quick=True, threads=threads, progress=report)
+    except OffloadError as error:
+        note(f"no prediction: {error}", "warning")
+        return None
+    try:
+        save(directory, found, threads=threads)
+    except OSError as error:
+        logger.info("the probe's rates are not kept: %s", error)
+    return found

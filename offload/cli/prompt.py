@@ -1,0 +1,149 @@
+"""From flags to prompt ids: text from a flag, a file or stdin, or ids as they are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import CheckpointError, OffloadError
+
+# Without one of these transformers may still make a tokenizer, but an empty one.
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+    "sentencepiece.bpe.model", "vocab.model",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user typed: text, or ids. Exactly one is there."""
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+
+
+def read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> Asked:
+    """The prompt from whichever flag is given; without any, or with ``-p -``, from stdin.
+
+    The last newline of a file or of stdin is not part of the prompt: ``echo`` and editors add it.
+
+    Raises:
+        OffloadError: several flags, none and nothing on stdin, or no readable text.
+    """
+    given = [
+        name
+        for name, value in (("-p", prompt), ("--prompt-file", file), ("--prompt-ids", ids))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise OffloadError(f"{' and '.join(given)} contradict each other; give one prompt")
+    if ids is not None:
+        return Asked(ids=parse_ids(ids))
+    if file is not None:
+        try:
+            text = _decode(file.expanduser().read_bytes(), str(file))
+        except OSError as error:
+            raise OffloadError(f"--prompt-file {file}: {error.strerror}") from error
+    elif prompt is None and sys.stdin.isatty():
+        raise OffloadError(
+            "no prompt; give -p TEXT, --prompt-file FILE or --prompt-ids 1,2,3, or pipe one in"
+        )
+    elif prompt is None or prompt == "-":
+        text = _decode(sys.stdin.buffer.read(), "stdin")
+    else:
+        text = prompt
+    if not text:
+        where = given[0] if given and prompt != "-" else "stdin"
+        raise OffloadError(f"the prompt from {where} is empty; give at least one character")
+    return Asked(text=text)
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise OffloadError(f"{where} is not UTF-8 text (byte {error.start})") from None
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """``"1,2,3"`` or ``"1 2 3"`` as ids.
+
+    Raises:
+        OffloadError: not a list of non-negative whole numbers.
+    """
+    words = [w for w in re.split(r"[,\s]+", text.strip().strip("[]")) if w]
+    bad = next((w for w in words if not re.fullmatch(r"\d{1,10}", w)), None)
+    if bad is not None or not words:
+        raise OffloadError(
+            f"--prompt-ids {text!r} is not a list of token ids such as 1,2,3"
+            + (f": {bad!r}" if bad is not None else "")
+        )
+    return tuple(int(w) for w in words)
+
+
+def load_tokenizer(directory: Path) -> Any | None:
+    """The checkpoint's tokenizer, or None if it has none.
+
+    Raises:
+        CheckpointError: there is one, but it cannot be loaded.
+    """
+    if not any((directory / name).is_file() for name in _VOCABULARIES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"the tokenizer of {directory.name} cannot be loaded: {error}; give --prompt-ids after "
+            f"moving its files away, or download them again"
+        ) from error
+
+
+def encode(asked: Asked, tokenizer: Any | None, *, raw: bool, directory: Path) -> list[int]:
+    """Ids of the prompt; text goes through the chat template as a user's message unless ``raw``.
+
+    Raises:
+        OffloadError: text without a tokenizer, a template that fails, or nothing to start from.
+    """
+    if asked.ids is not None:
+        return list(asked.ids)
+    if tokenizer is None:
+        raise OffloadError(
+            f"{directory.name} has no tokenizer; give the prompt as ids, e.g. --prompt-ids 1,2,3"
+        )
+    if raw or not getattr(tokenizer, "chat_template", None):
+        ids = tokenizer(asked.text)["input_ids"]
+    else:
+        message = [{"role": "user", "content": asked.text}]
+        try:
+            ids = tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:
+            raise OffloadError(
+                f"the chat template of {directory.name} fails: {error}; use --raw to do without it"
+            ) from error
+    if not ids:
+        raise OffloadError("the prompt has no tokens; give some more text")
+    return [int(i) for i in ids]
+
+
+def check_ids(ids: Sequence[int], config: Any) -> None:
+    """Refuse ids that the model has no embedding for.
+
+    Raises:
+        OffloadError: an id is not below the vocabulary's size.
+    """
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    worst = max(ids)
+    if isinstance(vocabulary, int) and worst >= vocabulary:
+        raise OffloadError(
+            f"token id {worst} is not in the model's vocabulary: 0 to {vocabulary - 1}"
+        )

@@ -1,0 +1,114 @@
+"""What a run did, in one line and as JSON."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import offload
+from offload.cli.decode import Run
+from offload.cli.view import figure, plan_json, streams
+from offload.models.load import Prepared
+from offload.units import format_bytes
+
+RESIDENT = (
+    "everything was resident: nothing was streamed, so this says nothing about streaming from disk"
+)
+
+
+def stats_line(run: Run, prepared: Prepared) -> str:
+    """All that counts, separated by dots."""
+    end, plan = run.at_end, prepared.plan
+    parts = [f"load {end['load_s']:.2f} s"]
+    if run.ttft_s is not None:
+        parts += [
+            f"TTFT {run.ttft_s:.2f} s",
+            f"prompt {_rate(run.prefill_tok_s)} ({run.prompt_tokens} tokens)",
+        ]
+    parts.append(f"decode {_rate(run.decode_tok_s)} ({len(run.token_ids)} tokens)")
+    steps = run.decode_steps
+    if steps and streams(plan):
+        if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
+            parts.append(f"hits {hit:.1%}")
+        per_token = run.during_decode("disk_read_bytes") / steps
+        parts += [
+            f"{per_token / 2**20:.3g} MiB/token from disk",
+            f"stall {run.during_decode('stall_s') / steps:.3g} s/token",
+        ]
+    parts.append(_memory(end))
+    if plan.predicted_pass_s is not None and plan.predicted_pass_s.mid > 0:
+        predicted = 1 / plan.predicted_pass_s.mid
+        said = f"predicted {figure(predicted)} tok/s"
+        if run.decode_tok_s is not None:
+            said += f", measured {run.decode_tok_s / predicted - 1:+.0%}"
+        parts.append(said)
+    return " · ".join(parts)
+
+
+def _memory(end: Mapping[str, Any]) -> str:
+    above = end["peak_rss_bytes"] - end["baseline_rss_bytes"]
+    budget = end["ram_budget_bytes"]
+    return f"peak RSS {format_bytes(above)} above the process, budget {format_bytes(budget)}" + (
+        f" (over by {format_bytes(above - budget)})" if above > budget else ""
+    )
+
+
+def run_json(
+    run: Run, prepared: Prepared, sampling: Mapping[str, float | int], threads: int
+) -> dict[str, Any]:
+    """Sizes in bytes, times in seconds. ``disk_read_bytes``, ``hit_rate`` and ``stall_s`` are of
+    the whole generation (the load is apart), ``decode_*`` of what came after the first token."""
+    import torch
+    import transformers
+
+    end, plan = run.at_end, prepared.plan
+    predicted = plan.predicted_pass_s
+    return {
+        "load_s": end["load_s"],
+        "load_read_bytes": run.at_start["disk_read_bytes"],
+        "ttft_s": run.ttft_s,
+        "prompt_tokens": run.prompt_tokens,
+        "prefill_tok_s": run.prefill_tok_s,
+        "new_tokens": len(run.token_ids),
+        "decode_s": run.decode_s,
+        "decode_tok_s": run.decode_tok_s,
+        "finished": run.finished,
+        "streamed": streams(plan),
+        "hit_rate": hit_rate(run.during_run("hits"), run.during_run("misses")),
+        "disk_read_bytes": int(run.during_run("disk_read_bytes")),
+        "stall_s": run.during_run("stall_s"),
+        "decode_hits": int(run.during_decode("hits")),
+        "decode_misses": int(run.during_decode("misses")),
+        "decode_hit_rate": hit_rate(run.during_decode("hits"), run.during_decode("misses")),
+        "decode_disk_read_bytes": int(run.during_decode("disk_read_bytes")),
+        "decode_payload_read_bytes": int(run.during_decode("payload_read_bytes")),
+        "decode_h2d_bytes": int(run.during_decode("h2d_bytes")),
+        "decode_stall_s": run.during_decode("stall_s"),
+        "baseline_rss_bytes": end["baseline_rss_bytes"],
+        "peak_rss_bytes": end["peak_rss_bytes"],
+        "ram_budget_bytes": end["ram_budget_bytes"],
+        "predicted_decode_tok_s": 1 / predicted.mid if predicted and predicted.mid else None,
+        "bound_decode_tok_s": 1 / plan.bound_pass_s if plan.bound_pass_s else None,
+        "token_ids": run.token_ids,
+        "text": run.text,
+        "sampling": dict(sampling),
+        "threads": threads,
+        "versions": {
+            "offload": offload.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        "plan": plan_json(prepared),
+    }
+
+
+def hit_rate(hits: float, misses: float) -> float | None:
+    """Share of routed experts that were there; None if none was routed."""
+    return hits / (hits + misses) if hits + misses else None
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{figure(value)} tok/s"

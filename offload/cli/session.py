@@ -1,0 +1,139 @@
+"""One run of ``generate`` from the prompt to the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.cli import console, decode, output, prompt, report, view
+from offload.cli.planning import Wanted, context_limit, fit_context, make_plan
+from offload.cli.sampling import Sampling
+from offload.cli.text import IdDecoder, TextDecoder
+from offload.errors import OffloadError
+from offload.models.load import Prepared
+from offload.models.meta import model_class, read_config, resolve
+from offload.runtime.rss import current_rss
+from offload.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The flags of ``generate``, checked as far as they can be without the model."""
+
+    model: str
+    asked: prompt.Asked
+    raw: bool
+    max_new_tokens: int | None
+    context: int | None
+    sampling: Sampling
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    wanted: Wanted
+    json_file: Path | None
+
+
+def run_session(wish: Wish) -> None:
+    """Plan, load, generate, report. The model is closed whatever happens.
+
+    Raises:
+        OffloadError: anything for the user to change.
+    """
+    options = wish.wanted.options()
+    if wish.wanted.threads is not None:
+        torch.set_num_threads(wish.wanted.threads)
+    directory = resolve(wish.model)
+    config = read_config(directory)
+    decode.check_can_generate(model_class(config), directory.name)
+    tokenizer, tokenizer_bytes = _tokenizer(directory)
+    if tokenizer is None and wish.stops:
+        raise OffloadError(f"--stop needs text, and {directory.name} has no tokenizer; drop it")
+    ids = prompt.encode(wish.asked, tokenizer, raw=wish.raw, directory=directory)
+    prompt.check_ids(ids, config)
+    new_tokens, context = fit_context(
+        prompt=len(ids),
+        new_tokens=wish.max_new_tokens,
+        context=wish.context,
+        limit=context_limit(config),
+    )
+    prepared = make_plan(
+        directory,
+        wish.wanted,
+        options,
+        prompt_tokens=len(ids),
+        context=context,
+        tokenizer_bytes=tokenizer_bytes,
+    )
+    err = console.err()
+    view.show_summary(err, prepared)
+    model = _open(prepared)
+    sampling: Mapping[str, float | int] = {}
+    runs: list[decode.Run] = []
+    pipe_gone = False
+    try:
+        sampling = wish.sampling.apply(model.generation_config)
+        with console.waiting(f"reading the prompt ({len(ids)} tokens)") as first_text:
+            decode.generate(
+                model,
+                ids,
+                max_new_tokens=new_tokens,
+                ignore_eos=wish.ignore_eos,
+                decoder=IdDecoder() if tokenizer is None else TextDecoder(tokenizer),
+                stops=wish.stops,
+                show=lambda text: _show(text, first_text),
+                on_end=runs.append,
+            )
+    except BrokenPipeError:
+        pipe_gone = True
+        raise
+    finally:
+        model.offload.close()
+        if runs and not pipe_gone:
+            _report(runs[0], prepared, wish, sampling)
+
+
+def _tokenizer(directory: Path) -> tuple[Any | None, int]:
+    """The tokenizer and the memory it takes: that counts against the budget, too."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # What the libraries weigh is the bare process's: use them once on nothing.
+    toy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), unk_token="?")
+    toy.decode(toy("?")["input_ids"])
+    _ = AutoTokenizer
+    before = current_rss()
+    found = prompt.load_tokenizer(directory)
+    return found, 0 if found is None else max(0, current_rss() - before)
+
+
+def _open(prepared: Prepared) -> Any:
+    with console.byte_progress() as progress:
+        model = prepared.open(progress)
+    stats = model.offload.stats()
+    read, load_s = stats["disk_read_bytes"], stats["load_s"]
+    console.note(f"{format_bytes(read)} in {load_s:.2f} s, {format_bytes(read / load_s)}/s", "load")
+    return model
+
+
+def _show(text: str, first_text: Any) -> None:
+    first_text()  # the spinner goes before the first letter comes
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _report(
+    run: decode.Run, prepared: Prepared, wish: Wish, sampling: Mapping[str, float | int]
+) -> None:
+    if sys.stdout.isatty() and run.text and not run.text.endswith("\n"):
+        # The next line should start at the left. A pipe gets the text as it is.
+        _show("\n", lambda: None)
+    console.note(report.stats_line(run, prepared), "stats")
+    if not view.streams(prepared.plan):
+        console.note(report.RESIDENT)
+    output.write_json(
+        wish.json_file, report.run_json(run, prepared, sampling, torch.get_num_threads())
+    )

@@ -1,0 +1,323 @@
+"""Stream a model that is already in memory, and give it back.
+
+``wrap`` writes every block to a private nameless file (it vanishes with the process, whatever
+kills it), frees the parameters and attaches the same hooks as a loaded checkpoint. Nothing of the
+model is touched before everything is on disk. ``unwrap`` reads it all back into the very same
+``Parameter`` objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from offload.blocks import Tier
+from offload.errors import ClosedError, OffloadError
+from offload.io.engines import make_engine
+from offload.io.memory import Staging
+from offload.io.pack import PackStore
+from offload.io.store import Store
+from offload.models.attach import Attachment
+from offload.models.handle import OffloadHandle
+from offload.models.load import (
+    Options,
+    Progress,
+    drop_unloopable,
+    expert_top_k,
+    make_device,
+    rows_of,
+    staging_shape,
+    trace_of,
+    try_head,
+)
+from offload.models.recipes import RoutedStore, spill_directory
+from offload.models.units import Cut, Param, cut, parameters
+from offload.runtime.executor import Executor
+from offload.runtime.memory import HostMemory
+from offload.runtime.rss import available_ram, current_rss
+from offload.scheduler.plan import Plan
+from offload.scheduler.planner import PlanRequest, make_plan
+from offload.scheduler.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+def wrap(
+    model: nn.Module, options: Options, activations: int = 0, progress: Progress | None = None
+) -> nn.Module:
+    """Spill a resident model to ``options.disk`` and stream it from there, in place.
+
+    Args:
+        activations: bytes of the budget to leave for the model's own activations.
+
+    Raises:
+        OffloadError: the model is on another device, on meta, or wrapped already.
+        PlanError: the budget is too small. StoreError: not enough space on disk.
+        Whatever is raised, the model is as it was.
+    """
+    if isinstance(getattr(model, "offload", None), OffloadHandle):
+        raise OffloadError("this model is streamed already; call offload.unwrap(model) first")
+    began = time.perf_counter()
+    baseline = current_rss()
+    kept, notes = _keep(model)
+    fits_whole = cut(model, stream_head=False, keep=kept)
+    chosen, plan, head_rows = _plan(model, fits_whole, options, activations, kept, notes)
+    largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=4096)
+    staging = Staging(*staging_shape(options, largest, plan.budgets[Tier.RAM]))
+    engine = make_engine(queue_depth=options.queue_depth)
+    pack: PackStore | None = None
+    try:
+        specs = [chosen.blocks[b] for b in chosen.blocks]
+        pack = PackStore.create(spill_directory(options.disk), specs, engine, staging)
+        _spill(chosen, pack, progress)
+    except BaseException:
+        if pack is not None:
+            pack.close()
+        engine.close()
+        staging.close()
+        raise
+    # Everything is on disk: from here on the parameters' own memory can go.
+    originals = _Originals(chosen)
+    originals.free()
+    gc.collect()
+    store = RoutedStore([pack], engine, staging)
+    executor: Executor | None = None
+    try:
+        executor = Executor(plan, store, make_device(options, plan.budgets.get(Tier.DEVICE)))
+        executor.start((lambda d, t: progress("load", d, t)) if progress else None)
+        attachment = Attachment(
+            model,
+            chosen,
+            plan,
+            executor,
+            head_rows_verified=lambda m: head_rows is None or m in head_rows,
+        )
+    except BaseException:
+        originals.restore(chosen, pack)
+        if executor is not None:
+            executor.close()
+        else:
+            store.close()
+        raise
+    handle = OffloadHandle(
+        plan=plan,
+        executor=executor,
+        attachment=attachment,
+        load_s=time.perf_counter() - began,
+        baseline_rss=baseline,
+        notes=tuple(notes + chosen.notes),
+        originals=originals,
+    )
+    model.__dict__["offload"] = handle
+    weakref.finalize(model, executor.close)
+    return model
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Bring all weights back into memory, bit for bit, and remove every hook.
+
+    After ``wrap`` the same ``Parameter`` objects hold the values again (gradients, optimizers and
+    ties that refer to them stay valid); after ``load`` the model gets new ones.
+
+    Raises:
+        OffloadError: the model is not streamed. ClosedError: it has been closed.
+    """
+    handle = getattr(model, "offload", None)
+    if not isinstance(handle, OffloadHandle):
+        raise OffloadError("this model is not streamed: there is nothing to unwrap")
+    if handle.closed:
+        raise ClosedError("this model has been closed: its weights are gone; load it again")
+    chosen = handle.attachment.cut
+    originals = handle.originals or _Originals(chosen)
+    values = originals.read(chosen, handle.executor.store)
+    handle.attachment.detach()
+    originals.put_back(values)
+    handle.executor.close()
+    handle.closed = True
+    del model.__dict__["offload"]
+    return model
+
+
+def _keep(model: nn.Module) -> tuple[set[int], list[str]]:
+    """Parameters that stay as they are, and checks that the rest can be moved."""
+    kept: set[int] = set()
+    notes: list[str] = []
+    for param in parameters(model).values():
+        tensor = param.tensor
+        if tensor.is_meta:
+            raise OffloadError(
+                f"{param.name} has no data (meta device); load the model's weights first, or use "
+                f"offload.load on its checkpoint"
+            )
+        if tensor.device.type != "cpu":
+            raise OffloadError(
+                f"{param.name} is on {tensor.device}; move the model to the CPU before wrapping"
+            )
+        plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
+        if not plain or not tensor.is_contiguous() or tensor.numel() == 0:
+            # Another memory layout selects other kernels, so its bits could change.
+            kept.add(id(tensor))
+    if kept:
+        notes.append(f"{len(kept)} parameters of special layout stay resident")
+    return kept, notes
+
+
+def _plan(
+    model: nn.Module,
+    whole: Cut,
+    options: Options,
+    activations: int,
+    kept: set[int],
+    notes: list[str],
+) -> tuple[Cut, Plan, frozenset[int] | None]:
+    ram = options.ram if options.ram is not None else int(available_ram() * 0.5)
+    drop_unloopable(whole, notes)
+    top = Tier.DEVICE if options.device == "sim" else Tier.RAM
+    budgets = {Tier.RAM: ram}
+    if top is Tier.DEVICE:
+        budgets[top] = options.gpu or ram
+    largest = max((s.slot_nbytes for s in whole.blocks.values()), default=4096)
+    chunks, chunk = staging_shape(options, largest, ram)
+    reserves: dict[Tier, dict[str, int]] = {Tier.RAM: {"I/O staging": chunks * chunk}}
+    reserves.setdefault(top, {})["activations"] = activations
+    total = sum(s.slot_nbytes for s in whole.blocks.values())
+    chosen, head_rows = whole, None
+    if total + sum(reserves[top].values()) > budgets[top] and hasattr(model, "config"):
+        head_rows, slices = try_head(model, notes)
+        chosen = cut(model, stream_head=slices, keep=kept)
+        drop_unloopable(chosen, notes)
+    config = getattr(model, "config", None)
+    top_k = expert_top_k(config) if config is not None else 2
+    blocks, by_row = rows_of(chosen)
+    request = PlanRequest(
+        blocks=blocks,
+        trace=Trace(trace_of(chosen)),
+        experts={g.name: g.blocks for g in chosen.groups},
+        top_k={g.name: min(top_k, g.n_experts) for g in chosen.groups},
+        always=frozenset(chosen.resident),
+        by_row=by_row,
+        budgets=budgets,
+        reserves=reserves,
+        compute_tier=top,
+    )
+    return chosen, make_plan(request), head_rows
+
+
+def _spill(chosen: Cut, pack: PackStore, progress: Progress | None) -> None:
+    specs = list(chosen.blocks.values())
+    total = sum(s.nbytes for s in specs)
+    done = 0
+    scratch = HostMemory(max((s.slot_nbytes for s in specs), default=4096), "spill")
+    pieces = _Pieces(chosen)
+    try:
+        for spec in specs:
+            for tensor, param in zip(spec.tensors, chosen.params[spec.id], strict=True):
+                value = pieces.of(spec.id, param.tensor.detach())
+                into = scratch.tensor()[tensor.offset : tensor.offset + tensor.nbytes]
+                into.copy_(value.reshape(-1).view(torch.uint8))
+            pack.write_from(spec.id, scratch.view()[: spec.slot_nbytes]).result()
+            done += spec.nbytes
+            if progress:
+                progress("spill", done, total)
+    finally:
+        scratch.close()
+
+
+class _Pieces:
+    """Which part of a parameter a block holds: all, one expert, or rows of the head."""
+
+    def __init__(self, chosen: Cut) -> None:
+        self._expert = {b: e for g in chosen.groups for e, b in enumerate(g.blocks)}
+        self._rows: Mapping[str, tuple[int, int]] = (
+            dict(zip(chosen.head.blocks, chosen.head.rows, strict=True)) if chosen.head else {}
+        )
+
+    def of(self, block: str, whole: torch.Tensor) -> torch.Tensor:
+        if block in self._expert:
+            return whole[self._expert[block]]
+        if block in self._rows:
+            a, b = self._rows[block]
+            return whole[a:b]
+        return whole
+
+
+class _Originals:
+    """A model's own parameters, while their data is elsewhere."""
+
+    def __init__(self, chosen: Cut) -> None:
+        unique = {id(p.tensor): p for params in chosen.params.values() for p in params}
+        self._params: list[Param] = list(unique.values())
+        self._shapes = [p.tensor.shape for p in self._params]
+        self._dtypes = [p.tensor.dtype for p in self._params]
+
+    def free(self) -> None:
+        """Drop the data; the objects and their places stay known."""
+        for param in self._params:
+            meta = param.tensor.detach().to("meta")
+            holder = param.tensor
+            holder.data = torch.empty(0, dtype=holder.dtype)
+            # Shapes are still asked for while the model is streamed.
+            param.tensor = _Shape(holder, meta)  # type: ignore[assignment]
+
+    def read(self, chosen: Cut, store: Store) -> list[torch.Tensor]:
+        """All values, read from the store. Needs memory for the whole model."""
+        values = [
+            torch.empty(shape, dtype=dtype)
+            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
+        ]
+        index = {p.name: i for i, p in enumerate(self._params)}
+        largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=4096)
+        scratch = HostMemory(largest, "unwrap")
+        pieces = _Pieces(chosen)
+        try:
+            for spec in chosen.blocks.values():
+                store.read_into(spec.id, scratch.view()[: spec.slot_nbytes]).result()
+                for tensor, param in zip(spec.tensors, chosen.params[spec.id], strict=True):
+                    raw = scratch.tensor()[tensor.offset : tensor.offset + tensor.nbytes]
+                    target = pieces.of(spec.id, values[index[param.name]])
+                    target.copy_(raw.view(target.dtype).view(target.shape))
+        finally:
+            scratch.close()
+        return values
+
+    def put_back(self, values: list[torch.Tensor]) -> None:
+        """Give the parameters their data and put them where they belong."""
+        for param, value in zip(self._params, values, strict=True):
+            if isinstance(param.tensor, _Shape):
+                original = param.tensor.original
+                original.data = value
+            else:
+                original = nn.Parameter(value, requires_grad=False)
+            for place in param.places:
+                place.module._parameters[place.attr] = original  # type: ignore[assignment]
+                if isinstance(place.module, nn.RNNBase):
+                    place.module._init_flat_weights()
+
+    def restore(self, chosen: Cut, pack: PackStore) -> None:
+        """Undo ``free`` after a failed wrap."""
+        self.put_back(self.read(chosen, pack))
+
+
+class _Shape:
+    """What is still asked of a freed parameter: its shape and dtype."""
+
+    def __init__(self, original: torch.Tensor, meta: torch.Tensor) -> None:
+        self.original = original
+        self.shape = meta.shape
+        self.dtype = meta.dtype
+        self._meta = meta
+
+    def numel(self) -> int:
+        return self._meta.numel()
+
+    def element_size(self) -> int:
+        return self._meta.element_size()
+
+    def dim(self) -> int:
+        return self._meta.dim()

@@ -1,0 +1,217 @@
+"""Damaged checkpoints and impossible wishes: one line, exit code 2, and no model left open."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import Cli, refused
+
+from offload.cli import session
+from offload.units import parse_bytes
+
+IDS = ("--prompt-ids", "5,6,7", "-n", 4, "--no-predict")
+
+
+def weights(directory: Path) -> Path:
+    return directory / "model.safetensors"
+
+
+def rewrite_header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header; the data stays where it is."""
+    data = weights(directory).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    weights(directory).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def tensors(header: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for name, entry in header.items() if name != "__metadata__"]
+
+
+def missing_shard(directory: Path) -> None:
+    data = weights(directory).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    names = [name for name in json.loads(data[8 : 8 + length]) if name != "__metadata__"]
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    weights(directory).rename(directory / first)
+    where = {name: second if "layers.7." in name else first for name in names}
+    index = {"metadata": {}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def truncated(directory: Path) -> None:
+    size = weights(directory).stat().st_size
+    with weights(directory).open("r+b") as file:
+        file.truncate(size - 1000)
+
+
+def header_too_long(directory: Path) -> None:
+    with weights(directory).open("r+b") as file:
+        file.write(struct.pack("<Q", 80_000_000))
+
+
+def overlapping(directory: Path) -> None:
+    def change(header: dict[str, Any]) -> None:
+        first, second = sorted(tensors(header), key=lambda t: t["data_offsets"])[:2]
+        size = second["data_offsets"][1] - second["data_offsets"][0]
+        start = first["data_offsets"][1] - 2
+        second["data_offsets"] = [start, start + size]
+
+    rewrite_header(directory, change)
+
+
+def unknown_dtype(directory: Path) -> None:
+    rewrite_header(directory, lambda header: tensors(header)[0].update(dtype="BF17"))
+
+
+def wrong_dtype(directory: Path) -> None:
+    rewrite_header(directory, lambda header: tensors(header)[0].update(dtype="F32"))
+
+
+def edit_config(directory: Path, **values: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def other_width(directory: Path) -> None:
+    edit_config(directory, intermediate_size=512)
+
+
+def more_layers(directory: Path) -> None:
+    edit_config(directory, num_hidden_layers=9, layer_types=["full_attention"] * 9)
+
+
+def quantised(directory: Path) -> None:
+    edit_config(directory, quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+def pickles_only(directory: Path) -> None:
+    weights(directory).rename(directory / "pytorch_model.bin")
+
+
+def no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def config_no_json(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def unknown_family(directory: Path) -> None:
+    edit_config(directory, model_type="no_such_family")
+
+
+def encoder(directory: Path) -> None:
+    edit_config(directory, architectures=["Qwen3Model"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (missing_shard, ["model-00002-of-00002.safetensors"]),
+        (truncated, ["truncated", "1000"]),
+        (header_too_long, ["80000000"]),
+        (overlapping, ["inside"]),
+        (unknown_dtype, ["'BF17'"]),
+        (wrong_dtype, ["F32", "bytes"]),
+        (other_width, ["config"]),
+        (more_layers, ["layers.8."]),
+        (quantised, ["'gptq'"]),
+        (pickles_only, ["pickle"]),
+        (no_config, ["config.json"]),
+        (config_no_json, ["config.json"]),
+        (unknown_family, ["no_such_family"]),
+        (encoder, ["Qwen3Model", "cannot generate"]),
+    ],
+)
+def test_a_checkpoint_that_is_not_right(
+    cli: Cli, bare: Path, damage: Callable[[Path], None], said: list[str]
+) -> None:
+    damage(bare)
+    refused(cli("generate", "-m", bare, *IDS), *said)
+
+
+def test_a_broken_tokenizer(cli: Cli, bare: Path) -> None:
+    (bare / "tokenizer.json").write_text("{}")
+    refused(cli("generate", "-m", bare, "-p", "x"), "tokenizer")
+
+
+def test_a_broken_chat_template(cli: Cli, dense: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in dense.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    refused(cli("generate", "-m", broken, "-p", "x"), "no such role", "--raw")
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_a_budget_too_small_says_the_least_and_that_works(
+    cli: Cli, bare: Path, command: str
+) -> None:
+    words = IDS if command == "generate" else ("-c", 8, "--no-predict")
+    line = refused(cli(command, "-m", bare, "--ram", "5MiB", *words), "--ram")
+    found = re.search(r"at least (\d+) bytes", line)
+    assert found, line
+    # The least counts this process's heap, which differs a little from one moment to the next.
+    enough = int(found.group(1)) + parse_bytes("8MiB")
+    assert cli(command, "-m", bare, "--ram", enough, *words).code == 0
+
+
+def test_a_prompt_that_cannot_fit(cli: Cli, bare: Path) -> None:
+    many = ",".join(["1"] * 2049)
+    refused(cli("generate", "-m", bare, "--prompt-ids", many), "2049", "2048", "by 2")
+    refused(cli("generate", "-m", bare, "--prompt-ids", "1,2,3", "-c", 3), "3", "by 1")
+    refused(cli("generate", "-m", bare, "--prompt-ids", "1,2", "-c", 4096), "4096", "2048")
+    refused(cli("plan", "-m", bare, "-c", 4096), "4096", "2048")
+    refused(cli("plan", "-m", bare, "-c", 8, "--prompt-tokens", 9), "9", "8")
+
+
+def test_a_disk_directory_that_is_a_file(cli: Cli, bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for disk in (tmp_path / "file", tmp_path / "file" / "below"):
+        refused(cli("generate", "-m", bare, "--disk", disk, *IDS), str(disk))
+
+
+def test_a_file_that_shrinks_while_it_is_read(
+    cli: Cli, bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the text: the text so far stays, then one line, and all is closed."""
+    show = session._show
+
+    def cut_the_file(text: str, first_text: Any) -> None:
+        show(text, first_text)
+        with weights(bare).open("r+b") as file:
+            file.truncate(100_000)
+
+    monkeypatch.setattr(session, "_show", cut_the_file)
+    plan = tmp_path / "plan.json"
+    cli("plan", "-m", bare, "-c", 64, "--prompt-tokens", 3, "--no-predict", "--json", plan)
+    least = json.loads(plan.read_text())["minimum_bytes"]["ram"] + parse_bytes("6MiB")
+    words = ("--prompt-ids", "5,6,7", "-n", 32, "--ignore-eos", "--no-predict", "--ram", least)
+    done = cli("generate", "-m", bare, *words, "--json", tmp_path / "run.json")
+    assert done.code == 2
+    assert len(done.errors) == 1
+    assert "Traceback" not in done.err
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["finished"] == "failed"
+    assert done.out == ",".join(map(str, run["token_ids"]))
+    assert 1 <= run["new_tokens"] < 32
+
+
+def test_a_bug_keeps_its_traceback(cli: Cli, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(session, "make_plan", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli("generate", "-m", bare, *IDS)

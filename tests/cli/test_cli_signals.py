@@ -1,0 +1,140 @@
+"""Ctrl-C, SIGTERM and a closed pipe in the middle of generation leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import Cli
+
+from offload.cli import session
+from offload.cli.signals import Interrupted, raise_received, signals_raise
+
+# A parent that ignores SIGINT (a shell's background job) would hand that on.
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from offload.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def started(model: Path, disk: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that generates for long, with converted weights in ``disk``."""
+    words = ["generate", "-m", str(model), "-p", "the disk", "-n", "1900", "--ignore-eos"]
+    words += ["--no-predict", "-t", "1", "--dtype", "float32", "--disk", str(disk)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_after_the_first_token(dense: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with started(dense, disk) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        text, err = process.communicate(timeout=120)
+    assert first
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "interrupted"
+    assert [line for line in err.splitlines() if line.startswith("stats:")]
+    assert "Traceback" not in err
+    assert len(first + text) < 1900
+    assert list(disk.iterdir()) == []
+
+
+def test_a_reader_that_goes_away(dense: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with started(dense, disk) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(timeout=120) == 128 + signal.SIGPIPE, err
+    assert not any(word in err for word in ("Traceback", "Broken", "Exception", "error"))
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_the_model_is_closed_and_what_was_done_is_reported(
+    cli: Cli,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signum: int,
+    code: int,
+    word: str,
+) -> None:
+    """``cli`` checks that no thread is left."""
+    closed: list[Any] = []
+    opened, show = session._open, session._show
+
+    def keep(prepared: Any) -> Any:
+        closed.append(opened(prepared))
+        return closed[-1]
+
+    def stop(text: str, first_text: Any) -> None:
+        show(text, first_text)
+        os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    monkeypatch.setattr(session, "_open", keep)
+    monkeypatch.setattr(session, "_show", stop)
+    report = tmp_path / "run.json"
+    done = cli(
+        "generate", "-m", dense, "--prompt-ids", "5,6", "--no-predict", "--ignore-eos",
+        "--json", report,
+    )  # fmt: skip
+    assert done.code == code
+    assert done.err.splitlines()[-1] == word
+    assert "stats:" in done.err
+    run = json.loads(report.read_text())
+    assert run["finished"] == "interrupted"
+    assert 1 <= run["new_tokens"] < 128
+    assert closed[0].offload.executor.held() == []
+    assert signal.getsignal(signum) is before
+
+
+def test_a_signal_lost_in_a_destructor_is_raised_again() -> None:
+    with signals_raise():
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted) as again:
+            raise_received()
+        assert again.value.signum == signal.SIGTERM
+        # The second one ends the process at once.
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals_raise():
+            os.kill(os.getpid(), signal.SIGINT)
+            raise_received()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,149 @@
+"""Range planning against an oracle that moves one byte at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.blocks import ALIGN
+from offload.io.ranges import Copy, Piece, Request, plan_requests
+
+FILE_BYTES = 100_000
+
+
+@st.composite
+def scattered(draw: st.DrawFn) -> tuple[list[Piece], int]:
+    """Pieces with any sources and disjoint targets, and the target's length."""
+    congruent = draw(st.booleans())
+    pieces, at = [], 0
+    for _ in range(draw(st.integers(0, 8))):
+        n = draw(st.one_of(st.integers(0, 300), st.integers(0, 30_000)))
+        at += draw(st.sampled_from([0, 1, 64, 4096, 5000]))
+        src = draw(st.integers(0, FILE_BYTES - n))
+        if congruent:  # what makes reading in place possible
+            src = min(src - src % ALIGN + at % ALIGN, FILE_BYTES - n)
+        pieces.append(Piece(draw(st.integers(0, 1)), src, at, n))
+        at += n
+    return draw(st.permutations(pieces)), at + draw(st.sampled_from([0, 1, 4096, 10_000]))
+
+
+def run(requests: list[Request], files: list[bytes], room: int, in_place: bool) -> bytearray:
+    """Carry the requests out as a store does: in place where allowed, else with copies."""
+    target = bytearray(room)
+    for r in requests:
+        chunk = files[r.file][r.offset : r.offset + r.nbytes]
+        if in_place and r.direct is not None:
+            target[r.direct : r.direct + len(chunk)] = chunk
+            continue
+        for c in r.copies:
+            target[c.dst : c.dst + c.nbytes] = chunk[c.src : c.src + c.nbytes]
+    assert len(target) == room
+    return target
+
+
+FILES = [random.Random(i).randbytes(FILE_BYTES) for i in range(2)]
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    case=scattered(),
+    request_bytes=st.sampled_from([4096, 8192, 20480, 1 << 20]),
+    in_place=st.booleans(),
+    order=st.randoms(use_true_random=False),
+    gap_bytes=st.sampled_from([0, 0, 1, 4096, 20_000]),
+)
+def test_brings_every_byte(
+    case: tuple[list[Piece], int],
+    request_bytes: int,
+    in_place: bool,
+    order: random.Random,
+    gap_bytes: int,
+) -> None:
+    pieces, room = case
+    requests = plan_requests(pieces, request_bytes=request_bytes, room=room, gap_bytes=gap_bytes)
+    order.shuffle(requests)  # workers finish in any order
+    got = run(requests, FILES, room, in_place)
+    for p in pieces:
+        for i in range(p.nbytes):
+            assert got[p.dst + i] == FILES[p.file][p.src + i]
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=scattered(), request_bytes=st.sampled_from([4096, 8192, 20480, 1 << 20]))
+def test_shape_of_requests(case: tuple[list[Piece], int], request_bytes: int) -> None:
+    pieces, room = case
+    requests = plan_requests(pieces, request_bytes=request_bytes, room=room)
+    wanted = {(p.file, (p.src + i) // ALIGN) for p in pieces for i in range(p.nbytes)}
+    read = [(r.file, page) for r in requests for page in range(r.offset // ALIGN, r.end // ALIGN)]
+    assert len(read) == len(set(read)), "a page is read twice"
+    assert set(read) == wanted
+    for r in requests:
+        assert r.offset % ALIGN == r.nbytes % ALIGN == 0
+        assert 0 < r.nbytes <= request_bytes
+        if r.direct is not None:
+            assert r.direct % ALIGN == 0
+            assert 0 <= r.direct <= room - r.nbytes
+    physical = sum(r.nbytes for r in requests)
+    assert physical <= sum(p.nbytes for p in pieces) + 8192 * len([p for p in pieces if p.nbytes])
+    assert sum(r.payload_bytes for r in requests) == sum(p.nbytes for p in pieces)
+    assert [(r.file, r.offset) for r in requests] == sorted((r.file, r.offset) for r in requests)
+
+
+def test_touching_tensors_become_one_range() -> None:
+    pieces = [Piece(0, 8 + 1000 * i, 1024 * i, 1000) for i in range(8)]
+    (only,) = plan_requests(pieces, request_bytes=1 << 20, room=8192)
+    assert (only.offset, only.nbytes, len(only.copies)) == (0, 8192, 8)
+    assert only.direct is None
+
+
+def test_neighbours_are_merged_over_a_gap_only_when_told() -> None:
+    pieces = [Piece(0, 0, 0, 100), Piece(0, 8192, 100, 100)]
+    assert len(plan_requests(pieces, request_bytes=1 << 20, room=200)) == 2
+    (merged,) = plan_requests(pieces, request_bytes=1 << 20, room=200, gap_bytes=4096)
+    assert merged.nbytes == 12288
+
+
+def test_a_page_too_many_does_not_cost_a_tiny_request() -> None:
+    requests = plan_requests([Piece(0, 8, 0, 4 << 20)], request_bytes=4 << 20, room=4 << 20)
+    assert [r.nbytes for r in requests] == [(2 << 20) + 4096, 2 << 20]
+
+
+def test_in_place_where_pages_agree_and_nobody_is_overwritten() -> None:
+    page = [Piece(0, 4096, 0, 4000)]
+    (direct,) = plan_requests(page, request_bytes=1 << 20, room=4096)
+    assert direct.direct == 0
+    (tight,) = plan_requests(page, request_bytes=1 << 20, room=4000)
+    assert tight.direct is None
+    (shifted,) = plan_requests([Piece(0, 4160, 0, 4000)], request_bytes=1 << 20, room=8192)
+    assert shifted.direct is None
+    shared = plan_requests([*page, Piece(1, 0, 4032, 64)], request_bytes=1 << 20, room=4096)
+    assert [r.direct for r in shared] == [None, None]
+    assert shared[0].copies == (Copy(0, 0, 4000),)
+
+
+def test_a_long_tensor_is_read_in_place_but_for_the_page_it_shares() -> None:
+    pieces = [Piece(0, 100, 100, 40_000), Piece(1, 0, 0, 100)]
+    requests = plan_requests(pieces, request_bytes=16384, room=40_960)
+    assert [r.direct for r in requests if r.file == 0] == [None, 16384, 32768]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([Piece(0, 0, 0, 10), Piece(0, 50, 9, 10)], "two pieces"),
+        ([Piece(0, 0, 95, 10)], "end at 105"),
+        ([Piece(0, -1, 0, 10)], "negative"),
+        ([Piece(0, 0, 0, -10)], "negative"),
+    ],
+)
+def test_refuses(pieces: list[Piece], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_requests(pieces, request_bytes=4096, room=100)
+
+
+def test_refuses_crooked_request_sizes() -> None:
+    with pytest.raises(ValueError, match="4096"):
+        plan_requests([], request_bytes=5000, room=0)
