@@ -16,6 +16,8 @@ from families import CORE, FLOAT32_ONLY, tail
 
 from offload.models.load import prepare
 
+pytestmark = pytest.mark.usefixtures("cut_small")
+
 Checkpoint = Callable[..., Golden]
 
 
@@ -43,6 +45,14 @@ def _check(want: Golden, device: str, budget: str) -> None:
 @pytest.mark.parametrize("family", CORE)
 def test_family(checkpoint: Checkpoint, family: str, device: str, budget: str) -> None:
     _check(checkpoint(family), device, budget)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("split_layers")
+@pytest.mark.parametrize("family", CORE)
+def test_family_in_fine_steps(checkpoint: Checkpoint, family: str) -> None:
+    """Large layers are split into their projections where nothing reads one from outside."""
+    _check(checkpoint(family), "cpu", "minimum")
 
 
 @pytest.mark.slow
