@@ -40,7 +40,9 @@ class AbsentTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         source = next((a for a in args if isinstance(a, AbsentTensor)), None)
         if func in _SHAPE_ONLY and source is not None:
             return AbsentTensor(source._offload_name, source.shape, source.dtype, source.device)
@@ -51,7 +53,7 @@ class AbsentTensor(torch.Tensor):
             f"without a budget"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
         return f"AbsentTensor({self._offload_name!r}, shape={shape}, dtype={self.dtype})"
 

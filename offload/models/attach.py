@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from offload.scheduler.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-Undo = Callable[[], None]
+Undo = Callable[[], Any]
 
 
 class Attachment:
@@ -160,7 +161,7 @@ class Attachment:
             proxy = _ExpertProxy(session, param, group.module._parameters[attr])
             # An instance attribute shadows the registered parameter of the same name.
             group.module.__dict__[attr] = proxy
-            self._undo.append(lambda m=group.module, a=attr: m.__dict__.pop(a, None))
+            self._undo.append(partial(group.module.__dict__.pop, attr, None))
 
         def route(module: nn.Module, args: Any, kwargs: Any) -> None:
             session.begin(_routing(args, kwargs, group))
@@ -225,7 +226,7 @@ class Attachment:
             out = torch.empty((len(rows), width), dtype=dtype)
             spans = [Span(row * row_bytes, i * row_bytes, row_bytes) for i, row in enumerate(rows)]
             flat = out.view(torch.uint8).view(-1).numpy()
-            executor.read_rows(block, spans, memoryview(flat))
+            executor.read_rows(block, spans, memoryview(cast(Any, flat)))
             return out.to(device)
 
         table = row_table(param.name, param.tensor, device, read)

@@ -95,7 +95,7 @@ def model_class(config: Any) -> type:
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
+        found: Any = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -198,7 +198,7 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
     for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
         found = pattern.search(name)
         if found is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(plan[group_of[found.lastgroup]])
+            tensor.data = tensor.data.to(plan[group_of[str(found.lastgroup)]])
 
 
 def _check(model: Any, mapping: SourceMap, directory: Path) -> None:
@@ -261,7 +261,7 @@ def materialise_buffers(model: Any, mapping: CheckpointMap, read: Any) -> None:
             value = torch.empty_like(buffer, device="cpu")
         else:
             value = buffer
-        value._is_hf_initialized = name in sources
+        value._is_hf_initialized = name in sources  # type: ignore[attr-defined]
         module, leaf = _owner(model, name)
         module.register_buffer(leaf, value, persistent=name in persistent)
     for name, parameter in named.items():

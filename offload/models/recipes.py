@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -183,7 +184,7 @@ class TensorReader:
         out = torch.empty(shape, dtype=dtype)
         if out.numel():
             flat = out.view(-1).view(torch.uint8) if out.dim() else out.view(1).view(torch.uint8)
-            self._store.read_spans_into(name, spans, memoryview(flat.numpy())).result()
+            self._store.read_spans_into(name, spans, memoryview(cast(Any, flat.numpy()))).result()
         return out
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ converted once by transformers itself and kept in a packed file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -283,7 +283,7 @@ class CheckpointMap:
         )
 
         model = self.model
-        expected: Mapping[str, torch.Tensor] = model.state_dict()
+        expected: dict[str, torch.Tensor] = model.state_dict()
         renamings = [w for w in self._mapping if isinstance(w, WeightRenaming)]
         converters = [w for w in self._mapping if isinstance(w, WeightConverter)]
         by_pattern = {p: c for c in converters for p in c.source_patterns}

@@ -230,7 +230,9 @@ class _LookUpOnly(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is not torch.ops.aten.embedding.default:
             raise NotImplementedError(func)
         table, ids = args[0], args[1]
@@ -256,7 +258,7 @@ def rows_readable(module: nn.Module) -> bool:
         logger.info("%s is not read by row: %s", type(module).__name__, error)
         return False
     finally:
-        module._parameters["weight"] = table
+        module._parameters["weight"] = table  # type: ignore[assignment]
 
 
 def cut(
@@ -406,8 +408,8 @@ def _cut_embedding_and_head(
         and rows_readable(embedding)
     ):
         path = names[id(embedding)]
-        tensors = [(param.name, _dtype(param.tensor), tuple(param.tensor.shape))]
-        spec = layout(f"{path}#rows", BlockKind.WEIGHT, tensors)
+        table = [(param.name, _dtype(param.tensor), tuple(param.tensor.shape))]
+        spec = layout(f"{path}#rows", BlockKind.WEIGHT, table)
         result.blocks[spec.id] = spec
         result.params[spec.id] = [param]
         result.embedding = RowEmbedding(path, embedding, param, spec.id)
