@@ -1,7 +1,11 @@
-"""Stand-ins for parameters that are not in memory: they know their shape, and refuse to be read."""
+"""Stand-ins for parameters that are not in memory: they know their shape, and refuse to be read.
+
+A table that is only ever looked up (an embedding) has one that answers look-ups: it reads the rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +28,9 @@ class AbsentTensor(torch.Tensor):
     _offload_name: str
 
     @staticmethod
-    def __new__(
-        cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> AbsentTensor:
+    def __new__(cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
         make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        tensor: AbsentTensor = make(cls, shape, dtype=dtype, device=device)
+        tensor = make(cls, shape, dtype=dtype, device=device)
         tensor._offload_name = name
         return tensor
 
@@ -63,6 +65,59 @@ class AbsentTensor(torch.Tensor):
             f"{self._offload_name} is streamed: a streamed model cannot be saved; its weights are "
             f"those of its checkpoint"
         )
+
+
+class RowTable(AbsentTensor):
+    """An absent table ``[V, D]`` whose rows are read at each look-up, wherever that happens.
+
+    ``torch.embedding``, ``table[i]`` and ``table[ids]`` gather the rows asked for, each read once,
+    and give what they would with the table in memory; everything else is refused.
+    """
+
+    _offload_read: Callable[[Sequence[int]], torch.Tensor]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        table = next((a for a in args if isinstance(a, RowTable)), None)
+        if table is None or args[0] is not table:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _SHAPE_ONLY:
+            return row_table(table._offload_name, table, table.device, table._offload_read)
+        if func is aten.embedding.default:
+            return table._look_up(args[1])
+        if func is aten.select.int and args[1] == 0:
+            return table._look_up(torch.tensor(args[2]))
+        if func is aten.index_select.default and args[1] == 0:
+            return table._look_up(args[2])
+        if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
+            return table._look_up(args[1][0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        # ids: any shape; returns (*ids.shape, D)
+        height, width = self.shape
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        rows = unique.tolist()
+        if rows and not (rows[0] >= 0 and rows[-1] < height):
+            raise IndexError(
+                f"ids from {rows[0]} to {rows[-1]} for the {height} rows of {self._offload_name}"
+            )
+        if not rows:
+            return torch.empty((*ids.shape, width), dtype=self.dtype, device=self.device)
+        return self._offload_read(rows)[inverse]
+
+
+def row_table(
+    name: str,
+    like: torch.Tensor,
+    device: torch.device,
+    read: Callable[[Sequence[int]], torch.Tensor],
+) -> RowTable:
+    """A table that is not in memory; ``read(rows)`` returns ascending rows as ``[n, D]``."""
+    table = RowTable(name, like.shape, like.dtype, device)
+    table._offload_read = read
+    return table
 
 
 def absent(name: str, like: torch.Tensor, device: torch.device) -> torch.nn.Parameter:

@@ -12,7 +12,7 @@ after the routing has announced all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.store import Span
-from offload.models.absent import absent
+from offload.models.absent import absent, row_table
 from offload.models.units import Cut, ExpertGroup, HeadSlices, Param, RowEmbedding, Unit
 from offload.runtime.executor import Executor
 from offload.scheduler.plan import Plan
@@ -218,37 +218,19 @@ class Attachment:
             module._parameters["weight"] = nn.Parameter(views[param.name], requires_grad=False)
             return
         executor = self.executor
-        stand_in = absent(param.name, param.tensor, executor.device.torch_device)
-        module._parameters["weight"] = stand_in
-        width = param.tensor.shape[1]
+        device = executor.device.torch_device
+        dtype, width = param.tensor.dtype, param.tensor.shape[1]
         row_bytes = width * param.tensor.element_size()
-        padding = module.padding_idx
 
-        def before(_: nn.Module, args: Any) -> Any:
-            ids = args[0]
-            unique, inverse = torch.unique(ids, return_inverse=True)
-            low, high = (int(unique[0]), int(unique[-1])) if len(unique) else (0, -1)
-            if low < 0 or high >= param.tensor.shape[0]:
-                raise IndexError(
-                    f"token ids from {low} to {high} for a vocabulary of {param.tensor.shape[0]}"
-                )
-            rows = torch.empty((len(unique), width), dtype=param.tensor.dtype)
-            spans = [
-                Span(token * row_bytes, i * row_bytes, row_bytes)
-                for i, token in enumerate(unique.tolist())
-            ]
-            if spans:
-                flat = rows.view(torch.uint8).view(-1).numpy()
-                executor.read_rows(block, spans, memoryview(cast(Any, flat)))
-            module._parameters["weight"] = rows  # type: ignore[assignment]
-            module.padding_idx = None  # it names a row of the whole table, and only scales grads
-            return (inverse, *args[1:])
+        def read(rows: Sequence[int]) -> torch.Tensor:
+            out = torch.empty((len(rows), width), dtype=dtype)
+            spans = [Span(row * row_bytes, i * row_bytes, row_bytes) for i, row in enumerate(rows)]
+            flat = out.view(torch.uint8).view(-1).numpy()
+            executor.read_rows(block, spans, memoryview(cast(Any, flat)))
+            return out.to(device)
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            module._parameters["weight"] = stand_in
-            module.padding_idx = padding
-
-        self._hooks(module, before, after)
+        table = row_table(param.name, param.tensor, device, read)
+        module._parameters["weight"] = nn.Parameter(table, requires_grad=False)
 
     # -- backward -------------------------------------------------------------------------
 

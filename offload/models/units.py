@@ -221,7 +221,7 @@ def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _LookUpOnly(torch.Tensor):
-    """A table or its indices, without data: may meet in ``embedding`` and nowhere else."""
+    """A table without data: may be looked up, as ``absent.RowTable`` can, and nothing else."""
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> _LookUpOnly:
@@ -236,16 +236,13 @@ class _LookUpOnly(torch.Tensor):
         if func is not torch.ops.aten.embedding.default:
             raise NotImplementedError(func)
         table, ids = args[0], args[1]
-        if not (isinstance(table, cls) and isinstance(ids, cls)):
-            raise NotImplementedError("a look-up in or with something else")
         return torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype, device="meta")
 
 
 def rows_readable(module: nn.Module) -> bool:
-    """Whether an embedding's forward only gathers rows (then scales them, at most).
+    """Whether an embedding's forward only looks rows up, whatever it does with them then.
 
-    Tried, not guessed from its class: a subclass may scale the rows (Gemma) or treat some ids
-    apart, and only the former still works with a table of other rows.
+    Tried, not guessed from its class: many scale the rows (Gemma) or treat some ids apart.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
@@ -255,7 +252,7 @@ def rows_readable(module: nn.Module) -> bool:
     module._parameters["weight"] = _LookUpOnly(tuple(table.shape), table.dtype)  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            out = module(_LookUpOnly((1, 3), torch.int64))
+            out = module(torch.empty((1, 3), dtype=torch.int64, device="meta"))
         return isinstance(out, torch.Tensor) and tuple(out.shape) == (1, 3, table.shape[1])
     except Exception as error:  # noqa: BLE001  any failure means: not this way
         logger.info("%s is not read by row: %s", type(module).__name__, error)

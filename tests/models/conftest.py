@@ -30,13 +30,22 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def _tiny_models_are_cut_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary of 256 gets two head slices; nothing warms up a toy before each model."""
-    from offload.models import load, units
+@pytest.fixture
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut tiny models as finely as large ones: a vocabulary of 256 has two head slices. And do
+    not warm up a toy before each of hundreds of them."""
+    from offload.models import load, toy, units
 
     monkeypatch.setattr(units, "HEAD_SLICE_BYTES", 16384)
-    monkeypatch.setattr(load, "baseline_rss", lambda *_: 0)
+    monkeypatch.setattr(load, "warm_up", lambda *_: toy.Warm(baseline_rss=0))
+
+
+@pytest.fixture
+def split_layers(cut_small: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    """Split layers into their projections as well, where that is possible."""
+    from offload.models import load
+
+    monkeypatch.setattr(load, "STEP_BYTES", 4096)
 
 
 @pytest.fixture(scope="session")

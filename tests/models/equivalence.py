@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -84,7 +83,6 @@ def options(device: str, **kwargs: Any) -> Options:
     return Options(**{**base, **kwargs})
 
 
-@functools.cache
 def budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, int]]:
     """``ram`` and ``gpu`` under which everything, about half, and as little as possible fits."""
     whole = prepare(directory, options(device, **kwargs))
@@ -94,7 +92,7 @@ def budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, 
     short = weights + sum(whole.request.reserves[top].values()) - 1
     name = "gpu" if device == "sim" else "ram"
     cut = prepare(directory, options(device, **{**kwargs, name: short}))
-    least = {t: cut.minimum[t] for t in cut.minimum}
+    least = dict(cut.minimum)
 
     def pair(extra: int) -> dict[str, int]:
         out = {"ram": least[Tier.RAM] + extra}
