@@ -128,7 +128,8 @@ def cpu_flags() -> Check:
         )
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     have = [flag for flag in wanted if flag in flags]
-    listed = f"{', '.join(have) or 'none of ' + ', '.join(wanted)}; {_count(default_threads(), 'thread')}"
+    listed = ", ".join(have) or "none of " + ", ".join(wanted)
+    listed += f"; {_count(default_threads(), 'thread')}"
     if {"avx512_bf16", "amx_bf16"} & flags or (not flags and platform.machine() == "aarch64"):
         return Check(name="CPU", verdict=Verdict.GOOD, detail=listed)
     return Check(
