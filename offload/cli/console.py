@@ -45,9 +45,11 @@ def _console(*, stderr: bool) -> Console:
 
 
 def note(text: str, label: str = "note") -> None:
-    """One line on stderr, however long."""
+    """One line on stderr; folded on a terminal only."""
     style = "yellow" if label == "warning" else "dim"
-    err().print(Text.assemble((f"{label}: ", style), text), soft_wrap=True)
+    console = err()
+    line = Text.assemble((f"{label}: ", style), text)
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def rows(lines: Iterable[Sequence[str]], *, heads: Sequence[str] = (), notes: bool = True) -> Table:

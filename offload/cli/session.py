@@ -88,7 +88,7 @@ def _load_and_run(
             # is held for the unit yet.
             unit.module.register_forward_pre_hook(raise_received, prepend=True)
         sampling = wish.sampling.apply(model.generation_config)
-        with console.waiting(f"reading the prompt ({len(ids)} tokens)") as first_text:
+        with console.waiting(f"reading the prompt, {len(ids)} tokens") as first_text:
             decode.generate(
                 model,
                 ids,
@@ -124,7 +124,12 @@ def _open(prepared: Prepared) -> Any:
         model = prepared.open(progress)
     stats = model.offload.stats()
     read, load_s = stats["disk_read_bytes"], stats["load_s"]
-    console.note(f"{format_bytes(read)} in {load_s:.2f} s, {format_bytes(read / load_s)}/s", "load")
+    said = f"{load_s:.2f} s, {format_bytes(read)} into memory"
+    if converted := prepared.recipes.convert_bytes(prepared.cut.blocks):
+        said += f" after converting {format_bytes(converted)}"
+    elif load_s > 0:
+        said += f", {format_bytes(read / load_s)}/s"
+    console.note(said, "load")
     return model
 
 
