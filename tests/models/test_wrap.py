@@ -60,12 +60,12 @@ class Conv(nn.Module):
             nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32)) for _ in range(4)
         ]
         self.blocks = nn.ModuleList([*blocks, blocks[0]])
-        self.half = nn.Parameter(torch.full((1,), 0.5))
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = x + self.half * block(x)
+            x = x + self.scale * block(x)
         return x
 
 
