@@ -27,6 +27,12 @@ ByteProgress = Callable[[str, int, int], None]
 _VERBS = {"load": "loading", "convert": "converting", "write": "writing"}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit with 1 here; a closed pipe ends every command in the same way."""
+        raise BrokenPipeError
+
+
 def out() -> Console:
     """The console of results."""
     return _console(stderr=False)
@@ -38,7 +44,7 @@ def err() -> Console:
 
 
 def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    console = _Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = WIDE
     return console
