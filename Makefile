@@ -24,7 +24,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict offload/scheduler offload/io
+	$(BIN)/mypy --strict --follow-imports=silent offload/scheduler offload/io
 
 # torch first and by its exact version: left to the ranges of other packages, pip takes the newest
 # build with several gigabytes of CUDA libraries.

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from offload.cli.signals import raise_received
 from offload.units import format_bytes
 
 WIDE = 160
@@ -24,6 +25,12 @@ ByteProgress = Callable[[str, int, int], None]
 """``progress(what, done_bytes, total_bytes)``."""
 
 _VERBS = {"load": "loading", "convert": "converting", "write": "writing"}
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit with 1 here; a closed pipe ends every command in the same way."""
+        raise BrokenPipeError
 
 
 def out() -> Console:
@@ -37,16 +44,18 @@ def err() -> Console:
 
 
 def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    console = _Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = WIDE
     return console
 
 
 def note(text: str, label: str = "note") -> None:
-    """One line on stderr, however long."""
+    """One line on stderr; folded on a terminal only."""
     style = "yellow" if label == "warning" else "dim"
-    err().print(Text.assemble((f"{label}: ", style), text), soft_wrap=True)
+    console = err()
+    line = Text.assemble((f"{label}: ", style), text)
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def rows(lines: Iterable[Sequence[str]], *, heads: Sequence[str] = (), notes: bool = True) -> Table:
@@ -77,11 +86,12 @@ def heading(text: str) -> Text:
 
 @contextlib.contextmanager
 def byte_progress() -> Iterator[ByteProgress]:
-    """A bar on stderr with rate and time left; gone when it is done."""
+    """A bar on stderr with rate and time left; gone when it is done. A signal raises in it."""
     with _bar() as bar:
         tasks: dict[str, tuple[TaskID, float]] = {}
 
         def report(what: str, done: int, total: int) -> None:
+            raise_received()
             now = time.perf_counter()
             if what not in tasks:
                 tasks[what] = bar.add_task(_VERBS.get(what, what), total=total, info=""), now
@@ -96,10 +106,15 @@ def byte_progress() -> Iterator[ByteProgress]:
 
 @contextlib.contextmanager
 def share_progress(title: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr for ``report(what, share of the whole)``."""
+    """A bar on stderr for ``report(what, share of the whole)``. A signal raises in it."""
     with _bar() as bar:
         task = bar.add_task(title, total=1.0, info="")
-        yield lambda what, share: bar.update(task, completed=share, info=what)
+
+        def report(what: str, share: float) -> None:
+            raise_received()
+            bar.update(task, completed=share, info=what)
+
+        yield report
 
 
 def _bar() -> Progress:

@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + stop.signum
         except BrokenPipeError:
             # Whoever read our output has gone, and Python would complain when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
     return 0
 

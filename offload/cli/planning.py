@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload.cli.console import note, share_progress
+from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
 from offload.models.recipes import spill_directory
@@ -133,11 +134,11 @@ def find_hardware(directory: Path) -> Hardware | None:
     if found is not None:
         return found
     note(
-        f"this disk and CPU have not been measured for {threads} thread(s) yet: a quick probe, some "
-        f"seconds; 'offload probe --disk {directory} -t {threads}' is better, --no-predict skips it"
+        f"nothing is measured for this disk and {threads} thread(s) yet: a quick probe, some "
+        f"seconds; better: 'offload probe --disk {directory} -t {threads}'; none: --no-predict"
     )
     try:
-        with share_progress("probing") as report:
+        with signals_wait(), share_progress("probing") as report:
             found = probe(directory, quick=True, threads=threads, progress=report)
     except OffloadError as error:
         note(f"no prediction: {error}", "warning")

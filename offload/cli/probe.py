@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.cli import flags, output
+from offload.cli.signals import signals_wait
 from offload.errors import StoreError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def probe(
     from offload.runtime.probe import probe as measure
 
     threads = threads or default_threads()
-    with console.share_progress("probing") as report:
+    with signals_wait(), console.share_progress("probing") as report:
         found = measure(disk, quick=quick, threads=threads, progress=report)
     out = console.out()
     out.print(f"{found.name}, {threads} thread{'s' if threads > 1 else ''}", style="bold")
@@ -59,7 +60,7 @@ def _lines(found: Hardware) -> list[tuple[str, ...]]:
         ("disk read and write", found.ssd_mixed),
         ("RAM read", found.ram_read),
         ("RAM copy", found.memcpy),
-        *((f"one token {dtype}", rate) for dtype, rate in found.gemv.items()),
+        *((f"GEMV {dtype}", rate) for dtype, rate in found.gemv.items()),
         *((f"matmul {dtype}", rate) for dtype, rate in found.matmul.items()),
     ]
     return [(name, *_cells(rate)) for name, rate in named]

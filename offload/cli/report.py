@@ -24,9 +24,9 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     if run.ttft_s is not None:
         parts += [
             f"TTFT {run.ttft_s:.2f} s",
-            f"prompt {_rate(run.prefill_tok_s)} ({run.prompt_tokens} tokens)",
+            f"prompt {_rate(run.prefill_tok_s)} ({_tokens(run.prompt_tokens)})",
         ]
-    parts.append(f"decode {_rate(run.decode_tok_s)} ({len(run.token_ids)} tokens)")
+    parts.append(f"decode {_rate(run.decode_tok_s)} ({_tokens(len(run.token_ids))})")
     steps = run.decode_steps
     if steps and streams(plan):
         if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
@@ -108,6 +108,10 @@ def run_json(
 def hit_rate(hits: float, misses: float) -> float | None:
     """Share of routed experts that were there; None if none was routed."""
     return hits / (hits + misses) if hits + misses else None
+
+
+def _tokens(n: int) -> str:
+    return f"{n} token{'' if n == 1 else 's'}"
 
 
 def _rate(value: float | None) -> str:

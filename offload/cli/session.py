@@ -13,6 +13,7 @@ import torch
 from offload.cli import console, decode, output, prompt, report, view
 from offload.cli.planning import Wanted, context_limit, fit_context, make_plan
 from offload.cli.sampling import Sampling
+from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import IdDecoder, TextDecoder
 from offload.errors import OffloadError
 from offload.models.load import Prepared
@@ -68,15 +69,26 @@ def run_session(wish: Wish) -> None:
         context=context,
         tokenizer_bytes=tokenizer_bytes,
     )
-    err = console.err()
-    view.show_summary(err, prepared)
+    view.show_summary(console.err(), prepared)
+    with signals_wait():
+        _load_and_run(wish, prepared, ids, new_tokens, tokenizer)
+    raise_received()
+
+
+def _load_and_run(
+    wish: Wish, prepared: Prepared, ids: list[int], new_tokens: int, tokenizer: Any | None
+) -> None:
     model = _open(prepared)
     sampling: Mapping[str, float | int] = {}
     runs: list[decode.Run] = []
     pipe_gone = False
     try:
+        for unit in prepared.cut.units:
+            # A long prompt can take minutes until the first token. First of the hooks: nothing
+            # is held for the unit yet.
+            unit.module.register_forward_pre_hook(raise_received, prepend=True)
         sampling = wish.sampling.apply(model.generation_config)
-        with console.waiting(f"reading the prompt ({len(ids)} tokens)") as first_text:
+        with console.waiting(f"reading the prompt, {len(ids)} tokens") as first_text:
             decode.generate(
                 model,
                 ids,
@@ -115,7 +127,12 @@ def _open(prepared: Prepared) -> Any:
         model = prepared.open(progress)
     stats = model.offload.stats()
     read, load_s = stats["disk_read_bytes"], stats["load_s"]
-    console.note(f"{format_bytes(read)} in {load_s:.2f} s, {format_bytes(read / load_s)}/s", "load")
+    said = f"{load_s:.2f} s, {format_bytes(read)} into memory"
+    if converted := prepared.recipes.convert_bytes(prepared.cut.blocks):
+        said += f" after converting {format_bytes(converted)}"
+    elif load_s > 0:
+        said += f", {format_bytes(read / load_s)}/s"
+    console.note(said, "load")
     return model
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as an exception that nothing on the way mistakes for an error."""
+"""Ctrl-C and SIGTERM as an exception, raised where it can do no harm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
-_received: list[int] = []
+class _State:
+    """The process has one: signals are global."""
+
+    received: int | None = None
+    waits: bool = False
 
 
 @contextlib.contextmanager
@@ -40,10 +44,11 @@ def signals_raise() -> Iterator[None]:
     def stop(signum: int, _frame: FrameType | None) -> None:
         for number in before:
             signal.signal(number, signal.SIG_DFL)
-        _received.append(signum)
-        raise Interrupted(signum)
+        _State.received = signum
+        if not _State.waits:
+            raise Interrupted(signum)
 
-    _received.clear()
+    _State.received = None
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, stop)
@@ -54,7 +59,22 @@ def signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def raise_received() -> None:
-    """Raise what was received but got lost: an exception inside a destructor is only printed."""
-    if _received:
-        raise Interrupted(_received[-1])
+@contextlib.contextmanager
+def signals_wait() -> Iterator[None]:
+    """Inside, a signal waits for the next ``raise_received()``.
+
+    For as long as this thread keeps books with others: an exception between "a read is on its
+    way" and its submission would leave everyone who waits for that read waiting for good (it did:
+    closing the model hung in one of some ten interruptions).
+    """
+    outer, _State.waits = _State.waits, True
+    try:
+        yield
+    finally:
+        _State.waits = outer
+
+
+def raise_received(*_: object) -> None:
+    """Raise ``Interrupted`` if a signal has come. Takes any arguments: it serves as a hook."""
+    if _State.received is not None:
+        raise Interrupted(_State.received)

@@ -28,9 +28,7 @@ class AbsentTensor(torch.Tensor):
     _offload_name: str
 
     @staticmethod
-    def __new__(
-        cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> Any:
+    def __new__(cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
         make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         tensor = make(cls, shape, dtype=dtype, device=device)
         tensor._offload_name = name
@@ -79,9 +77,7 @@ class RowTable(AbsentTensor):
     _offload_read: Callable[[Sequence[int]], torch.Tensor]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         table = next((a for a in args if isinstance(a, RowTable)), None)
         if table is None or args[0] is not table:
@@ -103,7 +99,7 @@ class RowTable(AbsentTensor):
         height, width = self.shape
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = unique.tolist()
-        if rows and not (0 <= rows[0] and rows[-1] < height):
+        if rows and not (rows[0] >= 0 and rows[-1] < height):
             raise IndexError(
                 f"ids from {rows[0]} to {rows[-1]} for the {height} rows of {self._offload_name}"
             )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cli_support import Cli, refused
@@ -152,7 +153,7 @@ def test_without_a_seed_there_is_one_to_report() -> None:
         (dict(prompt=63, new_tokens=None, context=None, limit=64), (1, 64)),
     ],
 )
-def test_the_context_takes_prompt_and_answer(given: dict, want: tuple[int, int]) -> None:
+def test_the_context_takes_prompt_and_answer(given: dict[str, Any], want: tuple[int, int]) -> None:
     assert fit_context(**given) == want
 
 
@@ -165,7 +166,9 @@ def test_the_context_takes_prompt_and_answer(given: dict, want: tuple[int, int])
         (dict(prompt=1, new_tokens=1, context=80, limit=64), ["80", "64"]),
     ],
 )
-def test_what_does_not_fit_the_context_says_by_how_much(given: dict, said: list[str]) -> None:
+def test_what_does_not_fit_the_context_says_by_how_much(
+    given: dict[str, Any], said: list[str]
+) -> None:
     with pytest.raises(OffloadError) as raised:
         fit_context(**given)
     assert all(word in str(raised.value) for word in said), str(raised.value)

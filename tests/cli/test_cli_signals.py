@@ -16,7 +16,8 @@ import pytest
 from cli_support import Cli
 
 from offload.cli import session
-from offload.cli.signals import Interrupted, raise_received, signals_raise
+from offload.cli.signals import Interrupted, raise_received, signals_raise, signals_wait
+from offload.models import load
 
 # A parent that ignores SIGINT (a shell's background job) would hand that on.
 START = """
@@ -118,15 +119,61 @@ def test_the_model_is_closed_and_what_was_done_is_reported(
     assert signal.getsignal(signum) is before
 
 
-def test_a_signal_lost_in_a_destructor_is_raised_again() -> None:
+def test_in_the_middle_of_the_prompt(
+    cli: Cli, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer that runs is finished, the next one is not begun, and no block is held."""
+    opened, ran = session._open, []
+
+    def hook(prepared: Any) -> Any:
+        model = opened(prepared)
+        layers = model.model.layers
+        layers[3].mlp.register_forward_pre_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGINT) if 3 not in ran else None
+        )
+        for i, layer in enumerate(layers):
+            layer.register_forward_hook(lambda *_, i=i: ran.append(i))
+        held.append(model.offload.executor.held)
+        return model
+
+    held: list[Any] = []
+    monkeypatch.setattr(session, "_open", hook)
+    done = cli("generate", "-m", dense, "--prompt-ids", "5,6", "--no-predict")
+    assert done.code == 130
+    assert ran == [0, 1, 2, 3]
+    assert held[0]() == []
+    assert done.out == ""
+    assert "decode - (0 tokens)" in done.err
+
+
+def test_while_loading(cli: Cli, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cli`` checks that no thread is left."""
+    opened = load.Prepared.open
+
+    def interrupted(*words: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return opened(*words)
+
+    monkeypatch.setattr(load.Prepared, "open", interrupted)
+    done = cli("generate", "-m", dense, "--prompt-ids", "5,6", "--no-predict")
+    assert done.code == 130
+    assert done.err.splitlines()[-1] == "interrupted"
+    assert "stats:" not in done.err
+
+
+def test_a_signal_raises_at_once_or_waits_for_a_safe_place() -> None:
     with signals_raise():
+        with signals_wait():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted) as raised:
+            raise_received()
+        assert raised.value.signum == signal.SIGTERM
+        # A second one ends the process, whatever it waits for.
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with signals_raise():
+        raise_received()  # the one before is forgotten
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Interrupted) as again:
-            raise_received()
-        assert again.value.signum == signal.SIGTERM
-        # The second one ends the process at once.
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

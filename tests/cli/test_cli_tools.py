@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,25 @@ def test_synth_writes_what_generate_reads(cli: Cli, moe: Path, tmp_path: Path) -
     refused(cli(*words), str(out))
     assert cli(*words, "--overwrite").code == 0
     refused(cli("synth", tmp_path / "nothing.json", tmp_path / "other"), "nothing.json")
+
+
+def test_a_reader_of_a_table_that_goes_away(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+        def fileno(self) -> int:
+            return spare
+
+    spare = os.open(tmp_path / "stdout", os.O_CREAT | os.O_WRONLY)
+    monkeypatch.setattr("sys.stdout", Gone())
+    done = cli("doctor", "--disk", tmp_path)
+    assert os.readlink(f"/proc/self/fd/{spare}") == os.devnull  # what Python flushes at exit
+    os.close(spare)
+    assert done.code == 128 + signal.SIGPIPE
+    assert done.err == ""
 
 
 def test_json_is_written_whole_or_not_at_all(

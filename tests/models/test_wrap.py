@@ -1,0 +1,223 @@
+"""Streaming a model that is in memory, and giving it back bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import ClosedError, OffloadError, PlanError, StoreError
+
+Build = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
+
+
+def mlp() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
+    return nn.Sequential(*layers), (torch.randn(3, 64),)
+
+
+def encoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return nn.TransformerEncoder(layer, 6), (torch.randn(2, 5, 64),)
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps a second list of its parameters, and is a large leaf outside of any list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(256, 256, 2, batch_first=True)
+        self.up = nn.Linear(256, 2048)
+        self.down = nn.Linear(2048, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.rnn(x)[0]))
+
+
+def recurrent() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Recurrent(), (torch.randn(2, 7, 256),)
+
+
+class Conv(nn.Module):
+    """Buffers, batch norm, a channels-last weight and a shared block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1).to(memory_format=torch.channels_last)
+        blocks = [
+            nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32)) for _ in range(4)
+        ]
+        self.blocks = nn.ModuleList([*blocks, blocks[0]])
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + self.scale * block(x)
+        return x
+
+
+def conv() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Conv(), (torch.randn(2, 3, 16, 16),)
+
+
+def vit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=32,
+        patch_size=8,
+    )
+    return ViTModel(config), (torch.randn(2, 3, 32, 32),)
+
+
+BUILDS: list[Build] = [mlp, encoder, recurrent, conv, vit]
+
+
+def value(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def tight(model: nn.Module) -> int:
+    """A budget of about half the model, above what is the least."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    try:
+        offload.wrap(model, ram=1, disk=os.devnull)
+    except (PlanError, OffloadError) as error:
+        least = int(str(error).split("at least ")[1].split()[0])
+    return least + total // 4
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("build", BUILDS, ids=lambda b: b.__name__)
+def test_same_bits_and_back(build: Build, device: str, tmp_path: Path) -> None:
+    model, inputs = build()
+    model.eval()
+    with torch.no_grad():
+        want = value(model(*inputs))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    objects = [id(p) for p in model.parameters()]
+    grads = [p.requires_grad for p in model.parameters()]
+    budget = tight(model)
+    gpu = {"gpu": budget} if device == "sim" else {}
+    assert offload.wrap(model, ram=budget, disk=tmp_path, device=device, **gpu) is model
+    assert os.listdir(tmp_path) == []  # the private file has no name
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(value(model(*inputs)), want)
+    model.offload.executor.validate()
+    streamed = model.offload.plan.streamed_bytes_per_pass
+    assert streamed > 0, "nothing streamed: this tests nothing"
+    offload.unwrap(model)
+    assert [id(p) for p in model.parameters()] == objects
+    assert [p.requires_grad for p in model.parameters()] == grads
+    after = model.state_dict()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[k], state[k]) for k in state)
+    model.train()
+    value(model(*inputs)).sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_unwrap_gives_a_loaded_model_its_weights() -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = Path(__file__).parents[2] / "examples" / "tiny_moe"
+    model = offload.load(path, ram="8MiB", context=32, overhead_bytes=0)
+    offload.unwrap(model)
+    want = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    got = model.state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_wrapping_twice_and_unwrapping_nothing_are_errors(tmp_path: Path) -> None:
+    model, _ = mlp()
+    with pytest.raises(OffloadError, match="not streamed"):
+        offload.unwrap(model)
+    offload.wrap(model, ram=tight(model), disk=tmp_path)
+    with pytest.raises(OffloadError, match="streamed already"):
+        offload.wrap(model, ram="1GiB", disk=tmp_path)
+    model.offload.close()
+    model.offload.close()
+    with pytest.raises(ClosedError):
+        offload.unwrap(model)
+
+
+def test_a_failed_wrap_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = mlp()
+    want = model(*inputs)
+    budget = tight(model)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreError("no space left on the disk: needs 128.0 KiB, has 0 B")
+
+    monkeypatch.setattr("offload.io.pack.reserve", full)
+    with pytest.raises(StoreError, match="needs"):
+        offload.wrap(model, ram=budget, disk=tmp_path)
+    assert torch.equal(model(*inputs), want)
+    assert not hasattr(model, "offload")
+
+
+def test_weights_elsewhere_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(OffloadError, match="has no data"):
+        offload.wrap(model, ram="1GiB")
+
+
+def test_an_unreadable_disk_directory_is_one_error(tmp_path: Path) -> None:
+    model, _ = mlp()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(OffloadError, match="cannot be used"):
+        offload.wrap(model, ram="1GiB", disk=file / "below")
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    code = textwrap.dedent(
+        f"""
+        import sys, torch, offload
+        from torch import nn
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256)) for _ in range(8)])
+        offload.wrap(model, ram="1MiB", disk={str(tmp_path)!r})
+        print("wrapped", flush=True)
+        with torch.no_grad():
+            while True:
+                model(torch.randn(1, 256))
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "wrapped"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert os.listdir(tmp_path) == []
