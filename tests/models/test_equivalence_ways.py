@@ -217,10 +217,11 @@ def _written(tmp_path: Path, family: str, auto: Any, **overrides: Any) -> Path:
 
 @pytest.mark.parametrize("family", ["bert", "albert", "roberta", "distilbert", "modernbert"])
 def test_encoder(tmp_path: Path, family: str, device: str) -> None:
-    """Albert's layers share their parameters: one block, used at every layer."""
+    """Albert's layers share their parameters: 8 layers, 4 sets of weights."""
     from transformers import AutoModel
 
-    directory = _written(tmp_path, family, AutoModel)
+    shared = {"num_hidden_layers": 8, "num_hidden_groups": 4} if family == "albert" else {}
+    directory = _written(tmp_path, family, AutoModel, **shared)
     want = reference(directory, torch.bfloat16)
     ids_BL = prompt(rows=2)
     with torch.no_grad():
