@@ -299,6 +299,8 @@ class Residency:
         shelf.fill = min(shelf.fill, max(entry.until, 0))
         self._drop(shelf, block, entry)
         self._halted = True
+        # An expert on its way up is still queued: whoever acquires it gets the error or asks anew.
+        self._queue = [item for item in self._queue if item[1] != block]
         if any(b == block for _, b in self._demand):
             return self._take()  # the unit that waits gets the error: no retry behind its back
         return self._advance()
