@@ -12,6 +12,7 @@ after the routing has announced all of them.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -117,17 +118,20 @@ class Attachment:
         ]
         stand_ins = [parameters[attr] for parameters, attr, _, _ in spots]
         recurrent = [m for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
-        tickets: list[int] = []
+        tickets: list[tuple[int, int]] = []  # of the run under way: its thread and its ticket
         executor = self.executor
 
         def enter(module: nn.Module, args: Any) -> None:
-            if tickets:
+            thread = threading.get_ident()
+            if tickets and tickets[0][0] != thread:
                 raise UnsupportedModelError(
-                    f"{unit.name} calls itself or runs in two threads at once; a streamed model "
-                    f"runs in one thread at a time"
+                    f"{unit.name} runs in two threads at once; a streamed model runs in one thread "
+                    f"at a time"
                 )
-            ticket = executor.enter(unit.name, blocks)
-            tickets.append(ticket)
+            if tickets:
+                # Left by a Ctrl-C in its forward: torch runs no hooks after one.
+                leave(module, args, None)
+            tickets.append((thread, executor.enter(unit.name, blocks)))
             views = {b: executor.views(b) for b in blocks}
             for parameters, attr, block, name in spots:
                 parameters[attr] = views[block][name]  # type: ignore[assignment]
@@ -142,7 +146,7 @@ class Attachment:
                 parameters[attr] = stand_in
             for rnn in recurrent:
                 _refresh_flat_weights(rnn)
-            executor.leave(tickets.pop(), blocks)
+            executor.leave(tickets.pop()[1], blocks)
 
         self._hooks(unit.module, enter, leave)
 
@@ -285,6 +289,7 @@ class _ExpertSession:
         self._open = False
 
     def begin(self, experts: list[int]) -> None:
+        self._let_go()  # left by a Ctrl-C in the loop before
         self._open = True
         self.executor.route(self.group.name, [self.group.blocks[e] for e in experts])
 

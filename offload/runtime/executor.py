@@ -26,6 +26,7 @@ from offload.errors import ClosedError, OffloadError, StoreError, WatchdogError
 from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
 from offload.runtime.arena import Arena, Lease
 from offload.runtime.device import Device, Event
+from offload.runtime.interrupts import Shield
 from offload.scheduler.plan import Plan
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
 from offload.scheduler.trace import Step, Trace
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 WATCHDOG_S = 120.0
 """A wait without any transfer finishing for this long is an error, never a hang."""
+
+_SIGNAL_S = 0.25
 
 Views = dict[str, torch.Tensor]
 """A block's tensors by name, on the device that computes; valid while the block is held."""
@@ -72,6 +75,7 @@ class Executor:
         self.stats = Stats()
         self._watchdog_s = watchdog_s
         self._residency = Residency(plan)
+        self._shield = Shield()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._progress = 0  # completions of any kind, for the watchdog
@@ -102,7 +106,7 @@ class Executor:
         ``progress(done_bytes, total_bytes)`` is called from the calling thread.
         """
         total = sum(self.plan.blocks[b].nbytes for t in self.plan.tiers.values() for b in t.pinned)
-        with self._changed:
+        with self._shield, self._changed:
             self._submit(self._residency.start())
             while left := self._residency.loading():
                 self._raise_failures(left)
@@ -114,6 +118,10 @@ class Executor:
 
     def close(self) -> None:
         """Wait for what is in flight, then free memory, files and threads. Idempotent."""
+        with self._shield:
+            self._close()
+
+    def _close(self) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -139,7 +147,7 @@ class Executor:
             StoreError: a block could not be read (the unit may be entered again later).
             WatchdogError: nothing has moved for the watchdog's time.
         """
-        with self._changed:
+        with self._shield, self._changed:
             self._check_open()
             self._watch_order(unit, tuple(blocks))
             ticket, todo = self._residency.need(unit, blocks)
@@ -160,7 +168,7 @@ class Executor:
 
     def leave(self, ticket: int, blocks: Sequence[str]) -> None:
         """The unit has run. Its views are void from now on."""
-        with self._changed:
+        with self._shield, self._changed:
             if self._closed:
                 return
             self._end_use(blocks)
@@ -175,7 +183,7 @@ class Executor:
 
     def route(self, group: str, experts: Sequence[str]) -> None:
         """A MoE layer needs these experts, in this order: start reading what is not there."""
-        with self._changed:
+        with self._shield, self._changed:
             self._check_open()
             self._submit(self._residency.route(group, experts))
             self.stats.hits = self._residency.hits
@@ -183,7 +191,7 @@ class Executor:
 
     def acquire(self, expert: str) -> Views:
         """Wait for a routed expert and hold it."""
-        with self._changed:
+        with self._shield, self._changed:
             self._check_open()
             there, todo = self._residency.acquire(expert)
             self._submit(todo)
@@ -200,7 +208,7 @@ class Executor:
 
     def release(self, expert: str) -> None:
         """The expert has been used."""
-        with self._changed:
+        with self._shield, self._changed:
             if self._closed:
                 return
             self._end_use((expert,))
@@ -208,7 +216,7 @@ class Executor:
 
     def end_route(self) -> None:
         """The MoE layer has finished or failed."""
-        with self._changed:
+        with self._shield, self._changed:
             if not self._closed:
                 self._submit(self._residency.end_route())
 
@@ -240,7 +248,7 @@ class Executor:
         Raises:
             WatchdogError: nothing has moved for the watchdog's time.
         """
-        with self._changed:
+        with self._shield, self._changed:
             while not self._closed and self._residency.in_flight():
                 self._wait("settling", sorted(self._leases[Tier.RAM]) or ["nothing"])
 
@@ -369,10 +377,15 @@ class Executor:
 
     def _wait(self, who: str, blocks: Sequence[str]) -> None:
         """Wait until something has changed; an error if nothing does for too long."""
-        seen = self._progress
-        if self._changed.wait_for(lambda: self._progress != seen or self._closed, self._watchdog_s):
-            self._check_open()
-            return
+        seen, limit = self._progress, time.monotonic() + self._watchdog_s
+        while (left := limit - time.monotonic()) > 0:
+            if self._shield.received:
+                raise KeyboardInterrupt
+            if self._progress != seen or self._closed:
+                self._check_open()
+                return
+            # Whatever moves notifies; only a signal cannot, so it is looked for now and then.
+            self._changed.wait(min(left, _SIGNAL_S))
         raise WatchdogError(
             f"{who} has waited {self._watchdog_s:.0f} s for {', '.join(blocks[:4])} and no "
             f"transfer has finished ({self._residency.in_flight()} in flight); "
