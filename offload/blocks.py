@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 ALIGN = 4096
 """Alignment in bytes of blocks in files and arenas: what O_DIRECT asks for."""
@@ -18,7 +19,9 @@ TENSOR_ALIGN = 64
 """Alignment in bytes of a tensor inside its block: one cache line, one AVX-512 register.
 
 BLAS libraries pick other kernels (other rounding) for unaligned operands, so this is part of
-being bit-equal to a resident model, whose tensors the allocator aligns to 64 as well.
+being bit-equal to a resident model, whose tensors the allocator aligns to 64 as well. Where the
+resident model's tensor is *not* aligned (a view of a mapped file), ``phases`` of ``layout`` puts
+the streamed one at the same place within 64 bytes.
 """
 
 DTYPE_BYTES = {
@@ -85,7 +88,7 @@ class BlockSpec:
     def __post_init__(self) -> None:
         end = 0
         for t in self.tensors:
-            if t.offset < end or t.offset % TENSOR_ALIGN:
+            if t.offset < end or t.offset % DTYPE_BYTES[t.dtype]:
                 raise ValueError(
                     f"block {self.id}: tensor {t.name} at {t.offset} overlaps or is unaligned"
                 )
@@ -111,17 +114,19 @@ def layout(
     kind: BlockKind,
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
     group: str = "",
+    phases: Iterable[int] = (),
 ) -> BlockSpec:
     """Lay ``(name, dtype, shape)`` tensors one after the other, each aligned to 64 bytes.
+
+    ``phases``: for each tensor, where it starts within 64 bytes; 0 where none is given.
 
     >>> layout("b", BlockKind.WEIGHT, [("w", "bfloat16", (3, 5)), ("b", "float32", (3,))]).nbytes
     76
     """
     out, end = [], 0
-    for name, dtype, shape in tensors:
-        spec = TensorSpec(
-            name=name, dtype=dtype, shape=tuple(shape), offset=align_up(end, TENSOR_ALIGN)
-        )
+    for (name, dtype, shape), phase in zip(tensors, chain(phases, repeat(0)), strict=False):
+        offset = align_up(end - phase, TENSOR_ALIGN) + phase
+        spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
         out.append(spec)
         end = spec.offset + spec.nbytes
     return BlockSpec(id=id, kind=kind, tensors=tuple(out), nbytes=end, group=group)

@@ -91,18 +91,21 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
     return Footprint(activations, 2 * layers * rows * hidden * element, False)
 
 
-def meta_forward(model: Any, tokens: int, batch: int = 1) -> tuple[int, int]:
+def meta_forward(
+    model: Any, tokens: int, batch: int = 1, *, decode: bool = False
+) -> tuple[int, int]:
     """Run one forward on meta; returns (peak bytes of activations, bytes of the cache).
 
+    ``decode``: then run one more token with the cache, whose code may be another than a prompt's.
     Raises whatever an operation raises that cannot work without data.
     """
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(_stub_experts(group.module, group.n_experts))
-        return _run(model, tokens, batch)
+        return _run(model, tokens, batch, decode)
 
 
-def _run(model: Any, tokens: int, batch: int) -> tuple[int, int]:
+def _run(model: Any, tokens: int, batch: int, decode: bool) -> tuple[int, int]:
     ids = torch.zeros((batch, tokens), dtype=torch.int64, device="meta")
     accepted = inspect.signature(type(model).forward).parameters
     kwargs: dict[str, Any] = {"input_ids": ids}
@@ -119,6 +122,12 @@ def _run(model: Any, tokens: int, batch: int) -> tuple[int, int]:
         with watch:
             out = model(**kwargs)
         cache = _cache_bytes(getattr(out, "past_key_values", None))
+        if decode and model.can_generate():
+            kept = [n for n in ("past_key_values", "cache_params") if getattr(out, n, None)]
+            if not kept:
+                raise NotImplementedError(f"{type(model).__name__} returned no cache to decode with")
+            last = "decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"
+            model(**{**kwargs, last: ids[:, :1], kept[0]: getattr(out, kept[0])})
     return watch.peak - cache, cache
 
 

@@ -41,7 +41,8 @@ row = H * size
 # Period: whole rows and whole pages, so that the pattern repeats without a seam.
 unit = math.lcm(page, row)
 period = unit * max(1, (4 << 20) // unit)
-total = -(-V * row // period) * period
+start = job["phase"]
+total = -(-(V * row + start) // period) * period
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 i32 = ctypes.c_int
@@ -53,10 +54,10 @@ for at in range(0, total, period):
     got = libc.mmap(base + at, period, 3, 0x11, fd, 0)
     if got != base + at:
         raise OSError("mmap failed")
-whole = (ctypes.c_char * (V * row)).from_address(base)
+whole = (ctypes.c_char * (V * row)).from_address(base + start)
 W = torch.frombuffer(whole, dtype=dtype).view(V, H)
 generator = torch.Generator().manual_seed(0)
-rows = period // row
+rows = (period - start) // row
 W[:rows] = (torch.randn(min(rows, V), H, generator=generator) * 0.05).to(dtype)
 good = []
 for m in job["rows"]:
@@ -83,8 +84,11 @@ def verified_rows(
     slice_rows: int,
     threads: int,
     rows: tuple[int, ...] = ROWS_TRIED,
+    phase: int = 0,
 ) -> frozenset[int]:
     """Which of these numbers of input rows give bit-equal slices here; cached per machine.
+
+    ``phase``: where the weight starts within 64 bytes.
 
     Empty if it cannot be tried (then the head must stay whole).
     """
@@ -98,6 +102,7 @@ def verified_rows(
         "threads": threads,
         "rows": list(rows),
         "outputs": OUTPUTS_TRIED,
+        "phase": phase,
     }
     key = json.dumps({**job, "torch": torch.__version__, "cpu": cpu_name()}, sort_keys=True)
     cache = _load()

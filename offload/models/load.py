@@ -44,11 +44,19 @@ from offload.models.recipes import (
     TensorReader,
     convert_blocks,
     make_recipes,
+    placed_and_made,
     spill_directory,
 )
 from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import Warm, warm_up
-from offload.models.units import Cut, cut, expert_groups, head_shape, unit_modules
+from offload.models.units import (
+    Cut,
+    cut,
+    expert_groups,
+    head_shape,
+    parameters,
+    unit_modules,
+)
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
 from offload.runtime.null_device import NullDevice
@@ -159,7 +167,14 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
     modules = _fine_units(meta.model)
-    chosen = cut(meta.model, stream_head=False, modules=modules)
+    phases, made = placed_and_made(parameters(meta.model).values(), meta.mapping)
+
+    def cut_it(stream_head: bool) -> Cut:
+        return cut(
+            meta.model, stream_head=stream_head, modules=modules, keep=made, phases=phases
+        )
+
+    chosen = cut_it(False)
     drop_unloopable(chosen, notes)
     recipes = make_recipes(chosen, meta.mapping)
     overhead = options.overhead_bytes
@@ -173,14 +188,17 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     top = max(budgets)
 
     def reserves_of(chosen: Cut) -> dict[Tier, dict[str, int]]:
-        return _reserves(meta, chosen, options, footprint, cache, prompt, device, overhead, ram)
+        kept = sum(made.values())
+        return _reserves(
+            meta, chosen, options, footprint, cache, prompt, device, overhead, ram, kept
+        )
 
     reserves = reserves_of(chosen)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
     head_rows = None
     if weights + sum(reserves[top].values()) > budgets[top]:
-        head_rows, slices = try_head(meta.model, notes)
-        chosen = cut(meta.model, stream_head=slices, modules=modules)
+        head_rows, slices = try_head(cut_it(True), notes)
+        chosen = cut_it(slices)
         drop_unloopable(chosen, notes)
         recipes = make_recipes(chosen, meta.mapping)
         reserves = reserves_of(chosen)
@@ -261,15 +279,15 @@ def drop_unloopable(result: Cut, notes: list[str]) -> None:
     notes.append(f"experts are streamed by layer: {bad[0][1]}")
 
 
-def try_head(model: Any, notes: list[str]) -> tuple[frozenset[int] | None, bool]:
-    """Whether the LM head can be streamed in slices, and for how many rows at once."""
-    trial = cut(model, stream_head=True)
+def try_head(trial: Cut, notes: list[str]) -> tuple[frozenset[int] | None, bool]:
+    """Whether the LM head can be streamed in slices as in ``trial``, for how many rows at once."""
     if trial.head is None:
         return None, True
     vocabulary, width = trial.head.param.tensor.shape
     step = trial.head.rows[0][1]
+    param = trial.head.param
     rows = verified_rows(
-        vocabulary, width, trial.head.param.tensor.dtype, step, torch.get_num_threads()
+        vocabulary, width, param.tensor.dtype, step, torch.get_num_threads(), phase=param.phase
     )
     if 1 in rows:
         return rows, True
@@ -298,7 +316,8 @@ def _rows_check(prepared: Prepared) -> Callable[[int], bool]:
     def verified(m: int) -> bool:
         if m not in known:
             threads = torch.get_num_threads()
-            known[m] = m in verified_rows(vocabulary, width, dtype, step, threads, (m,))
+            phase = head.param.phase
+            known[m] = m in verified_rows(vocabulary, width, dtype, step, threads, (m,), phase)
         return known[m]
 
     return verified
@@ -314,6 +333,7 @@ def _reserves(
     device: str,
     overhead: int,
     ram: int,
+    kept: int,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it."""
@@ -340,6 +360,7 @@ def _reserves(
         "embedding rows": rows,
         "model structure and slack": overhead,
         "tokenizer": options.tokenizer_bytes,
+        "weights that no file holds": kept,
     }
     if device == "sim":
         return {Tier.RAM: host, Tier.DEVICE: compute}

@@ -91,6 +91,21 @@ def find_source(param: Param, sources: Mapping[str, Source]) -> Source:
     raise CheckpointError(f"no tensor of the checkpoint is {param.name}")
 
 
+def placed_and_made(
+    params: Iterable[Param], mapping: CheckpointMap
+) -> tuple[dict[str, int], dict[int, int]]:
+    """For ``cut``: the phases of what the checkpoint holds, by name, and the bytes of what it does
+    not hold (sinusoids that the model's own initialisation computes), by identity."""
+    phases: dict[str, int] = {}
+    made: dict[int, int] = {}
+    for param in params:
+        if any(name in mapping.map.sources for name in param.names):
+            phases[param.name] = mapping.phase(find_source(param, mapping.map.sources).target)
+        else:
+            made[id(param.tensor)] = param.nbytes
+    return phases, made
+
+
 def make_recipes(cut: Cut, mapping: CheckpointMap) -> Recipes:
     """Find for every block the file ranges of its tensors."""
     sources, index = mapping.map.sources, mapping.index

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from offload.blocks import TENSOR_ALIGN
 from offload.errors import CheckpointError
 from offload.io.safetensors import CheckpointIndex
 
@@ -361,6 +362,17 @@ class CheckpointMap:
     def _meta(self, name: str) -> torch.Tensor:
         tensor = self._range(name)
         return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+
+    def phase(self, target: str) -> int:
+        """Where transformers' own tensor starts within 64 bytes.
+
+        What it neither casts nor converts is a view of the mapped file: wherever the file has it.
+        Everything else is allocated, and aligned.
+        """
+        source = self.map.sources[target]
+        if source.placed is None or target in self._conversion_of or not source.placed.runs:
+            return 0
+        return self.index.tensors[source.tensors[0]][1].offset % TENSOR_ALIGN
 
     def convert(self, target: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The value of ``target``, made by transformers' own conversion, in its final dtype.

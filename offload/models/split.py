@@ -2,8 +2,9 @@
 
 A ring must hold the largest step whole, and what the ring takes cannot pin weights. A layer of a
 large model is a coarse step; its projections, each a module of its own, are finer ones. That is
-right only if nothing reads a projection's weight from outside of its forward, so it is tried: one
-pass over the model on the meta device with every parameter absent except inside its own unit.
+right only if nothing reads a projection's weight from outside of its forward, so it is tried: a
+prompt and a decode step of the model on the meta device (convolutions of recurrent blocks are read
+from outside in the latter only) with every parameter absent except inside its own unit.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _size(parameters: Any, experts: set[int]) -> int:
 
 
 def is_closed(model: Any, units: list[tuple[str, nn.Module]], experts: set[int]) -> bool:
-    """Whether one forward pass reads the units' parameters only inside their own forwards.
+    """Whether a prompt and a decode step read the units' parameters only inside their forwards.
 
     ``model``: on the meta device; left as it was. False also if the pass cannot run on meta.
     """
@@ -91,7 +92,7 @@ def is_closed(model: Any, units: list[tuple[str, nn.Module]], experts: set[int])
             leave(unit, None, None)
             handles.append(unit.register_forward_pre_hook(enter))
             handles.append(unit.register_forward_hook(leave, always_call=True))
-        meta_forward(model, tokens=4, batch=1)
+        meta_forward(model, tokens=4, batch=1, decode=True)
         return True
     except Exception as error:  # noqa: BLE001  whatever fails: not shown to be safe
         logger.info("layers are streamed whole: %s", error)

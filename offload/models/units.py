@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.blocks import BlockKind, BlockSpec, align_up, layout
+from offload.blocks import TENSOR_ALIGN, BlockKind, BlockSpec, align_up, layout
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Param:
     places: list[Place]
     names: list[str]
     """Its name at each place; the first is ``name``."""
+    phase: int = 0
+    """Where the resident model's tensor starts within 64 bytes; see ``cut``."""
 
     @property
     def nbytes(self) -> int:
@@ -268,6 +270,7 @@ def cut(
     threshold: float = 0.01,
     keep: Container[int] = (),
     modules: list[tuple[str, nn.Module]] | None = None,
+    phases: Mapping[str, int] | None = None,
 ) -> Cut:
     """Cut ``model`` (on any device: only shapes are used) into units and blocks.
 
@@ -275,10 +278,21 @@ def cut(
     both stay whole (they fit, or the caller has not shown slices to be bit-equal).
     ``modules``: the units to cut into; None: the children of the repeated lists.
     ``keep``: identities of parameters that are left alone, where and as they are.
+    ``phases``: by parameter name, where the resident model's tensor starts within 64 bytes; None:
+    where this model's own tensors do. In float32 BLAS sums in another order if that is not a
+    multiple of 16, and a model whose weights are views of a mapped file often has such.
     """
     params = {key: p for key, p in parameters(model).items() if key not in keep}
     modules = unit_modules(model) if modules is None else modules
     groups = [g for g in expert_groups(model) if all(id(p.tensor) in params for p in g.params)]
+    for param in params.values():
+        if phases is not None:
+            param.phase = _phase(param.tensor, phases.get(param.name, 0))
+        elif not param.tensor.is_meta:
+            param.phase = _phase(param.tensor, param.tensor.data_ptr())
+    for group in groups:
+        for param in group.params:
+            param.phase = params[id(param.tensor)].phase
     in_group = {id(p.tensor): (g, p) for g in groups for p in g.params}
     users: dict[int, list[str]] = {key: [] for key in params}
     units: dict[str, Unit] = {}
@@ -344,7 +358,10 @@ def cut(
         ids = []
         for e in range(group.n_experts):
             tensors = [(p.name, _dtype(p.tensor), tuple(p.tensor.shape[1:])) for p in group.params]
-            spec = layout(f"{group.name}#{e:0{width}}", BlockKind.EXPERT, tensors, group=group.name)
+            starts = [_phase(p.tensor, p.phase + e * (p.nbytes // group.n_experts)) for p in group.params]
+            spec = layout(
+                f"{group.name}#{e:0{width}}", BlockKind.EXPERT, tensors, group.name, starts
+            )
             result.blocks[spec.id] = spec
             result.params[spec.id] = group.params
             ids.append(spec.id)
@@ -393,7 +410,8 @@ def _cut_embedding_and_head(
             path = names[id(head)]
             for i, (a, b) in enumerate(spans):
                 tensors = [(param.name, _dtype(param.tensor), (b - a, columns))]
-                spec = layout(f"{path}#{i}", BlockKind.WEIGHT, tensors)
+                start = _phase(param.tensor, param.phase + a * (param.nbytes // rows))
+                spec = layout(f"{path}#{i}", BlockKind.WEIGHT, tensors, phases=[start])
                 result.blocks[spec.id] = spec
                 result.params[spec.id] = [param]
                 ids.append(spec.id)
@@ -444,7 +462,8 @@ def _pack(result: Cut, label: str, members: list[Param]) -> list[str]:
         if not part:
             return
         tensors = [(p.name, _dtype(p.tensor), tuple(p.tensor.shape)) for p in part]
-        spec = layout(f"{label}/{len(ids)}", BlockKind.WEIGHT, tensors)
+        starts = [p.phase for p in part]
+        spec = layout(f"{label}/{len(ids)}", BlockKind.WEIGHT, tensors, phases=starts)
         result.blocks[spec.id] = spec
         result.params[spec.id] = part
         ids.append(spec.id)
@@ -457,6 +476,14 @@ def _pack(result: Cut, label: str, members: list[Param]) -> list[str]:
         size += align_up(param.nbytes, 64)
     flush()
     return ids
+
+
+def _phase(tensor: torch.Tensor, address: int) -> int:
+    """Where within 64 bytes an address is, if ``tensor`` is of a dtype where that changes results.
+
+    Half precision goes through oneDNN, which copies operands into its own layout first.
+    """
+    return address % TENSOR_ALIGN if tensor.dtype in (torch.float32, torch.float64) else 0
 
 
 def _call(model: Any, accessor: str) -> Any:

@@ -189,7 +189,7 @@ def _plan(
     total = sum(s.slot_nbytes for s in whole.blocks.values())
     chosen, head_rows = whole, None
     if total + sum(reserves[top].values()) > budgets[top] and hasattr(model, "config"):
-        head_rows, slices = try_head(model, notes)
+        head_rows, slices = try_head(cut(model, stream_head=True, keep=kept), notes)
         chosen = cut(model, stream_head=slices, keep=kept)
         drop_unloopable(chosen, notes)
     config = getattr(model, "config", None)

@@ -85,23 +85,23 @@ def options(device: str, **kwargs: Any) -> Options:
 
 def budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, int]]:
     """``ram`` and ``gpu`` under which everything, about half, and as little as possible fits."""
+
+    def budget(of: dict[Tier, int]) -> dict[str, int]:
+        return {("ram" if tier is Tier.RAM else "gpu"): n for tier, n in of.items()}
+
     whole = prepare(directory, options(device, **kwargs))
     top = whole.plan.compute_tier
     weights = sum(s.slot_nbytes for s in whole.cut.blocks.values())
     # One byte short of everything: what is cut then (the head, too) is what small budgets cut.
-    short = weights + sum(whole.request.reserves[top].values()) - 1
-    name = "gpu" if device == "sim" else "ram"
-    cut = prepare(directory, options(device, **{**kwargs, name: short}))
-    least = dict(cut.minimum)
-
-    def pair(extra: int) -> dict[str, int]:
-        out = {"ram": least[Tier.RAM] + extra}
-        if device == "sim":
-            out["gpu"] = least[Tier.DEVICE] + extra
-        return out
-
-    everything = {"ram": PLENTY, **({"gpu": PLENTY} if device == "sim" else {})}
-    return {"all": everything, "half": pair(weights // 2), "minimum": pair(0)}
+    least = {Tier.RAM: PLENTY, top: weights + sum(whole.request.reserves[top].values()) - 1}
+    while True:  # staging takes a share of the budget, so a smaller one needs less
+        found = dict(prepare(directory, options(device, **kwargs, **budget(least))).minimum)
+        if all(found[tier] >= least[tier] for tier in found):
+            break
+        least = found
+    everything = budget(dict.fromkeys(least, PLENTY))
+    half = budget({tier: n + weights // 2 for tier, n in least.items()})
+    return {"all": everything, "half": half, "minimum": budget(least)}
 
 
 @contextmanager
