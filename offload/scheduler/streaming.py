@@ -51,7 +51,8 @@ class Streams:
         self._uses: dict[int, _Use] = {}
         self._tickets = 0
         self._waiting: list[_Use] = []  # that lack blocks, first come first
-        self._pins: deque[tuple[str, bool]] = deque()  # (device-pinned, on demand), to pass RAM
+        self._pins: deque[str] = deque()  # device-pinned blocks that still have to pass RAM
+        self._pins_wanted: deque[str] = deque()  # those of them that compute waits for
         self._fill = dict.fromkeys(stock.tiers, 0)  # prefetch pointers: absolute index into uses
         self._streamed = {
             t: {
@@ -75,7 +76,7 @@ class Streams:
                     if block not in shelf.entries:
                         self._stock.fetch(block, shelf, Pool.PINNED, offset, NEVER, demand=False)
                 elif block in self._ram.pinned or self._nbytes(block) <= ring.capacity:
-                    self._pins.append((block, False))
+                    self._pins.append(block)
                 else:
                     raise SchedulerError(
                         f"{block} ({self._nbytes(block)} bytes) is pinned in {tier.name} but "
@@ -157,8 +158,8 @@ class Streams:
 
     def pin(self, block: str) -> None:
         """Compute waits for a device-pinned block that is not on its way (yet, or any more)."""
-        if block not in self._ram.entries:
-            self._pins.appendleft((block, True))
+        if block not in self._ram.entries and block not in self._pins_wanted:
+            self._pins_wanted.append(block)
 
     # -- progress -------------------------------------------------------------------------
 
@@ -173,13 +174,18 @@ class Streams:
 
     def serve(self) -> None:
         """Bring what units wait for, first come first served."""
-        while self._waiting and self._serve_in_order():
+        fetching = self._pass_pins(self._pins_wanted, (), demand=True)
+        while self._waiting and self._serve_in_order(fetching):
             pass
 
     def run_ahead(self) -> None:
         """Load what is pinned, then fetch ahead of the cursor."""
-        if self.halted or not self._pass_pins():
+        if self.halted or self._pins_wanted:
             return
+        if self._pins:
+            lacked = {b for use in self._waiting for b in use.lacks}
+            if not self._pass_pins(self._pins, lacked, demand=False):
+                return
         if not self.trace.uses:
             return
         if not self._waiting:
@@ -199,9 +205,9 @@ class Streams:
 
     # -- demand ---------------------------------------------------------------------------
 
-    def _serve_in_order(self) -> bool:
+    def _serve_in_order(self, fetching: bool) -> bool:
         """One round over who waits. True if another round may get further."""
-        lifting = fetching = True  # what comes later must not take the room of the first
+        lifting = True  # as ``fetching``: what comes later must not take the room of the first
         ahead: set[str] = set()
         for use in tuple(self._waiting):
             while lifting and use.lacks:
@@ -279,12 +285,18 @@ class Streams:
         use.lacks = [b for b in use.blocks if b not in use.held]
 
     def _place(
-        self, block: str, shelf: Shelf, *, kept: Collection[str] = (), use: _Use | None = None
+        self,
+        block: str,
+        shelf: Shelf,
+        *,
+        kept: Collection[str] = (),
+        use: _Use | None = None,
+        demand: bool = True,
     ) -> bool:
         """Fetch a block that is waited for, displacing what is not. False if it must wait."""
         offset = shelf.pinned.get(block)
         if offset is not None:
-            self._stock.fetch(block, shelf, Pool.PINNED, offset, NEVER, demand=True)
+            self._stock.fetch(block, shelf, Pool.PINNED, offset, NEVER, demand=demand)
             return True
         nbytes = self._nbytes(block)
         packed = use is not None and use.packed
@@ -297,7 +309,7 @@ class Streams:
         if offset is None:
             return False
         until = NEVER if block in self._top.pinned else self.trace.first_use(self.cursor)
-        self._enter(block, shelf, offset, until, demand=True)
+        self._enter(block, shelf, offset, until, demand=demand)
         return True
 
     def _make_room(self, shelf: Shelf, nbytes: int, kept: Collection[str]) -> bool:
@@ -352,20 +364,15 @@ class Streams:
 
     # -- ahead ----------------------------------------------------------------------------
 
-    def _pass_pins(self) -> bool:
+    def _pass_pins(self, pins: deque[str], kept: Collection[str], *, demand: bool) -> bool:
         """Pass device-pinned blocks through RAM, as its ring allows. True if all are on their
-        way: until then nothing else is fetched ahead, whose bytes might stay in their way."""
-        lacked = {b for use in self._waiting for b in use.lacks}
-        while self._pins:
-            block, demand = self._pins[0]
-            kept = () if demand else lacked  # units go before what is merely being loaded
-            if block not in self._ram.entries and block not in self._top.entries:
-                nbytes = self._nbytes(block)
-                while (offset := self._offset(block, nbytes, self._ram)) is None:
-                    if not self._make_room(self._ram, nbytes, kept):
-                        return False
-                self._enter(block, self._ram, offset, NEVER, demand=demand)
-            self._pins.popleft()
+        way: until then nothing else is fetched that might stay in their room."""
+        while pins:
+            block = pins[0]
+            there = block in self._ram.entries or block in self._top.entries
+            if not there and not self._place(block, self._ram, kept=kept, demand=demand):
+                return False
+            pins.popleft()
         return True
 
     def _prefetch(self, shelf: Shelf) -> None:

@@ -7,7 +7,7 @@ long; a ``Drop`` frees. Everything else follows from byte ranges.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,11 +97,11 @@ class Oracle:
         self.flights: dict[tuple[str, Tier], Fetch] = {}
         self.guarded: Counter[str] = Counter()  # what compute reads now, in the compute tier
         self.fetches: Counter[tuple[str, Tier]] = Counter()
-        self.instructions = 0
+        self.latest: deque[Instruction] = deque(maxlen=24)
 
     def apply(self, instructions: Iterable[Instruction]) -> None:
         for what in instructions:
-            self.instructions += 1
+            self.latest.append(what)
             if isinstance(what, Fetch):
                 self._fetch(what)
             else:
@@ -227,6 +227,22 @@ class Harness:
         self.note(out)
         return there
 
+    def acquire_all(self, experts: Sequence[str]) -> bool:
+        offsets = self.residency.acquire_all(experts)
+        if offsets is None:
+            return False
+        assert offsets == [self.oracle.ready_at(e) for e in experts]
+        self.oracle.guarded.update(experts)
+        self.holds.update(experts)
+        self.note([])
+        return True
+
+    def release_all(self) -> None:
+        experts = list(self.holds.elements())
+        for e in experts:
+            self._let_go(e)
+        self.note(self.residency.release_all(experts))
+
     def release(self, expert: str) -> None:
         self._let_go(expert)
         self.note(self.residency.release(expert))
@@ -245,7 +261,7 @@ class Harness:
         budget = 60 + 12 * len(self.plan.blocks)
         while self.oracle.flights:
             budget -= 1
-            assert budget, "fetches go on for ever while nothing is asked for"
+            assert budget, f"fetches go on for ever, unasked: {list(self.oracle.latest)}"
             self.arrive(*pick(list(self.oracle.flights)))
 
     def finish(self) -> None:

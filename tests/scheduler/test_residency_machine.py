@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -140,9 +142,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         again = self.h.oracle.fetches[block, Tier.RAM] - before[block, Tier.RAM]
         assert not again or len(self.h.tickets) > len(self.h.broken), "read again unasked"
 
-    @rule()
-    def settle(self) -> None:
-        self.h.settle()
+    @rule(pick=st.sampled_from([min, max, lambda fs: fs[0], lambda fs: fs[-1]]))
+    def settle(self, pick: Callable[[list[tuple[str, Tier]]], tuple[str, Tier]]) -> None:
+        self.h.settle(pick)
 
     @rule()
     def finish(self) -> None:
@@ -173,6 +175,17 @@ class ResidencyMachine(RuleBasedStateMachine):
     def acquire_any(self, data: st.DataObject) -> None:
         experts = sorted(e for es in self.groups.values() for e in es)
         self.h.acquire(data.draw(st.sampled_from(experts)))
+
+    @precondition(lambda self: self.routed)
+    @rule()
+    def acquire_all(self) -> None:
+        there = all(self.h.oracle.ready_at(e) is not None for e in self.routed)
+        assert self.h.acquire_all(self.routed) == there
+
+    @precondition(lambda self: self.h.holds)
+    @rule()
+    def release_all(self) -> None:
+        self.h.release_all()
 
     @precondition(lambda self: self.h.holds)
     @rule(data=st.data())
