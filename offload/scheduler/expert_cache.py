@@ -50,7 +50,9 @@ class ExpertCache:
     def touch(self, block: str, group: str) -> None:
         """Insert a block, or mark it as used in its layer's current pass."""
         g = self._order[group]
-        self._group_of[block] = g
+        if self._group_of.setdefault(block, g) != g:
+            self.discard(block)
+            self._group_of[block] = g
         entries = self._entries[g]
         entries[block] = self._passes[g]
         entries.move_to_end(block)

@@ -375,8 +375,9 @@ class Streams:
             pins.popleft()
         return True
 
-    def _prefetch(self, shelf: Shelf) -> None:
-        """Run the tier's fill pointer ahead of the cursor while there is room."""
+    def _prefetch(self, shelf: Shelf, *, only_keep: bool = False) -> None:
+        """Run the tier's fill pointer ahead of the cursor while there is room (or, ``only_keep``,
+        while it meets nothing that would have to be fetched)."""
         uses, steps, streamed = self.trace.uses, self.trace.steps, self._streamed[shelf.tier]
         upper = self._top if shelf is not self._top else None
         n = len(uses)
@@ -389,6 +390,8 @@ class Streams:
                 if entry is not None:
                     entry.until = max(entry.until, fill)
                     entry.doomed = False
+                elif only_keep:
+                    break
                 elif upper is None or block not in upper.entries:
                     # In order: what comes later must not overtake it.
                     if upper is None and self._stock.stacked and not self._is_below(block, fill):
@@ -466,6 +469,9 @@ class Streams:
         """Drop ring blocks that were fetched for uses before the cursor only."""
         now = self.trace.first_use(self.cursor)
         for shelf in self._stock.shelves.values():
+            # The window has moved on. If all of it is here, what was used is its new end: a ring
+            # that holds the whole cycle never reads again.
+            self._prefetch(shelf, only_keep=True)
             stale = [b for b, e in shelf.ringed.items() if e.until < now and not e.holds]
             for block in stale:
                 if self._waiting and self.lacks(block):

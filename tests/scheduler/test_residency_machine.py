@@ -17,7 +17,7 @@ MAX_TICKETS = 3
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn, *, shared: bool = True) -> Plan:
     """Small plans at the edge: rings as small as the largest step, slots from one up."""
     top = draw(st.sampled_from([Tier.RAM, Tier.DEVICE]))
     weights = [f"w{i}" for i in range(draw(st.integers(1, 7)))]
@@ -26,7 +26,12 @@ def plans(draw: st.DrawFn) -> Plan:
         (f"u{i}", draw(st.lists(st.sampled_from(weights), max_size=4, unique=True)))
         for i in range(draw(st.integers(1, 6)))
     ]
-    if draw(st.booleans()):  # a unit that runs twice in a pass
+    if not shared:  # a block is in one step only
+        seen: set[str] = set()
+        for i, (unit, blocks) in enumerate(steps):
+            steps[i] = (unit, [b for b in blocks if b not in seen])
+            seen.update(blocks)
+    elif draw(st.booleans()):  # a unit that runs twice in a pass
         steps.append(steps[0])
     experts = {
         f"g{i}": [f"g{i}e{j}" for j in range(draw(st.integers(1, 5)))]
@@ -68,9 +73,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.units = {s.unit: s.blocks for s in plan.trace}
         self.order = [s.unit for s in plan.trace]  # of the current trace
         self.at = 0
-        self.groups = {
-            g: [b for b, s in plan.blocks.items() if s.group == g] for g in plan.groups
-        }
+        self.groups = {g: [b for b, s in plan.blocks.items() if s.group == g] for g in plan.groups}
         self.routed: list[str] = []
 
     # -- weights --------------------------------------------------------------------------
