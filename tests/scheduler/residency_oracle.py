@@ -113,7 +113,7 @@ class Oracle:
         layout = self.plan.tiers[tier]
         assert f.src == tier - 1
         start, end = f.dst_offset, f.dst_offset + self.plan.blocks[block].slot_nbytes
-        assert 0 <= start, f
+        assert start >= 0, f
         assert end <= layout.nbytes, f"{f} ends beyond the arena of {layout.nbytes} bytes"
         assert block not in self.spans[tier], f"{f}: the block is there already"
         for other, s in self.spans[tier].items():

@@ -160,9 +160,13 @@ def test_a_pinned_expert_that_failed_is_brought_when_it_is_acquired(top: Tier) -
 def test_nothing_is_read_again_before_compute_asks(top: Tier) -> None:
     slots = {RAM: 1, DEVICE: 1}
     plan = make_plan(
-        [("x", "a"), ("y", "b")], {"a": 1, "b": 1, "e": 1}, top=top,
-        ring={RAM: 2, DEVICE: 2}, experts={"g": "e"}, slots=slots,
-    )  # fmt: skip
+        [("x", "a"), ("y", "b")],
+        {"a": 1, "b": 1, "e": 1},
+        top=top,
+        ring={RAM: 2, DEVICE: 2},
+        experts={"g": "e"},
+        slots=slots,
+    )
     h = Harness(plan)
     h.settle()
     h.route("g", "e")
@@ -241,7 +245,7 @@ def test_a_route_longer_than_the_slots_runs_in_waves(top: Tier, slots: int) -> N
             ring={},
             experts={"g": experts},
             slots={RAM: slots, DEVICE: slots},
-        )  # fmt: skip
+        )
     )
     h.run_experts("g", experts)
     # In order of use, each is read once: what comes later never displaces what comes first.
@@ -271,7 +275,7 @@ def test_all_experts_of_a_layer_come_up_through_one_ram_slot() -> None:
             ring={},
             experts={"g": experts},
             slots={RAM: 1, DEVICE: 4},
-        )  # fmt: skip
+        )
     )
     h.route("g", experts)
     h.settle()
@@ -304,7 +308,7 @@ def harness() -> Harness:
             ring={RAM: 2},
             experts={"g": "ef"},
             slots={RAM: 1},
-        )  # fmt: skip
+        )
     )
 
 
