@@ -103,7 +103,7 @@ class Shelf:
         self.ring = Ring(layout.ring_base, layout.ring_bytes)
         # Lowest address first: a pool that is not full yet touches no more memory than it needs.
         self.slots = [layout.slot_base + i * layout.slot_bytes for i in range(layout.slots)][::-1]
-        self.cache = ExpertCache(list(plan.groups))
+        self.cache = ExpertCache(plan.groups)
 
 
 class Stock:
