@@ -219,7 +219,7 @@ def test_ram_goes_back_for_a_block_that_left_the_device() -> None:
     """A shared block was above when RAM's pointer came by, and is gone when its turn comes."""
     steps = [("u0", "s"), ("u1", "ab"), ("u2", "s"), ("u3", "cd")]
     pages = dict.fromkeys("sabcd", 1)
-    h = Harness(make_plan(steps, pages, top=DEVICE, ring={RAM: 3, DEVICE: 2}))
+    h = Harness(make_plan(steps, pages, top=DEVICE, ring={RAM: 2, DEVICE: 2}))
     h.settle()
     for _ in range(3):
         for unit, blocks in steps:
