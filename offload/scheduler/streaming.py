@@ -6,10 +6,8 @@ the block just used is the one needed last, so any recency policy would keep exa
 ones). What compute waits for goes before what is fetched ahead and displaces the blocks whose use
 is furthest away.
 
-Room in a ring is contiguous, so a step could lock itself out by the gaps between its own blocks.
-Two rules keep a ring as small as the largest step live: a block is fetched ahead only to where the
-rest of its step still finds room beside it (in trace order nothing is ever read twice), and a unit
-that gets stuck all the same lets go of everything and starts over, side by side.
+Where a block goes and what makes way for it is decided in ``room``. When the order is disturbed,
+a unit can get stuck all the same, between its own blocks or those of another: see ``_unlock``.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from collections.abc import Collection, Sequence
 from offload.blocks import Tier
 from offload.errors import SchedulerError
 from offload.scheduler.plan import Home, Plan
+from offload.scheduler.room import Rings
 from offload.scheduler.shelf import NEVER, Entry, Pool, Shelf, Stock
 from offload.scheduler.trace import Trace
 
@@ -53,7 +52,7 @@ class Streams:
         self._waiting: list[_Use] = []  # that lack blocks, first come first
         self._pins: deque[str] = deque()  # device-pinned blocks that still have to pass RAM
         self._pins_wanted: deque[str] = deque()  # those of them that compute waits for
-        self._fill = dict.fromkeys(stock.tiers, 0)  # prefetch pointers: absolute index into uses
+        self._rings = Rings(stock, plan)
         self._streamed = {
             t: {
                 b
@@ -137,7 +136,7 @@ class Streams:
             if lost and use in self._waiting:
                 self._waiting.remove(use)
                 use.lacks.clear()
-        self._rewind(shelf, entry)
+        self._rings.rewind(shelf, entry)
         self.halted = True
 
     def retrace(self, trace: Trace) -> None:
@@ -150,7 +149,7 @@ class Streams:
         for i, (block, _) in enumerate(trace.uses):
             first.setdefault(block, i)
         for tier, shelf in self._stock.shelves.items():
-            self._fill[tier] = 0
+            self._rings.fill[tier] = 0
             for block, entry in shelf.ringed.items():
                 if entry.until != NEVER:
                     entry.until = first.get(block, -1)
@@ -301,44 +300,16 @@ class Streams:
         nbytes = self._nbytes(block)
         packed = use is not None and use.packed
         step = use.blocks if use is not None and not packed else ()
-        while (offset := self._offset(block, nbytes, shelf, step, first_fit=packed)) is None:
-            if not self._make_room(shelf, nbytes, kept):
+        while (offset := self._rings.offset(block, shelf, step, first_fit=packed)) is None:
+            if not self._rings.make_room(shelf, nbytes, kept):
                 # Others run here and stay. Any gap will do: if it is the wrong one, _unlock helps.
-                offset = self._offset(block, nbytes, shelf)
+                offset = self._rings.offset(block, shelf)
                 break
         if offset is None:
             return False
         until = NEVER if block in self._top.pinned else self.trace.first_use(self.cursor)
-        self._enter(block, shelf, offset, until, demand=demand)
+        self._rings.enter(block, shelf, offset, until, demand=demand)
         return True
-
-    def _make_room(self, shelf: Shelf, nbytes: int, kept: Collection[str]) -> bool:
-        """Drop the block whose use is furthest away; False if nothing can go now.
-
-        What is in flight cannot be dropped: it is doomed instead, no more of it than needed, and
-        its room comes back when the transfer has ended.
-        """
-        idle = [
-            (e.until, b)
-            for b, e in shelf.ringed.items()
-            if not e.holds and not e.doomed and e.until != NEVER and b not in kept
-        ]
-        ready = [item for item in idle if shelf.ringed[item[1]].ready]
-        if ready:
-            block = max(ready)[1]
-            entry = shelf.ringed[block]
-            self._rewind(shelf, entry)
-            self._stock.drop(shelf, block, entry)
-            return True
-        coming = sum(e.nbytes for e in shelf.ringed.values() if e.doomed)
-        for _, block in sorted(idle, reverse=True):
-            if coming >= nbytes:
-                break
-            entry = shelf.ringed[block]
-            entry.doomed = True
-            self._rewind(shelf, entry)
-            coming += entry.nbytes
-        return False
 
     def _check_fits(self, unit: str, blocks: Sequence[str]) -> None:
         """Refuse what could only wait for ever."""
@@ -382,7 +353,7 @@ class Streams:
         upper = self._top if shelf is not self._top else None
         n = len(uses)
         start = self.trace.first_use(self.cursor)
-        fill = max(self._fill[shelf.tier], start)
+        fill = max(self._rings.fill[shelf.tier], start)
         while fill < start + n:
             block, step = uses[fill % n]
             if block in streamed:
@@ -397,73 +368,20 @@ class Streams:
                     if upper is None and self._stock.stacked and not self._is_below(block, fill):
                         break
                     blocks = steps[step].blocks if upper is None else ()
-                    if not self._place_ahead(block, shelf, blocks, fill):
+                    if not self._rings.place_ahead(block, shelf, blocks, fill):
                         break
             fill += 1
-        self._fill[shelf.tier] = fill
+        self._rings.fill[shelf.tier] = fill
 
     def _is_below(self, block: str, fill: int) -> bool:
         """Whether the compute tier can fetch the block from RAM now. If it has left RAM (it was
         above when RAM's pointer came by), that pointer goes back for it."""
         below = self._ram.entries.get(block)
         if below is None:
-            self._fill[Tier.RAM] = min(self._fill[Tier.RAM], fill)
+            self._rings.fill[Tier.RAM] = min(self._rings.fill[Tier.RAM], fill)
         return below is not None and below.ready
 
-    def _place_ahead(self, block: str, shelf: Shelf, step: Sequence[str], fill: int) -> bool:
-        """Fetch a block for use ``fill``, displacing only what is for later uses (there is such
-        only after the order was disturbed)."""
-        nbytes = self._nbytes(block)
-        while (offset := self._offset(block, nbytes, shelf, step)) is None:
-            later = [
-                (e.until, b)
-                for b, e in shelf.ringed.items()
-                if fill < e.until != NEVER and e.ready and not e.holds
-            ]
-            if not later:
-                return False
-            worst = max(later)[1]
-            self._stock.drop(shelf, worst, shelf.ringed[worst])
-        self._enter(block, shelf, offset, fill, demand=False)
-        return True
-
-    # -- room -----------------------------------------------------------------------------
-
-    def _offset(
-        self,
-        block: str,
-        nbytes: int,
-        shelf: Shelf,
-        step: Sequence[str] = (),
-        *,
-        first_fit: bool = False,
-    ) -> int | None:
-        """Where in the ring a block can go so that what its step still lacks would find room
-        beside it. Without ``step``: wherever there is room."""
-        ring = shelf.ring
-        if nbytes > ring.capacity - ring.used:
-            return None
-        gaps = ring.gaps(nbytes)
-        if not gaps or not step:
-            return gaps[-1 if first_fit else 0] if gaps else None
-        there = [(e.offset, e.nbytes) for b in step if (e := shelf.ringed.get(b)) is not None]
-        lacks = [
-            self._nbytes(b)
-            for b in dict.fromkeys(step)
-            if b != block and b not in shelf.ringed and b not in shelf.pinned
-        ]
-        for offset in gaps:
-            if not lacks or ring.packs([*there, (offset, nbytes)], lacks):
-                return offset
-        return None
-
-    def _enter(self, block: str, shelf: Shelf, offset: int, until: int, *, demand: bool) -> None:
-        shelf.ring.take(offset, self._nbytes(block))
-        self._stock.fetch(block, shelf, Pool.RING, offset, until, demand=demand)
-
-    def _rewind(self, shelf: Shelf, entry: Entry) -> None:
-        """The prefetch pointer goes back to the use an entry was there for."""
-        self._fill[shelf.tier] = min(self._fill[shelf.tier], max(entry.until, 0))
+    # -- common ---------------------------------------------------------------------------
 
     def _forget(self) -> None:
         """Drop ring blocks that were fetched for uses before the cursor only."""
