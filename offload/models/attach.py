@@ -12,8 +12,9 @@ after the routing has announced all of them.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -117,17 +118,20 @@ class Attachment:
         ]
         stand_ins = [parameters[attr] for parameters, attr, *_ in spots]
         recurrent = [m for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
-        tickets: list[int] = []
+        tickets: list[tuple[int, int]] = []  # of the run under way: its thread and its ticket
         executor = self.executor
 
         def enter(module: nn.Module, args: Any) -> None:
-            if tickets:
+            thread = threading.get_ident()
+            if tickets and tickets[0][0] != thread:
                 raise UnsupportedModelError(
-                    f"{unit.name} calls itself or runs in two threads at once; a streamed model "
-                    f"runs in one thread at a time"
+                    f"{unit.name} runs in two threads at once; a streamed model runs in one thread "
+                    f"at a time"
                 )
-            ticket = executor.enter(unit.name, blocks)
-            tickets.append(ticket)
+            if tickets:
+                # Left by a Ctrl-C in its forward: torch runs no hooks after one.
+                leave(module, args, None)
+            tickets.append((thread, executor.enter(unit.name, blocks)))
             views = {b: executor.views(b) for b in blocks}
             for parameters, attr, block, name, grad in spots:
                 # As in the resident model: torch picks kernels by this flag, also without grad.
@@ -143,9 +147,8 @@ class Attachment:
                 parameters[attr] = stand_in
             for rnn in recurrent:
                 _refresh_flat_weights(rnn)
-            executor.leave(tickets.pop(), blocks)
+            executor.leave(tickets.pop()[1], blocks)
 
-        # Outermost of the three: no graph holds views of a slot that is about to be refilled.
         self._without_grad(unit.module)
         self._hooks(unit.module, enter, leave)
 
@@ -244,22 +247,30 @@ class Attachment:
     def _without_grad(self, module: nn.Module) -> None:
         """Run a module's forward without autograd and make ``backward()`` through its output an
         error instead of a silent non-event. A graph would keep views of slots that other blocks
-        fill next, and activations that no budget counts."""
-        modes: list[bool] = []
+        fill next, and activations that no budget counts.
 
-        def before(_: nn.Module, args: Any) -> None:
-            modes.append(torch.is_grad_enabled())
-            torch.set_grad_enabled(False)
+        Around ``forward`` and not in hooks: torch runs none after a Ctrl-C, and autograd would
+        stay off for whatever the user does next.
+        """
+        inner: Callable[..., Any] = module.forward
+        before = module.__dict__.get("forward")
 
-        def after(_: nn.Module, args: Any, output: Any) -> Any:
-            # Also called after an error, and then possibly without a ``before``.
-            grad = modes.pop() if modes else torch.is_grad_enabled()
-            torch.set_grad_enabled(grad)
-            return _guarded(output) if grad else None
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            with torch.no_grad():
+                output = inner(*args, **kwargs)
+            return _guarded(output)
 
-        first = module.register_forward_pre_hook(before)
-        last = module.register_forward_hook(after, always_call=True)
-        self._undo += [first.remove, last.remove]
+        module.__dict__["forward"] = forward
+
+        def undo() -> None:
+            module.__dict__.pop("forward", None)
+            if before is not None:
+                module.__dict__["forward"] = before
+
+        self._undo.append(undo)
 
 
 class _NoBackward(torch.autograd.Function):
@@ -303,6 +314,7 @@ class _ExpertSession:
         self._open = False
 
     def begin(self, experts: list[int]) -> None:
+        self._let_go()  # left by a Ctrl-C in the loop before
         self._open = True
         self.executor.route(self.group.name, [self.group.blocks[e] for e in experts])
 

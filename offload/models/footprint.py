@@ -125,7 +125,9 @@ def _run(model: Any, tokens: int, batch: int, decode: bool) -> tuple[int, int]:
         if decode and model.can_generate():
             kept = [n for n in ("past_key_values", "cache_params") if getattr(out, n, None)]
             if not kept:
-                raise NotImplementedError(f"{type(model).__name__} returned no cache to decode with")
+                raise NotImplementedError(
+                    f"{type(model).__name__} returned no cache to decode with"
+                )
             last = "decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"
             model(**{**kwargs, last: ids[:, :1], kept[0]: getattr(out, kept[0])})
     return watch.peak - cache, cache

@@ -170,9 +170,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     phases, made = placed_and_made(parameters(meta.model).values(), meta.mapping)
 
     def cut_it(stream_head: bool) -> Cut:
-        return cut(
-            meta.model, stream_head=stream_head, modules=modules, keep=made, phases=phases
-        )
+        return cut(meta.model, stream_head=stream_head, modules=modules, keep=made, phases=phases)
 
     chosen = cut_it(False)
     drop_unloopable(chosen, notes)

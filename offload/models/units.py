@@ -358,7 +358,9 @@ def cut(
         ids = []
         for e in range(group.n_experts):
             tensors = [(p.name, _dtype(p.tensor), tuple(p.tensor.shape[1:])) for p in group.params]
-            starts = [_phase(p.tensor, p.phase + e * (p.nbytes // group.n_experts)) for p in group.params]
+            starts = [
+                _phase(p.tensor, p.phase + e * (p.nbytes // group.n_experts)) for p in group.params
+            ]
             spec = layout(
                 f"{group.name}#{e:0{width}}", BlockKind.EXPERT, tensors, group.name, starts
             )

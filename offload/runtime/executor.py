@@ -26,6 +26,7 @@ from offload.errors import ClosedError, OffloadError, SchedulerError, StoreError
 from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
 from offload.runtime.arena import Arena, Lease
 from offload.runtime.device import Device, Event
+from offload.runtime.interrupts import Shield
 from offload.scheduler.plan import Plan
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
 from offload.scheduler.trace import Step, Trace
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 WATCHDOG_S = 120.0
 """A wait without any transfer finishing for this long is an error, never a hang."""
+
+_SIGNAL_S = 0.25
 
 Views = dict[str, torch.Tensor]
 """A block's tensors by name, on the device that computes; valid while the block is held."""
@@ -72,6 +75,7 @@ class Executor:
         self.stats = Stats()
         self._watchdog_s = watchdog_s
         self._residency = Residency(plan)
+        self._shield = Shield()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._progress = 0  # completions of any kind, for the watchdog
@@ -106,7 +110,7 @@ class Executor:
         ``progress(done_bytes, total_bytes)`` is called from the calling thread.
         """
         total = sum(self.plan.blocks[b].nbytes for t in self.plan.tiers.values() for b in t.pinned)
-        with self._changed:
+        with self._shield, self._changed:
             self._submit(self._residency.start())
             while left := self._residency.loading():
                 self._raise_failures(left)
@@ -122,6 +126,10 @@ class Executor:
         Nothing new is started. A transfer that hangs is waited for as long as the watchdog says,
         then by the store, whose threads nobody can stop.
         """
+        with self._shield:
+            self._close()
+
+    def _close(self) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -149,7 +157,7 @@ class Executor:
             StoreError: a block could not be read (the unit may be entered again later).
             WatchdogError: nothing has moved for the watchdog's time.
         """
-        with self._changed:
+        with self._shield, self._changed:
             self._check_open()
             self._forgive(blocks)
             self._watch_order(unit, tuple(blocks))
@@ -171,7 +179,7 @@ class Executor:
 
     def leave(self, ticket: int, blocks: Sequence[str]) -> None:
         """The unit has run. Its views are void from now on."""
-        with self._changed:
+        with self._shield, self._changed:
             self._end_use(blocks)
             self._submit(self._residency.done(ticket))
             self._let_close()
@@ -185,7 +193,7 @@ class Executor:
 
     def route(self, group: str, experts: Sequence[str]) -> None:
         """A MoE layer needs these experts, in this order: start reading what is not there."""
-        with self._changed:
+        with self._shield, self._changed:
             self._check_open()
             self._forgive(experts)
             self._submit(self._residency.route(group, experts))
@@ -194,7 +202,7 @@ class Executor:
 
     def acquire(self, expert: str) -> Views:
         """Wait for a routed expert and hold it."""
-        with self._changed:
+        with self._shield, self._changed:
             self._check_open()
             began = time.perf_counter()
             while True:
@@ -211,14 +219,14 @@ class Executor:
 
     def release(self, expert: str) -> None:
         """The expert has been used."""
-        with self._changed:
+        with self._shield, self._changed:
             self._end_use((expert,))
             self._submit(self._residency.release(expert))
             self._let_close()
 
     def end_route(self) -> None:
         """The MoE layer has finished or failed."""
-        with self._changed:
+        with self._shield, self._changed:
             if not self._closed:
                 self._submit(self._residency.end_route())
 
@@ -261,7 +269,7 @@ class Executor:
         Raises:
             WatchdogError: nothing has moved for the watchdog's time.
         """
-        with self._changed:
+        with self._shield, self._changed:
             while not self._closed and self._moving:
                 blocks = sorted(self._leases[Tier.RAM]) or ["nothing"]
                 self._wait("settling", blocks, self._progress)
@@ -421,9 +429,15 @@ class Executor:
         """Wait until more has finished than the ``seen`` of before the caller's last look; an
         error if nothing does for too long. A store may have called back in between, from inside
         the very call that asked it to read."""
-        if self._changed.wait_for(lambda: self._progress != seen or self._closed, self._watchdog_s):
-            self._check_open()
-            return
+        limit = time.monotonic() + self._watchdog_s
+        while (left := limit - time.monotonic()) > 0:
+            if self._shield.received:
+                raise KeyboardInterrupt
+            if self._progress != seen or self._closed:
+                self._check_open()
+                return
+            # Whatever moves notifies; only a signal cannot, so it is looked for now and then.
+            self._changed.wait(min(left, _SIGNAL_S))
         raise WatchdogError(
             f"{who} has waited {self._watchdog_s:.0f} s for {', '.join(blocks[:4])} and no "
             f"transfer has finished ({self._residency.in_flight()} in flight); "

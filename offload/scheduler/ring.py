@@ -10,6 +10,7 @@ oldest range is freed.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 
 
 class Ring:
@@ -32,17 +33,42 @@ class Ring:
     def __len__(self) -> int:
         return len(self._live)
 
-    def alloc(self, nbytes: int) -> int | None:
-        """The offset of a new range, or None if no gap is wide enough now."""
-        offset = self._gap(self._next, self.base + self.capacity, nbytes)
-        if offset is None:
-            offset = self._gap(self.base, self.base + self.capacity, nbytes)
-        if offset is None:
-            return None
-        insort(self._live, (offset, nbytes))
-        self._next = offset + nbytes
+    def gaps(self, nbytes: int) -> list[int]:
+        """Where a range could go now: the next fit, then the first fit if that is another."""
+        offsets = []
+        for start in (self._next, self.base):
+            offset = _gap(self._live, start, self.base + self.capacity, nbytes)
+            if offset is not None and offset not in offsets:
+                offsets.append(offset)
+        return offsets
+
+    def take(self, offset: int, nbytes: int) -> None:
+        """Allocate at an offset that ``gaps`` has just returned.
+
+        Raises:
+            ValueError: ``nbytes`` is not positive (two empty ranges could not be told apart), or
+                the range is not free.
+        """
+        end = offset + nbytes
+        if nbytes <= 0 or offset < self.base or end > self.base + self.capacity:
+            raise ValueError(f"no range of {nbytes} bytes at {offset} in a ring at {self.base}")
+        i = bisect_left(self._live, (offset, 0))
+        if (i and sum(self._live[i - 1]) > offset) or (
+            i < len(self._live) and self._live[i][0] < end
+        ):
+            raise ValueError(f"[{offset}, {end}) is not free")
+        self._live.insert(i, (offset, nbytes))
+        self._next = end
         self.used += nbytes
-        return offset
+
+    def alloc(self, nbytes: int) -> int | None:
+        """The offset of a new range (next fit), or None if no gap is wide enough now."""
+        if nbytes > self.capacity - self.used:
+            return None
+        for offset in self.gaps(nbytes)[:1]:
+            self.take(offset, nbytes)
+            return offset
+        return None
 
     def free(self, offset: int) -> None:
         """Give a range back. Raises KeyError if it is not allocated."""
@@ -53,13 +79,25 @@ class Ring:
         if not self._live:
             self._next = self.base
 
-    def _gap(self, start: int, end: int, nbytes: int) -> int | None:
-        """The first fitting offset at or after ``start``."""
-        i = bisect_left(self._live, (start, 0))
-        if i and (before := self._live[i - 1])[0] + before[1] > start:
-            start = before[0] + before[1]
-        for offset, n in self._live[i:]:
-            if start + nbytes <= offset:
-                return start
-            start = offset + n
-        return start if start + nbytes <= end else None
+    def packs(self, fixed: Iterable[tuple[int, int]], sizes: Sequence[int]) -> bool:
+        """Whether ranges of ``sizes`` find room one after the other, first fit, in a ring that
+        holds nothing but the ``fixed`` ranges (offset, nbytes)."""
+        live = sorted(fixed)
+        for nbytes in sizes:
+            offset = _gap(live, self.base, self.base + self.capacity, nbytes)
+            if offset is None:
+                return False
+            insort(live, (offset, nbytes))
+        return True
+
+
+def _gap(live: list[tuple[int, int]], start: int, end: int, nbytes: int) -> int | None:
+    """The first offset at or after ``start`` where ``nbytes`` fit between sorted ranges."""
+    i = bisect_left(live, (start, 0))
+    if i and (before := live[i - 1])[0] + before[1] > start:
+        start = before[0] + before[1]
+    for offset, n in live[i:]:
+        if start + nbytes <= offset:
+            return start
+        start = offset + n
+    return start if start + nbytes <= end else None

@@ -39,6 +39,9 @@ class Trace:
             self.uses.extend((b, i) for b in step.blocks)
             self._of_unit.setdefault(step.unit, []).append(i)
 
+    def __repr__(self) -> str:
+        return "Trace(" + ", ".join(f"{s.unit}: {' '.join(s.blocks)}" for s in self.steps) + ")"
+
     def __len__(self) -> int:
         return len(self.steps)
 

@@ -249,9 +249,11 @@ def test_encoder_decoder(tmp_path: Path, family: str, device: str) -> None:
 def test_vision(tmp_path: Path, family: str, device: str) -> None:
     from transformers import AutoModel
 
-    sizes = {"image_size": 32, "patch_size": 8} if family != "convnext" else {
-        "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]
-    }
+    sizes = (
+        {"image_size": 32, "patch_size": 8}
+        if family != "convnext"
+        else {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]}
+    )
     directory = _written(tmp_path, family, AutoModel, **sizes)
     generator = torch.Generator().manual_seed(3)
     pixels_BCHW = torch.randn((2, 3, 32, 32), generator=generator).to(torch.bfloat16)

@@ -1,0 +1,64 @@
+"""Ctrl-C where it can do no harm.
+
+Python raises KeyboardInterrupt between any two bytecodes of the main thread. Between "this block
+is on its way" in the books and the request that brings it, that would leave everyone who waits
+for the block waiting for good. Inside a shield the signal is noted, and raised at its end.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Shield:
+    """A re-entrant context that delays SIGINT in the main thread; costs a microsecond.
+
+    Only Python's own handler is replaced: a program with a handler of its own has decided where
+    its signals are raised.
+    """
+
+    __slots__ = ("_before", "_depth", "_received")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._before: Any = None
+        self._received = False
+
+    @property
+    def received(self) -> bool:
+        """A signal has come: whoever waits should stop waiting."""
+        return self._received
+
+    def __enter__(self) -> Shield:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._depth += 1
+        if self._depth == 1:
+            before = signal.getsignal(signal.SIGINT)
+            if before is signal.default_int_handler:
+                self._received = False
+                self._before = before
+                signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self._received = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth == 0 and self._before is not None:
+            before, self._before = self._before, None
+            signal.signal(signal.SIGINT, before)
+            received, self._received = self._received, False
+            if received and not (kind and issubclass(kind, KeyboardInterrupt)):
+                raise KeyboardInterrupt

@@ -1,0 +1,67 @@
+"""Dependencies go one way, and no name of ours shadows the standard library."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = {"blocks", "errors", "units"}
+LOWER = BASE | {"scheduler", "io", "cpu_ops"}
+MAY_IMPORT = {  # package of offload -> other packages of offload it may import
+    "blocks": BASE,
+    "errors": set[str](),
+    "units": BASE,
+    "scheduler": BASE,
+    "io": BASE,
+    "cpu_ops": BASE,
+    "runtime": LOWER,
+    "models": LOWER | {"runtime"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names a file imports, at any depth (also lazily)."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            names |= {f"{node.module}.{a.name}" for a in node.names}
+    return names
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_dependencies_go_one_way(package: str) -> None:
+    place = ROOT / "offload" / package
+    files = [place.with_suffix(".py")] if place.with_suffix(".py").exists() else []
+    files += sorted(place.rglob("*.py"))
+    assert files
+    for path in files:
+        ours = {n.split(".")[1] for n in imports(path) if n.startswith("offload.")}
+        assert ours <= MAY_IMPORT[package] | {package}, path
+
+
+def test_the_scheduler_is_pure() -> None:
+    allowed = set(sys.stdlib_module_names) - {"threading", "asyncio", "time", "io", "os"}
+    for path in (ROOT / "offload" / "scheduler").glob("*.py"):
+        roots = {n.split(".")[0] for n in imports(path)}
+        assert roots - {"offload"} <= allowed, path
+
+
+def test_the_io_package_does_not_shadow_the_standard_library() -> None:
+    run = subprocess.run(
+        [sys.executable, "-X", "frozen_modules=off", "-c", "import io, offload; io.StringIO()"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert not (ROOT / "offload" / "io" / "__init__.py").exists()
