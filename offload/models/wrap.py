@@ -305,12 +305,13 @@ class _Originals:
 
 
 class _Shape:
-    """What is still asked of a freed parameter: its shape and dtype."""
+    """What is still asked of a freed parameter: its shape, dtype and whether it is trained."""
 
     def __init__(self, original: torch.Tensor, meta: torch.Tensor) -> None:
         self.original = original
         self.shape = meta.shape
         self.dtype = meta.dtype
+        self.requires_grad = original.requires_grad
         self._meta = meta
 
     def numel(self) -> int:

@@ -259,6 +259,16 @@ def test_close_waits_for_the_unit_that_runs(device: str) -> None:
         assert failed == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_close_does_not_wait_for_its_own_thread(device: str) -> None:
+    """After a Ctrl-C in a layer nobody gives its blocks back."""
+    toy = Toy.make(device)
+    unit = next(u for u in range(UNITS) if toy.streamed(u))
+    with toy.open(watchdog_s=1e6) as executor:
+        executor.enter(f"u{unit}", toy.streamed(unit))
+    assert executor.live_leases() == 0
+
+
 # -- learning another order -------------------------------------------------------------------
 
 
