@@ -72,7 +72,7 @@ class Attachment:
             self._hook_head(cut.head)
         if cut.embedding:
             self._hook_embedding(cut.embedding)
-        self._refuse_backward()
+        self._without_grad(model)
 
     def detach(self) -> None:
         """Remove hooks and proxies. Parameters are left to the caller."""
@@ -91,7 +91,7 @@ class Attachment:
         """Give a pinned block's parameters their memory for good."""
         views = self.executor.views(block)
         for param in params:
-            real = nn.Parameter(views[param.name], requires_grad=False)
+            real = nn.Parameter(views[param.name], requires_grad=param.tensor.requires_grad)
             for place in param.places:
                 place.module._parameters[place.attr] = real
                 _refresh_flat_weights(place.module)
@@ -108,15 +108,15 @@ class Attachment:
         if not blocks:
             return
         inside = set(map(id, unit.module.modules()))
-        # (parameters dict, attribute, block, tensor name, stand-in): all a hook has to touch
+        # (parameters dict, attribute, block, tensor name, flag): all a hook has to touch
         spots = [
-            (place.module._parameters, place.attr, block, param.name)
+            (place.module._parameters, place.attr, block, param.name, param.tensor.requires_grad)
             for block in blocks
             for param in self.cut.params[block]
             for place in param.places
             if id(place.module) in inside
         ]
-        stand_ins = [parameters[attr] for parameters, attr, _, _ in spots]
+        stand_ins = [parameters[attr] for parameters, attr, *_ in spots]
         recurrent = [m for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
         tickets: list[tuple[int, int]] = []  # of the run under way: its thread and its ticket
         executor = self.executor
@@ -133,8 +133,9 @@ class Attachment:
                 leave(module, args, None)
             tickets.append((thread, executor.enter(unit.name, blocks)))
             views = {b: executor.views(b) for b in blocks}
-            for parameters, attr, block, name in spots:
-                parameters[attr] = views[block][name]  # type: ignore[assignment]
+            for parameters, attr, block, name, grad in spots:
+                # As in the resident model: torch picks kernels by this flag, also without grad.
+                parameters[attr] = views[block][name].requires_grad_(grad)  # type: ignore[assignment]
             for rnn in recurrent:
                 _refresh_flat_weights(rnn)
 
@@ -142,12 +143,14 @@ class Attachment:
             # Also called after an error, and then possibly without an ``enter``.
             if not tickets:
                 return
-            for (parameters, attr, _, _), stand_in in zip(spots, stand_ins, strict=True):
+            for (parameters, attr, *_), stand_in in zip(spots, stand_ins, strict=True):
                 parameters[attr] = stand_in
             for rnn in recurrent:
                 _refresh_flat_weights(rnn)
             executor.leave(tickets.pop()[1], blocks)
 
+        # Outermost of the three: no graph holds views of a slot that is about to be refilled.
+        self._without_grad(unit.module)
         self._hooks(unit.module, enter, leave)
 
     def _hooks(self, module: nn.Module, before: Any, after: Any) -> None:
@@ -205,6 +208,7 @@ class Attachment:
                 ticket = executor.enter(step, (block,)) if streamed else 0
                 try:
                     weight = executor.views(block)[param.name]
+                    weight.requires_grad_(param.tensor.requires_grad)
                     part = F.linear(x, weight, None if bias is None else bias[a:b])
                     out[..., a:b] = part
                 finally:
@@ -214,12 +218,15 @@ class Attachment:
 
         module.__dict__["forward"] = forward
         self._undo.append(lambda: module.__dict__.pop("forward", None))
+        self._without_grad(module)
 
     def _hook_embedding(self, embedding: RowEmbedding) -> None:
         module, param, block = embedding.module, embedding.param, embedding.block
         if block in self._resident:
             views = self.executor.views(block)
-            module._parameters["weight"] = nn.Parameter(views[param.name], requires_grad=False)
+            module._parameters["weight"] = nn.Parameter(
+                views[param.name], requires_grad=param.tensor.requires_grad
+            )
             return
         executor = self.executor
         device = executor.device.torch_device
@@ -238,14 +245,25 @@ class Attachment:
 
     # -- backward -------------------------------------------------------------------------
 
-    def _refuse_backward(self) -> None:
-        """Make ``backward()`` an error instead of a silent non-event."""
+    def _without_grad(self, module: nn.Module) -> None:
+        """Run a module's forward without autograd and make ``backward()`` through its output an
+        error instead of a silent non-event. A graph would keep views of slots that other blocks
+        fill next, and activations that no budget counts."""
+        modes: list[bool] = []
 
-        def guard(module: nn.Module, args: Any, output: Any) -> Any:
-            return _guarded(output) if torch.is_grad_enabled() else None
+        def before(_: nn.Module, args: Any) -> None:
+            modes.append(torch.is_grad_enabled())
+            torch.set_grad_enabled(False)
 
-        handle = self.model.register_forward_hook(guard)
-        self._undo.append(handle.remove)
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            # Also called after an error, and then possibly without a ``before``.
+            grad = modes.pop() if modes else torch.is_grad_enabled()
+            torch.set_grad_enabled(grad)
+            return _guarded(output) if grad else None
+
+        first = module.register_forward_pre_hook(before)
+        last = module.register_forward_hook(after, always_call=True)
+        self._undo += [first.remove, last.remove]
 
 
 class _NoBackward(torch.autograd.Function):

@@ -183,7 +183,6 @@ def instantiate(config: Any, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
         patch_output_recorders(model)
     _keep_in_fp32(model, dtype)
     model.eval()
-    model.requires_grad_(False)
     return model, dtype
 
 
@@ -268,7 +267,7 @@ def materialise_buffers(model: Any, mapping: CheckpointMap, read: Any) -> None:
         if id(parameter) not in have and parameter.is_meta:
             module, leaf = _owner(model, name)
             fresh = torch.nn.Parameter(
-                torch.empty_like(parameter, device="cpu"), requires_grad=False
+                torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad
             )
             fresh._is_hf_initialized = False  # type: ignore[attr-defined]
             module._parameters[leaf] = fresh

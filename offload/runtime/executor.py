@@ -16,13 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 import torch
 
 from offload.blocks import Tier
-from offload.errors import ClosedError, OffloadError, StoreError, WatchdogError
+from offload.errors import ClosedError, OffloadError, SchedulerError, StoreError, WatchdogError
 from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
 from offload.runtime.arena import Arena, Lease
 from offload.runtime.device import Device, Event
@@ -83,6 +83,11 @@ class Executor:
         self._todo: deque[Instruction] = deque()
         self._draining = False
         self._closed = False
+        self._moving = 0  # transfers under way
+        self._in_use = 0  # blocks that compute reads
+        self._user = 0  # the thread that computes
+        self._lanes: list[str] = []  # names of reads that are free again
+        self._n_lanes = 0
         self._detours: deque[tuple[str, tuple[str, ...]]] = deque(maxlen=4 * len(plan.trace) + 8)
         self._lost_at: tuple[str, int] | None = None
         self._seen = 0
@@ -112,12 +117,16 @@ class Executor:
                 self._raise_failures(left)
                 if progress:
                     progress(total - sum(self.plan.blocks[b].nbytes for b in left), total)
-                self._wait("the pinned weights", left)
+                self._wait("the pinned weights", left, self._progress)
         if progress:
             progress(total, total)
 
     def close(self) -> None:
-        """Wait for what is in flight, then free memory, files and threads. Idempotent."""
+        """Wait for what is in flight or in use, then free memory, files and threads. Idempotent.
+
+        Nothing new is started. A transfer that hangs is waited for as long as the watchdog says,
+        then by the store, whose threads nobody can stop.
+        """
         with self._shield:
             self._close()
 
@@ -126,9 +135,11 @@ class Executor:
             if self._closed:
                 return
             self._closed = True
-            deadline = time.monotonic() + self._watchdog_s
-            while self._residency.in_flight() and time.monotonic() < deadline:
-                self._changed.wait(0.5)
+            self._todo.clear()
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: not self._moving and not self._used_elsewhere(), self._watchdog_s
+            )
             for tier, leases in self._leases.items():
                 for block in list(leases):
                     self._release(tier, block)
@@ -149,6 +160,7 @@ class Executor:
         """
         with self._shield, self._changed:
             self._check_open()
+            self._forgive(blocks)
             self._watch_order(unit, tuple(blocks))
             ticket, todo = self._residency.need(unit, blocks)
             self._submit(todo)
@@ -157,7 +169,7 @@ class Executor:
                     began = time.perf_counter()
                     while missing:
                         self._raise_failures(missing)
-                        self._wait(unit, missing)
+                        self._wait(unit, missing, self._progress)
                         missing = self._residency.missing(ticket)
                     self.stats.stall_s += time.perf_counter() - began
             except BaseException:
@@ -169,10 +181,9 @@ class Executor:
     def leave(self, ticket: int, blocks: Sequence[str]) -> None:
         """The unit has run. Its views are void from now on."""
         with self._shield, self._changed:
-            if self._closed:
-                return
             self._end_use(blocks)
             self._submit(self._residency.done(ticket))
+            self._let_close()
 
     def views(self, block: str) -> Views:
         """The tensors of a block that is held (or pinned where compute runs)."""
@@ -185,6 +196,7 @@ class Executor:
         """A MoE layer needs these experts, in this order: start reading what is not there."""
         with self._shield, self._changed:
             self._check_open()
+            self._forgive(experts)
             self._submit(self._residency.route(group, experts))
             self.stats.hits = self._residency.hits
             self.stats.misses = self._residency.misses
@@ -193,26 +205,25 @@ class Executor:
         """Wait for a routed expert and hold it."""
         with self._shield, self._changed:
             self._check_open()
-            there, todo = self._residency.acquire(expert)
-            self._submit(todo)
-            if not there:
-                began = time.perf_counter()
-                while not there:
-                    self._raise_failures([expert])
-                    self._wait("an expert", [expert])
-                    there, todo = self._residency.acquire(expert)
-                    self._submit(todo)
-                self.stats.stall_s += time.perf_counter() - began
+            began = time.perf_counter()
+            while True:
+                seen = self._progress
+                there, todo = self._residency.acquire(expert)
+                self._submit(todo)
+                if there:
+                    break
+                self._raise_failures([expert])
+                self._wait("an expert", [expert], seen)
+            self.stats.stall_s += time.perf_counter() - began
             self._begin_use((expert,))
             return self.views(expert)
 
     def release(self, expert: str) -> None:
         """The expert has been used."""
         with self._shield, self._changed:
-            if self._closed:
-                return
             self._end_use((expert,))
             self._submit(self._residency.release(expert))
+            self._let_close()
 
     def end_route(self) -> None:
         """The MoE layer has finished or failed."""
@@ -227,15 +238,26 @@ class Executor:
         with self._lock:
             self._check_open()
         began = time.perf_counter()
-        receipt = self.store.read_spans_into(block, spans, buffer, priority=DEMAND).result(
-            timeout=self._watchdog_s
-        )
+        reading = self.store.read_spans_into(block, spans, buffer, priority=DEMAND)
+        try:
+            receipt = reading.result(timeout=self._watchdog_s)
+        except TimeoutError:
+            raise WatchdogError(
+                f"{len(spans)} rows of {block} have not been read for {self._watchdog_s:.0f} s"
+            ) from None
+        except CancelledError:
+            raise ClosedError(f"closed while rows of {block} were read") from None
         with self._lock:
             self._count(receipt)
             self.stats.row_reads += len(spans)
             self.stats.stall_s += time.perf_counter() - began
 
     # -- inspection -----------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close()`` has been called."""
+        return self._closed
 
     def held(self) -> list[str]:
         """Blocks held now; empty when the model does not run."""
@@ -249,8 +271,9 @@ class Executor:
             WatchdogError: nothing has moved for the watchdog's time.
         """
         with self._shield, self._changed:
-            while not self._closed and self._residency.in_flight():
-                self._wait("settling", sorted(self._leases[Tier.RAM]) or ["nothing"])
+            while not self._closed and self._moving:
+                blocks = sorted(self._leases[Tier.RAM]) or ["nothing"]
+                self._wait("settling", blocks, self._progress)
 
     def live_leases(self) -> int:
         """Slots that hold a block now; 0 after ``close()``."""
@@ -267,13 +290,15 @@ class Executor:
 
     def _submit(self, todo: Iterable[Instruction]) -> None:
         """Carry out instructions in order. A store may finish at once and call back from
-        inside: what that adds runs after what was already decided."""
+        inside: what that adds runs after what was already decided. Nothing starts after close()."""
+        if self._closed:
+            return
         self._todo.extend(todo)
         if self._draining:
             return
         self._draining = True
         try:
-            while self._todo:
+            while self._todo and not self._closed:
                 instruction = self._todo.popleft()
                 if isinstance(instruction, Drop):
                     self._release(instruction.tier, instruction.block)
@@ -300,9 +325,15 @@ class Executor:
 
     def _read(self, fetch: Fetch) -> None:
         lease = self._lease(fetch)
+        # An actor for each read in flight: what one has finished says nothing about the others.
+        if not self._lanes:
+            self._lanes.append(f"read/{self._n_lanes}")
+            self._n_lanes += 1
+        lane = self._lanes.pop()
         for event in lease.after:
-            self._order("host-slot-free", "read", event)
-        self.device.touch("read", lease.region, "w")
+            self._order("host-slot-free", lane, event)
+        self.device.touch(lane, lease.region, "w")
+        self._moving += 1
         priority = DEMAND if fetch.demand else PREFETCH
         try:
             future = self.store.read_into(fetch.block, lease.view, priority=priority)
@@ -315,7 +346,9 @@ class Executor:
             with self._changed:
                 if error is None:
                     self._count(done.result())
-                    lease.ready = self.device.signal("read")
+                # Also after an error: it has written something, and the next owner comes after.
+                lease.ready = self.device.signal(lane)
+                self._lanes.append(lane)
                 self._finish(fetch, error)
 
         future.add_done_callback(on_read)
@@ -328,6 +361,7 @@ class Executor:
         self._order("host-block-ready", "h2d", source.ready)
         copied = self.device.copy(lease.region, source.region, self.device.h2d)
         lease.ready = self._last_use[Tier.RAM, fetch.block] = copied
+        self._moving += 1
         self.stats.h2d_bytes += lease.region.nbytes
 
         def on_copied(error: BaseException | None) -> None:
@@ -339,6 +373,10 @@ class Executor:
     def _finish(self, fetch: Fetch, error: BaseException | None) -> None:
         """A transfer has ended: tell the state machine and go on."""
         self._progress += 1
+        self._moving -= 1
+        if self._closed:
+            self._changed.notify_all()
+            return
         if error is None:
             self._failures.pop(fetch.block, None)
             self._submit(self._residency.arrived(fetch.block, fetch.dst))
@@ -351,7 +389,7 @@ class Executor:
     def _order(self, edge: str, waiter: str, event: Event | None) -> None:
         """Make ``waiter`` come after ``event``; ``edge`` says what would break without."""
         if event is None:
-            return
+            raise SchedulerError(f"{edge}: {waiter} would use bytes that nobody has filled")
         if waiter == "h2d":
             self.device.h2d.wait(event)
         elif waiter == "compute":
@@ -366,18 +404,40 @@ class Executor:
             lease = leases[block]
             self._order("block-ready", "compute", lease.ready)
             self.device.touch("compute", lease.region, "r")
+            self._in_use += 1
+        self._user = threading.get_ident()
 
     def _end_use(self, blocks: Iterable[str]) -> None:
         tier = self.plan.compute_tier
         event = self.device.compute.record()
         for block in blocks:
             self._last_use[tier, block] = event
+            self._in_use -= 1
+
+    def _used_elsewhere(self) -> bool:
+        """Whether another thread computes. What this thread holds while it closes is left over
+        from a forward that a Ctrl-C has ended."""
+        alive = self._user in {t.ident for t in threading.enumerate()}
+        return self._in_use > 0 and alive and self._user != threading.get_ident()
+
+    def _let_close(self) -> None:
+        """``close()`` waits in another thread until nothing is held."""
+        if self._closed:
+            self._changed.notify_all()
 
     # -- waiting (under the lock) ---------------------------------------------------------
 
-    def _wait(self, who: str, blocks: Sequence[str]) -> None:
-        """Wait until something has changed; an error if nothing does for too long."""
-        seen, limit = self._progress, time.monotonic() + self._watchdog_s
+    def _forgive(self, blocks: Iterable[str]) -> None:
+        """Who asks anew gets a new attempt: an old failure was that of a prefetch (logged), or has
+        been raised where it was waited for."""
+        for block in blocks:
+            self._failures.pop(block, None)
+
+    def _wait(self, who: str, blocks: Sequence[str], seen: int) -> None:
+        """Wait until more has finished than the ``seen`` of before the caller's last look; an
+        error if nothing does for too long. A store may have called back in between, from inside
+        the very call that asked it to read."""
+        limit = time.monotonic() + self._watchdog_s
         while (left := limit - time.monotonic()) > 0:
             if self._shield.received:
                 raise KeyboardInterrupt
@@ -396,7 +456,7 @@ class Executor:
         for block in blocks:
             error = self._failures.pop(block, None)
             if error is not None:
-                kind = type(error) if isinstance(error, OffloadError) else StoreError
+                kind = ClosedError if isinstance(error, ClosedError) else StoreError
                 raise kind(f"{error} (block {block}; {self._residency.story(block)})") from error
 
     def _check_open(self) -> None:
