@@ -84,8 +84,8 @@ class Executor:
         self._draining = False
         self._closed = False
         self._moving = 0  # transfers under way
-        self._in_use = 0  # blocks that compute reads, in the thread ``_user``
-        self._user = 0
+        self._in_use = 0  # blocks that compute reads
+        self._user = 0  # the thread that computes
         self._lanes: list[str] = []  # names of reads that are free again
         self._n_lanes = 0
         self._detours: deque[tuple[str, tuple[str, ...]]] = deque(maxlen=4 * len(plan.trace) + 8)
@@ -137,10 +137,8 @@ class Executor:
             self._closed = True
             self._todo.clear()
             self._changed.notify_all()
-            # What this very thread uses was left by a Ctrl-C: nobody will give it back.
-            mine = self._user == threading.get_ident()
             self._changed.wait_for(
-                lambda: not self._moving and (mine or not self._in_use), self._watchdog_s
+                lambda: not self._moving and not self._used_elsewhere(), self._watchdog_s
             )
             for tier, leases in self._leases.items():
                 for block in list(leases):
@@ -402,12 +400,12 @@ class Executor:
 
     def _begin_use(self, blocks: Iterable[str]) -> None:
         leases = self._leases[self.plan.compute_tier]
-        self._user = threading.get_ident()
         for block in blocks:
             lease = leases[block]
             self._order("block-ready", "compute", lease.ready)
             self.device.touch("compute", lease.region, "r")
             self._in_use += 1
+        self._user = threading.get_ident()
 
     def _end_use(self, blocks: Iterable[str]) -> None:
         tier = self.plan.compute_tier
@@ -415,6 +413,12 @@ class Executor:
         for block in blocks:
             self._last_use[tier, block] = event
             self._in_use -= 1
+
+    def _used_elsewhere(self) -> bool:
+        """Whether another thread computes. What this thread holds while it closes is left over
+        from a forward that a Ctrl-C has ended."""
+        alive = self._user in {t.ident for t in threading.enumerate()}
+        return self._in_use > 0 and alive and self._user != threading.get_ident()
 
     def _let_close(self) -> None:
         """``close()`` waits in another thread until nothing is held."""

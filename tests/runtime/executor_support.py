@@ -112,7 +112,10 @@ class Toy:
     def open(self, store: Store | None = None, seed: int = 0, **kwargs: Any) -> Iterator[Executor]:
         """An executor that has loaded what is pinned; closed at the end."""
         executor = Executor(
-            self.plan, store or self.store(), self.device(seed), **{"watchdog_s": WATCHDOG_S, **kwargs}
+            self.plan,
+            store or self.store(),
+            self.device(seed),
+            **{"watchdog_s": WATCHDOG_S, **kwargs},
         )
         try:
             executor.start()
