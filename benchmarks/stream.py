@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--work", default=tempfile.gettempdir(), help="directory on the disk to test"
     )
-    parser.add_argument("--shares", type=int, nargs="+", default=[10, 25, 50, 75, 100])
+    parser.add_argument("--shares", type=int, nargs="*", default=[10, 25, 50, 75, 100])
     parser.add_argument("--ram", nargs="+", default=[], help="further budgets, e.g. 1GiB")
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--peer-tokens", type=int, default=3)
@@ -58,7 +61,6 @@ def main() -> None:
 
     model = checkpoint(args)
     weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
-    shard = max(model.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     budgets = [weights * s // 100 + (SLACK if s >= 100 else 0) for s in args.shares]
     from offload.units import format_bytes, parse_bytes
 
@@ -67,7 +69,7 @@ def main() -> None:
     points = []
     baseline = None
     for budget in sorted(budgets):
-        point = measure(args, model, shard, weights, budget, baseline)
+        point = measure(args, model, weights, budget, baseline)
         baseline = point.get("baseline_rss_bytes", baseline)
         if "error" not in point:
             point["peers"] = run_peers(args, model, folders, budget, baseline)
@@ -106,13 +108,12 @@ def checkpoint(args: argparse.Namespace) -> Path:
 def measure(
     args: argparse.Namespace,
     model: Path,
-    shard: Path,
     weights: int,
     budget: int,
     baseline: int | None,
 ) -> dict[str, Any]:
     """One budget: probe, generate, probe."""
-    before = ssd_rate(shard)
+    before = ssd_rate(model)
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "result.json"
         ids = ",".join(str(5 + i) for i in range(args.prompt_tokens))
@@ -132,8 +133,9 @@ def measure(
         if code != 0 or not out.exists():
             return {"ram_budget_bytes": budget, "error": f"exit {code}: {err.strip()[-300:]}"}
         run = json.loads(out.read_text())
-    after = ssd_rate(shard)
-    rate = statistics.fmean([before[0], after[0]])
+    after = ssd_rate(model)
+    rate = statistics.fmean([before, after])
+    predicted = predict(args, model, budget, rate)
     reserves = run.get("plan", {}).get("reserves", {})
     apart = sum(reserves.get(k, 0) for k in ("KV cache", "activations", "logits"))
     streamed = max(0, weights - (budget - apart))
@@ -143,6 +145,9 @@ def measure(
     return {
         **{k: v for k, v in run.items() if k not in ("token_ids", "plan", "text")},
         "share": budget / weights,
+        # With the disk as it was around the run, which no prediction made before it can know.
+        "predicted_decode_tok_s": predicted,
+        "predicted_before_tok_s": run["predicted_decode_tok_s"],
         "in_cgroup": limited,
         "ssd_before_bytes_per_s": before,
         "ssd_after_bytes_per_s": after,
@@ -151,6 +156,38 @@ def measure(
         "fraction_of_bound": run["decode_tok_s"] / bound if bound else None,
         "rss_over_budget": (run["peak_rss_bytes"] - run["baseline_rss_bytes"]) / budget,
     }
+
+
+def predict(args: argparse.Namespace, model: Path, budget: int, rate: float) -> float | None:
+    """The plan's prediction for a disk of this rate, made in a process of its own."""
+    code = """
+import dataclasses, json, sys, torch
+from pathlib import Path
+model, budget, rate, prompt, tokens, threads = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+from offload.models.load import Options, prepare
+from offload.runtime.hardware_cache import load_cached
+from offload.scheduler.hardware import Rate
+known = load_cached(Path(model), threads=threads)
+disk = Rate.of([rate], known.ssd_read.unit)
+hardware = dataclasses.replace(known, ssd_read=disk)
+plan = prepare(model, Options(ram=budget, hardware=hardware, prompt_tokens=prompt,
+                              context=prompt + tokens)).plan
+print(1 / plan.predicted_pass_s.mid)
+"""
+    job = [str(model), budget, rate, args.prompt_tokens, args.tokens, args.threads]
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(job)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    if done.returncode:
+        print(done.stderr[-500:])
+        return None
+    return float(done.stdout.strip().splitlines()[-1])
 
 
 def prepare_peers(args: argparse.Namespace, model: Path) -> dict[str, Path]:
@@ -172,8 +209,6 @@ def prepare_peers(args: argparse.Namespace, model: Path) -> dict[str, Path]:
 def peer_command(
     args: argparse.Namespace, step: str, form: str, model: Path, folder: Path, *more: str
 ) -> list[str]:
-    import sys
-
     script = str(ROOT / "benchmarks" / "peers" / "accelerate_disk.py")
     common = ["--model", str(model), "--folder", str(folder), "--threads", str(args.threads)]
     return [sys.executable, script, step, form, *common, *more]

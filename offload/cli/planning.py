@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 from offload.cli.console import note, share_progress
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
+from offload.io.tune import sample
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
 from offload.models.recipes import spill_directory
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
-from offload.scheduler.hardware import Hardware
+from offload.scheduler.hardware import Hardware, Rate
 
 logger = logging.getLogger(__name__)
 
@@ -115,13 +117,28 @@ def make_plan(
     options.tokenizer_bytes = tokenizer_bytes
     if wanted.predict:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
-        options.hardware = find_hardware(directory)
+        options.hardware = on_these_files(find_hardware(directory), directory)
     prepared = prepare(directory, options)
     if wanted.disk is not None and not prepared.recipes.convert:
         prepared.notes.append(
             f"--disk {wanted.disk} is not needed: every block is read from the checkpoint itself"
         )
     return prepared
+
+
+def on_these_files(hardware: Hardware | None, directory: Path) -> Hardware | None:
+    """The same machine with the read rate of the checkpoint's own files, as the disk is now."""
+    if hardware is None:
+        return None
+    try:
+        with signals_wait():
+            rates = sample(sorted(directory.glob("*.safetensors")))
+    except OffloadError as error:
+        logger.info("the checkpoint's files are not sampled: %s", error)
+        return hardware
+    if not rates:
+        return hardware
+    return dataclasses.replace(hardware, ssd_read=Rate.of(rates, hardware.ssd_read.unit))
 
 
 def find_hardware(directory: Path) -> Hardware | None:

@@ -192,3 +192,72 @@ def _stream(
         futures.append(engine.submit(partial(fetch, at)))
         at += request_bytes // ALIGN * ALIGN
     return sum(f.result() for f in futures), at
+
+
+def sample(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    seconds: float = 0.6,
+    queue_depth: int = 4,
+    request_bytes: int = 4 << 20,
+) -> list[float]:
+    """Bytes per second of several short bursts at places spread over ``paths``, which are read.
+
+    A probe on a file of its own measures a part of the disk that was just written, and on a
+    virtual disk whatever the host has cached of it; this measures the very bytes that will be
+    streamed. Empty if the files are too short to say anything.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    files = [DirectFile.open(p) for p in paths]
+    try:
+        long = [f for f in files if f.size >= 4 * request_bytes]
+        total = sum(f.size for f in long)
+        if total < 64 * request_bytes:
+            return []
+        return _bursts(long, seconds, queue_depth, request_bytes)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _bursts(
+    files: Sequence[DirectFile], seconds: float, queue_depth: int, request_bytes: int
+) -> list[float]:
+    """One rate per burst of four requests per worker; burst places follow the golden ratio, which
+    spreads any number of them evenly."""
+    engine = make_engine(queue_depth=queue_depth)
+    staging = Staging(queue_depth, request_bytes)
+    rates: list[float] = []
+    total = sum(f.size for f in files)
+    per_burst = 4 * queue_depth
+
+    def fetch(file: DirectFile, offset: int) -> int:
+        with staging.chunk() as chunk:
+            return file.read(offset, chunk.view)
+
+    end = time.perf_counter() + seconds
+    burst = 0
+    try:
+        while time.perf_counter() < end or len(rates) < 3:
+            at = int(total * ((burst * 0.6180339887) % 1.0))
+            burst += 1
+            file = files[-1]
+            for candidate in files:
+                if at < candidate.size:
+                    file = candidate
+                    break
+                at -= candidate.size
+            room = max(0, file.size // ALIGN * ALIGN - per_burst * request_bytes)
+            start = min(at // ALIGN * ALIGN, room)
+            last = file.size // ALIGN * ALIGN - request_bytes
+            offsets = [min(start + i * request_bytes, last) for i in range(per_burst)]
+            began = time.perf_counter()
+            jobs = [engine.submit(partial(fetch, file, offset)) for offset in offsets]
+            moved = sum(job.result() for job in jobs)
+            rates.append(moved / (time.perf_counter() - began))
+        return rates
+    finally:
+        engine.close()
+        staging.close()

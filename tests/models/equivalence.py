@@ -1,4 +1,4 @@
-"""What the equivalence tests share: the reference's answers, budgets, and the checks after a run."""
+"""What the equivalence tests share: the reference's answers, budgets, checks after a run."""
 
 from __future__ import annotations
 
