@@ -314,7 +314,7 @@ class CheckpointMap:
                 results = conversion.run(model, self._ranges)
             except NotAPlacement as reason:
                 why = str(reason)
-                results = conversion.run(model, self._meta)
+                results = self._shapes(conversion, names)
             for target, result in results.items():
                 if target not in expected:
                     unexpected.append(target)
@@ -326,6 +326,17 @@ class CheckpointMap:
                 self._conversion_of[target] = conversion
         missing = [k for k in expected if k not in sources]
         return SourceMap(sources, missing, unexpected, mismatched)
+
+    def _shapes(self, conversion: _Conversion, names: tuple[str, ...]) -> dict[str, Any]:
+        """What a conversion makes, without data."""
+        try:
+            return conversion.run(self.model, self._meta)
+        except Exception as error:
+            raise CheckpointError(
+                f"{conversion.first_target} cannot be made of the checkpoint's {len(names)} tensors "
+                f"{names[0]} ... {names[-1]}: {str(error).splitlines()[0]}; some are missing, or "
+                f"config.json and the weights are of different models"
+            ) from error
 
     @property
     def _conversion_of(self) -> dict[str, _Conversion]:
