@@ -273,7 +273,6 @@ class Attachment:
 
         self._undo.append(undo)
 
-
     def _refuse_to_move(self, model: nn.Module) -> None:
         """``to``, ``half``, ``cuda`` and ``save_pretrained`` would do half of it before they meet a
         weight that is not there. To where it is already (pipelines do that), the model may go."""
@@ -296,7 +295,7 @@ class Attachment:
                 "offload.unwrap(model) first if you have changed it"
             )
 
-        replaced = {"_apply": apply}
+        replaced: dict[str, Callable[..., Any]] = {"_apply": apply}
         if hasattr(model, "save_pretrained"):
             replaced["save_pretrained"] = save_pretrained
         for name, function in replaced.items():

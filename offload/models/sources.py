@@ -273,6 +273,7 @@ class CheckpointMap:
         self.index = index
         self._mapping = list(get_model_conversion_mapping(model) or [])
         self._conversions: dict[str, _Conversion] = {}
+        self._conversion_of: dict[str, _Conversion] = {}
         self.map = self._build()
 
     def _build(self) -> SourceMap:
@@ -333,14 +334,10 @@ class CheckpointMap:
             return conversion.run(self.model, self._meta)
         except Exception as error:
             raise CheckpointError(
-                f"{conversion.first_target} cannot be made of the checkpoint's {len(names)} tensors "
+                f"{conversion.first_target} cannot be made of the {len(names)} tensors "
                 f"{names[0]} ... {names[-1]}: {str(error).splitlines()[0]}; some are missing, or "
                 f"config.json and the weights are of different models"
             ) from error
-
-    @property
-    def _conversion_of(self) -> dict[str, _Conversion]:
-        return self.__dict__.setdefault("_by_target", {})
 
     def _add(
         self,

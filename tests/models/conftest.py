@@ -41,7 +41,7 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def split_layers(cut_small: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def split_layers(cut_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split layers into their projections as well, where that is possible."""
     from offload.models import load
 

@@ -99,7 +99,9 @@ def main() -> None:
         rows.append((family, result, traits))
     counts = Counter(result.split(":")[0].split(" (")[0].strip("*") for _, result, _ in rows)
     summary = ", ".join(f"{n} {what}" for what, n in counts.most_common())
-    text = HEAD.format(version=transformers.__version__, summary=f"{len(rows)} families: {summary}.")
+    text = HEAD.format(
+        version=transformers.__version__, summary=f"{len(rows)} families: {summary}."
+    )
     text += "".join(f"| {family} | {result} | {traits} |\n" for family, result, traits in rows)
     (ROOT / "docs" / "families.md").write_text(text)
 
