@@ -77,7 +77,9 @@ class RowTable(AbsentTensor):
     _offload_read: Callable[[Sequence[int]], torch.Tensor]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         aten = torch.ops.aten
         table = next((a for a in args if isinstance(a, RowTable)), None)
         if table is None or args[0] is not table:

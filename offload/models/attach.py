@@ -73,6 +73,7 @@ class Attachment:
         if cut.embedding:
             self._hook_embedding(cut.embedding)
         self._without_grad(model)
+        self._refuse_to_move(model)
 
     def detach(self) -> None:
         """Remove hooks and proxies. Parameters are left to the caller."""
@@ -271,6 +272,35 @@ class Attachment:
                 module.__dict__["forward"] = before
 
         self._undo.append(undo)
+
+    def _refuse_to_move(self, model: nn.Module) -> None:
+        """``to``, ``half``, ``cuda`` and ``save_pretrained`` would do half of it before they meet a
+        weight that is not there. To where it is already (pipelines do that), the model may go."""
+        device = self.executor.device.torch_device
+
+        def apply(fn: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
+            for dtype in {p.tensor.dtype for params in self.cut.params.values() for p in params}:
+                probe = torch.empty(0, dtype=dtype, device=device)
+                moved = fn(probe)
+                if moved.dtype != dtype or moved.device != probe.device:
+                    raise OffloadError(
+                        f"a streamed model stays on {device} and in {dtype}; give dtype= and "
+                        f"device= when you load it, or call offload.unwrap(model) first"
+                    )
+            return model
+
+        def save_pretrained(*_: Any, **__: Any) -> None:
+            raise OffloadError(
+                "a streamed model cannot be saved: its weights are those of its checkpoint; call "
+                "offload.unwrap(model) first if you have changed it"
+            )
+
+        replaced: dict[str, Callable[..., Any]] = {"_apply": apply}
+        if hasattr(model, "save_pretrained"):
+            replaced["save_pretrained"] = save_pretrained
+        for name, function in replaced.items():
+            model.__dict__[name] = function
+            self._undo.append(partial(model.__dict__.pop, name, None))
 
 
 class _NoBackward(torch.autograd.Function):

@@ -273,6 +273,7 @@ class CheckpointMap:
         self.index = index
         self._mapping = list(get_model_conversion_mapping(model) or [])
         self._conversions: dict[str, _Conversion] = {}
+        self._conversion_of: dict[str, _Conversion] = {}
         self.map = self._build()
 
     def _build(self) -> SourceMap:
@@ -314,7 +315,7 @@ class CheckpointMap:
                 results = conversion.run(model, self._ranges)
             except NotAPlacement as reason:
                 why = str(reason)
-                results = conversion.run(model, self._meta)
+                results = self._shapes(conversion, names)
             for target, result in results.items():
                 if target not in expected:
                     unexpected.append(target)
@@ -327,9 +328,16 @@ class CheckpointMap:
         missing = [k for k in expected if k not in sources]
         return SourceMap(sources, missing, unexpected, mismatched)
 
-    @property
-    def _conversion_of(self) -> dict[str, _Conversion]:
-        return self.__dict__.setdefault("_by_target", {})
+    def _shapes(self, conversion: _Conversion, names: tuple[str, ...]) -> dict[str, Any]:
+        """What a conversion makes, without data."""
+        try:
+            return conversion.run(self.model, self._meta)
+        except Exception as error:
+            raise CheckpointError(
+                f"{conversion.first_target} cannot be made of the {len(names)} tensors "
+                f"{names[0]} ... {names[-1]}: {str(error).splitlines()[0]}; some are missing, or "
+                f"config.json and the weights are of different models"
+            ) from error
 
     def _add(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offload.blocks import Tier
+from offload.models import load, units
 from offload.models.load import Options, Prepared, prepare
 
 PLENTY = 2**31
@@ -85,7 +86,16 @@ def options(device: str, **kwargs: Any) -> Options:
 
 def budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, int]]:
     """``ram`` and ``gpu`` under which everything, about half, and as little as possible fits."""
+    key = (directory, device, repr(kwargs), load.STEP_BYTES, units.HEAD_SLICE_BYTES)
+    if key not in _budgets:
+        _budgets[key] = _find_budgets(directory, device, **kwargs)
+    return _budgets[key]
 
+
+_budgets: dict[Any, dict[str, dict[str, int]]] = {}
+
+
+def _find_budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, int]]:
     def budget(of: dict[Tier, int]) -> dict[str, int]:
         return {("ram" if tier is Tier.RAM else "gpu"): n for tier, n in of.items()}
 

@@ -22,15 +22,12 @@ Checkpoint = Callable[..., Golden]
 
 
 RUNS = [
-    pytest.param(device, budget, id=f"{device}-{budget}")
-    for device in ("cpu", "sim")
-    for budget in ("all", "half", "minimum")
+    ("cpu", "half"),
+    ("cpu", "minimum"),
+    ("sim", "all"),  # pins on the device, through RAM; the CPU's own pins are in its "half"
+    ("sim", "half"),
+    ("sim", "minimum"),
 ]
-
-
-@pytest.fixture(params=["cpu", "sim"])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def _check(want: Golden, device: str, budget: str) -> None:
