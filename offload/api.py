@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from offload.models.load import Progress, parse_options
 from offload.models.load import load as _load
+from offload.models.options import Progress, parse_options
 from offload.models.wrap import unwrap as _unwrap
 from offload.models.wrap import wrap as _wrap
 from offload.units import parse_bytes

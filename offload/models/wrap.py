@@ -25,18 +25,11 @@ from offload.io.pack import PackStore
 from offload.io.store import Store
 from offload.models.attach import Attachment
 from offload.models.handle import OffloadHandle
-from offload.models.load import (
-    Options,
-    Progress,
-    drop_unloopable,
-    expert_top_k,
-    make_device,
-    rows_of,
-    staging_shape,
-    trace_of,
-    try_head,
-)
+from offload.models.load import drop_unloopable, try_head
+from offload.models.opening import make_device
+from offload.models.options import Options, Progress
 from offload.models.recipes import RoutedStore, spill_directory
+from offload.models.request import expert_top_k, rows_of, staging_shape, trace_of
 from offload.models.units import Cut, Param, cut, parameters
 from offload.runtime.executor import Executor
 from offload.runtime.memory import HostMemory

@@ -159,7 +159,7 @@ def test_a_budget_too_small_says_the_least_and_that_works(
     cli: Cli, bare: Path, command: str
 ) -> None:
     words = IDS if command == "generate" else ("-c", 8, "--no-predict")
-    line = refused(cli(command, "-m", bare, "--ram", "5MiB", *words), "--ram")
+    line = refused(cli(command, "-m", bare, "--ram", "1MiB", *words), "--ram")
     found = re.search(r"at least (\d+) bytes", line)
     assert found, line
     # The least counts this process's heap, which differs a little from one moment to the next.

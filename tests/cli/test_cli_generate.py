@@ -179,7 +179,7 @@ def test_a_prediction_from_a_quick_probe_is_kept(
     assert calls == [(dense, True)]
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["predicted_decode_tok_s"] == run["plan"]["predicted_decode_tok_s"]["mid"] > 0
-    assert run["bound_decode_tok_s"] >= run["predicted_decode_tok_s"]
+    assert run["bound_decode_tok_s"] * 1.000001 >= run["predicted_decode_tok_s"]
     assert "predicted" in first.err
     assert "measured" in first.err
 

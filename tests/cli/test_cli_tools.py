@@ -63,7 +63,7 @@ def test_plan_shows_everything_and_loads_nothing(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a plan must not open the model")
 
-    monkeypatch.setattr(load, "_open", refuse)
+    monkeypatch.setattr(load, "open_prepared", refuse)
     report = tmp_path / "plan.json"
     cli("plan", "-m", moe, "-c", 32, "--no-predict", "--json", report)
     ram = json.loads(report.read_text())["minimum_bytes"]["ram"] + (6 << 20)

@@ -1,0 +1,152 @@
+"""Carry a plan out: load what is pinned, start the executor, attach the hooks."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.blocks import Tier
+from offload.errors import OffloadError
+from offload.io.engines import make_engine
+from offload.io.memory import Staging
+from offload.io.stores import RangeStore
+from offload.models.attach import Attachment
+from offload.models.handle import OffloadHandle
+from offload.models.head_check import ROWS_TRIED, verified_rows
+from offload.models.meta import materialise_buffers
+from offload.models.options import Options, Progress
+from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, spill_directory
+from offload.runtime.device import Device
+from offload.runtime.executor import Executor
+from offload.runtime.null_device import NullDevice
+
+if TYPE_CHECKING:
+    from offload.models.load import Prepared
+
+
+def make_device(options: Options, capacity: int | None) -> Device:
+    """The device that the options name."""
+    if options.device == "sim":
+        from offload.runtime.sim_device import SimDevice
+
+        # The device's budget covers activations too; its arena can be no larger.
+        return SimDevice(capacity_bytes=capacity or 2**40, seed=options.seed or 0)
+    return NullDevice()
+
+
+def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any) -> Any:
+    options, meta, plan = prepared.options, prepared.meta, prepared.plan
+    began = time.perf_counter()
+    # Exactly what the plan has set aside.
+    chunks = options.queue_depth
+    staging = Staging(chunks, plan.reserves[Tier.RAM]["I/O staging"] // chunks)
+    engine = (
+        make_engine(options.engine, options.queue_depth)
+        if options.engine
+        else make_engine(queue_depth=options.queue_depth)
+    )
+    stores: list[Any] = []
+    store: Any = None
+    device: Device | None = None
+    executor: Executor | None = None
+    try:
+        reader = TensorReader(meta.index, engine, staging)
+        try:
+            materialise_buffers(meta.model, meta.mapping, reader.read)
+            if prepared.recipes.convert:
+                stores.append(
+                    convert_blocks(
+                        prepared.recipes.convert,
+                        prepared.cut,
+                        meta.mapping,
+                        reader,
+                        spill_directory(options.disk),
+                        engine,
+                        staging,
+                        (lambda d, t: progress("convert", d, t)) if progress else None,
+                    )
+                )
+        finally:
+            reader.close()
+        files = [str(f) for f in meta.index.files]
+        stores.append(RangeStore(files, prepared.recipes.direct, engine, staging))
+        store = RoutedStore(stores, engine, staging)
+        if wrap_store is not None:
+            store = wrap_store(store)
+        device = make_device(options, plan.budgets.get(Tier.DEVICE))
+        executor = Executor(plan, store, device)
+        executor.start((lambda d, t: progress("load", d, t)) if progress else None)
+        attachment = Attachment(
+            meta.model,
+            prepared.cut,
+            plan,
+            executor,
+            head_rows_verified=_rows_check(prepared),
+        )
+    except BaseException:
+        if executor is not None:
+            executor.close()
+        elif store is not None:
+            store.close()
+        else:
+            for part in stores:
+                part.close()
+            engine.close()
+            staging.close()
+        if device is not None:
+            device.close()
+        raise
+    model = meta.model
+    handle = OffloadHandle(
+        plan=plan,
+        executor=executor,
+        attachment=attachment,
+        load_s=time.perf_counter() - began,
+        baseline_rss=prepared.baseline_rss,
+        notes=tuple(prepared.notes),
+    )
+    finish_model(model, meta.directory)
+    model.__dict__["offload"] = handle
+    weakref.finalize(model, executor.close)
+    gc.collect()
+    return model
+
+
+def finish_model(model: Any, directory: Path) -> None:
+    """What ``from_pretrained`` does after loading: the checkpoint's generation settings."""
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        return
+    if not (directory / "generation_config.json").is_file():
+        return
+    from transformers import GenerationConfig
+
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise OffloadError(f"generation_config.json of {directory.name}: {error}") from error
+
+
+def _rows_check(prepared: Prepared) -> Callable[[int], bool]:
+    """Whether slices of the LM head are bit-equal for a number of input rows: the usual numbers
+    were tried before the plan, any other (logits of a whole prompt) is tried when it comes."""
+    rows, head = prepared.head_rows, prepared.cut.head
+    if rows is None or head is None:
+        return lambda _: True
+    vocabulary, width = head.param.tensor.shape
+    dtype, step = head.param.tensor.dtype, head.rows[0][1]
+    known = {m: m in rows for m in ROWS_TRIED}
+
+    def verified(m: int) -> bool:
+        if m not in known:
+            threads = torch.get_num_threads()
+            phase = head.param.phase
+            known[m] = m in verified_rows(vocabulary, width, dtype, step, threads, (m,), phase)
+        return known[m]
+
+    return verified

@@ -1,0 +1,81 @@
+"""What a user asks of a streamed model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import OffloadError
+from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
+from offload.scheduler.hardware import Hardware
+from offload.units import parse_bytes
+
+DEFAULT_CONTEXT = 1024
+"""Tokens of prompt and answer together that memory is set aside for, unless said otherwise."""
+
+SAFE_SHARE = 0.8
+"""Of the memory that is free, what a model takes when no budget is given."""
+
+SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 640 * 2**10, 16 * 2**20
+"""Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
+part in 64 of the budget, within these bytes."""
+
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done_bytes, total_bytes)``."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What the user asked for; sizes in bytes."""
+
+    ram: int | None = None
+    gpu: int | None = None
+    disk: str | Path | None = None
+    dtype: str | torch.dtype | None = None
+    device: str = "auto"
+    prompt_tokens: int | None = None
+    context: int = DEFAULT_CONTEXT
+    batch: int = 1
+    engine: str | None = None
+    queue_depth: int = DEFAULT_QUEUE_DEPTH
+    request_bytes: int = DEFAULT_REQUEST_BYTES
+    hardware: Hardware | None = None
+    seed: int | None = None
+    overhead_bytes: int | None = None
+    """Set aside for the model's Python objects and for slack; None: measured."""
+    tokenizer_bytes: int = 0
+    """What this process already holds for the caller and the budget has to cover."""
+
+    def __post_init__(self) -> None:
+        check_device(self)
+
+
+def check_device(options: Options) -> str:
+    if options.device not in ("auto", "cpu", "sim", "cuda"):
+        raise OffloadError(f"device {options.device!r} is not one of auto, cpu, sim")
+    if options.device == "cuda":
+        raise OffloadError("CUDA is not supported yet; use device='cpu' or device='sim'")
+    if options.gpu is not None and options.device != "sim":
+        raise OffloadError(
+            "a GPU budget needs a card, and cards are not supported yet; drop it, or simulate an "
+            "accelerator with device='sim'"
+        )
+    return "sim" if options.device == "sim" else "cpu"
+
+
+def parse_options(
+    *,
+    ram: str | int | None = None,
+    gpu: str | int | None = None,
+    **others: Any,
+) -> Options:
+    """Options from sizes as people write them."""
+    return Options(
+        ram=None if ram is None else parse_bytes(ram),
+        gpu=None if gpu is None else parse_bytes(gpu),
+        **others,
+    )

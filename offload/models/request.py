@@ -1,0 +1,166 @@
+"""From a cut model to the planner's question: what has to be placed, what is set aside."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from offload.blocks import ALIGN, BlockSpec, Tier, align_up
+from offload.models.footprint import Footprint
+from offload.models.meta import MetaModel
+from offload.models.options import Options
+from offload.models.toy import Warm
+from offload.models.units import Cut, head_shape
+from offload.scheduler.costs import CostModel
+from offload.scheduler.planner import PlanRequest
+from offload.scheduler.trace import Step, Trace
+
+
+def staging_shape(options: Options, largest: int, ram: int) -> tuple[int, int]:
+    """Chunks and their bytes: a request each, no larger than the largest block asks for, and
+    together at most one part in 32 of a small budget."""
+    share = ram // 32 // options.queue_depth // ALIGN * ALIGN
+    chunk = min(options.request_bytes, align_up(largest + 2 * ALIGN), share)
+    return options.queue_depth, max(4 * ALIGN, chunk)
+
+
+def reserves_of(
+    meta: MetaModel,
+    chosen: Cut,
+    options: Options,
+    footprint: Footprint,
+    cache: int,
+    prompt: int,
+    device: str,
+    overhead: int,
+    ram: int,
+    kept: int,
+) -> dict[Tier, dict[str, int]]:
+    """What is not weights. The simulated device computes in RAM's address space but has a budget
+    of its own: its activations and KV are charged to it."""
+    n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
+    largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
+    table = chosen.embedding.block if chosen.embedding else None
+    matrix = max(
+        (t.nbytes for b, s in chosen.blocks.items() if b != table for t in s.tensors), default=0
+    )
+    chunks, chunk = staging_shape(options, largest, ram)
+    shape = head_shape(meta.model)
+    logits = 4 * 4 * options.batch * shape[0] if shape else 0
+    rows = prompt * options.batch * (shape[1] * 4 if shape else 0)
+    compute = {
+        # Growing a cache copies one layer's keys and values while the old ones still exist.
+        "KV cache": cache + cache // max(1, n_layers),
+        "activations": footprint.activation_bytes,
+        # BLAS may bring a whole matrix into a layout of its own before it multiplies.
+        "matrix workspace": matrix,
+        "logits": logits,
+    }
+    host = {
+        "I/O staging": chunks * chunk,
+        "embedding rows": rows,
+        "model structure and slack": overhead,
+        "tokenizer": options.tokenizer_bytes,
+        "weights that no file holds": kept,
+    }
+    if device == "sim":
+        return {Tier.RAM: host, Tier.DEVICE: compute}
+    return {Tier.RAM: compute | host}
+
+
+def request_of(
+    meta: MetaModel,
+    chosen: Cut,
+    options: Options,
+    warm: Warm,
+    budgets: dict[Tier, int],
+    reserves: dict[Tier, dict[str, int]],
+    top: Tier,
+) -> PlanRequest:
+    blocks, by_row = rows_of(chosen)
+    top_k = expert_top_k(meta.model.config)
+    costs = None
+    if options.hardware is not None:
+        costs = CostModel(
+            hardware=options.hardware,
+            queue_depth=options.queue_depth,
+            staged=True,
+            expert_overhead_s=warm.expert_s,
+        )
+    return PlanRequest(
+        blocks=blocks,
+        trace=Trace(trace_of(chosen)),
+        experts={g.name: g.blocks for g in chosen.groups},
+        top_k={g.name: min(top_k, g.n_experts) for g in chosen.groups},
+        always=frozenset(chosen.resident),
+        by_row=by_row,
+        budgets=budgets,
+        reserves=reserves,
+        compute_tier=top,
+        costs=costs,
+        overhead_s=_overheads(chosen, warm),
+    )
+
+
+def trace_of(chosen: Cut) -> list[Step]:
+    """The steps of one pass, in the order in which the modules are registered (the executor
+    learns the real order if it is another)."""
+    steps: list[Step] = []
+    for unit in chosen.units:
+        groups = [g.name for g in unit.groups]
+        steps.append(Step(unit=unit.name, blocks=unit.blocks, group=groups[0] if groups else ""))
+        steps += [Step(unit=f"{unit.name}+{g}", blocks=(), group=g) for g in groups[1:]]
+    if chosen.head:
+        steps += [
+            Step(unit=f"{chosen.head.name}#{i}", blocks=(b,))
+            for i, b in enumerate(chosen.head.blocks)
+        ]
+    return steps
+
+
+def rows_of(chosen: Cut) -> tuple[dict[str, BlockSpec], frozenset[str]]:
+    """The blocks to place, and which of them may be read by row.
+
+    The rows of an embedding that is tied to a sliced head are the head's own bytes: they are
+    never pinned a second time, only read.
+    """
+    blocks = dict(chosen.blocks)
+    if chosen.embedding is None:
+        return blocks, frozenset()
+    if chosen.head is not None and chosen.head.param is chosen.embedding.param:
+        del blocks[chosen.embedding.block]
+        return blocks, frozenset()
+    return blocks, frozenset({chosen.embedding.block})
+
+
+def _overheads(chosen: Cut, warm: Warm) -> dict[str, float]:
+    """Seconds that each step takes besides its weights: its share of its layer's Python time,
+    and, on the last one, what ``generate`` does between two tokens."""
+    layers: dict[str, list[str]] = {}
+    for unit in chosen.units:
+        # model.layers.3.mlp.up_proj belongs to model.layers.3
+        found = re.match(r"(.*?\.\d+)(\..*)?$", unit.name)
+        layers.setdefault(found.group(1) if found else unit.name, []).append(unit.name)
+    out = {name: warm.layer_s / len(names) for names in layers.values() for name in names}
+    if out:
+        last = chosen.units[-1].name
+        out[last] += warm.fixed_s
+    return out
+
+
+def expert_top_k(config: Any) -> int:
+    """Experts per token, by whichever name the family uses."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in (
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+        "num_selected_experts",
+    ):
+        value = getattr(text, name, None)
+        if isinstance(value, (list, tuple)):
+            value = max(value)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 2
