@@ -138,38 +138,33 @@ def ssd_rate(directory: Path, limit_bytes: int = 4 << 30) -> float:
     The whole files, not a part over and over: what a virtual disk's host has cached would be
     measured instead of the disk. 4 requests of 4 MiB in flight, as offload reads by default.
     """
-    from collections import deque
+    from contextlib import ExitStack
+    from functools import partial
 
     from offload.io.engines import make_engine
     from offload.io.files import DirectFile
-    from offload.io.memory import AlignedBuffer
+    from offload.io.memory import Staging
 
     depth, request = 4, 4 << 20
-    engine = make_engine(queue_depth=depth)
-    total = 0
-    with AlignedBuffer(depth * request) as area:
-        buffers = deque(area[i * request : (i + 1) * request] for i in range(depth))
+    engine, staging = make_engine(queue_depth=depth), Staging(depth, request)
+
+    def fetch(file: Any, offset: int) -> int:
+        with staging.chunk() as chunk:
+            return int(file.read(offset, chunk.view))
+
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(DirectFile.open(p)) for p in sorted(directory.glob("*.safetensors"))
+        ]
+        places = [
+            (file, offset)
+            for file in files
+            for offset in range(0, file.size // 4096 * 4096 - request, request)
+        ][: limit_bytes // request]
         began = time.perf_counter()
-        for path in sorted(directory.glob("*.safetensors")):
-            with DirectFile.open(path) as file:
-                flying: deque[Any] = deque()
-                for offset in range(0, file.size // 4096 * 4096 - request, request):
-                    if len(flying) == depth:
-                        done, buffer = flying.popleft()
-                        done.result()
-                        buffers.append(buffer)
-                    buffer = buffers.popleft()
-                    flying.append((engine.read(file, offset, buffer), buffer))
-                    total += request
-                    if total >= limit_bytes:
-                        break
-                while flying:
-                    done, buffer = flying.popleft()
-                    done.result()
-                    buffers.append(buffer)
-            if total >= limit_bytes:
-                break
+        jobs = [engine.submit(partial(fetch, file, offset)) for file, offset in places]
+        total = sum(job.result() for job in jobs)
         seconds = time.perf_counter() - began
-        buffers.clear()
-    engine.close()
+        engine.close()
+        staging.close()
     return total / seconds
