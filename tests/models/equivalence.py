@@ -88,14 +88,16 @@ def budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, 
     """``ram`` and ``gpu`` under which everything, about half, and as little as possible fits."""
     key = (directory, device, repr(kwargs), load.STEP_BYTES, units.HEAD_SLICE_BYTES)
     if key not in _budgets:
-        _budgets[key] = _find_budgets(directory, device, **kwargs)
+        _budgets[key] = find_budgets(directory, device, **kwargs)
     return _budgets[key]
 
 
 _budgets: dict[Any, dict[str, dict[str, int]]] = {}
 
 
-def _find_budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, int]]:
+def find_budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, int]]:
+    """``budgets`` without a memory."""
+
     def budget(of: dict[Tier, int]) -> dict[str, int]:
         return {("ram" if tier is Tier.RAM else "gpu"): n for tier, n in of.items()}
 

@@ -17,7 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Golden, budgets, check_logits, greedy, opened, options, prompt
+from equivalence import (
+    Golden,
+    budgets,
+    check_logits,
+    find_budgets,
+    greedy,
+    opened,
+    options,
+    prompt,
+)
 from families import write
 
 from offload.errors import CheckpointError, OffloadError, StoreError, UnsupportedModelError
@@ -347,7 +356,8 @@ def test_experts_whose_loop_needs_all_at_once_are_streamed_by_layer(
     want = checkpoint("qwen3_moe")
     monkeypatch.setattr(equivalence, "_budgets", {})  # those of the finer cut are smaller
     monkeypatch.setattr(load, "check_expert_loop", lambda group: "its loop looks at all experts")
-    prepared = smallest(want.directory, device)
+    least = find_budgets(want.directory, device)["minimum"]
+    prepared = prepare(want.directory, options(device, **least))
     assert prepared.cut.groups == []
     assert any("looks at all experts" in note for note in prepared.notes)
     with opened(prepared) as model:
