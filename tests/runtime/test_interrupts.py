@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ import pytest
 from offload.runtime.interrupts import Shield
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    """Whatever runs the tests may have a handler of its own; these are about Python's."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_waits_for_the_end_of_the_outermost_shield() -> None:
@@ -68,7 +77,8 @@ def test_ctrl_c_in_a_notebook_leaves_a_model_that_works_and_closes() -> None:
     code = textwrap.dedent(
         f"""
         import os, random, signal, threading, time, torch, offload
-        from offload.models import load
+        # A background job of a script starts with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         model = offload.load({str(ROOT / "examples" / "tiny_moe")!r}, ram="4MiB", context=32,
                              overhead_bytes=0)
         assert model.offload.plan.streamed_bytes_per_pass > 0
