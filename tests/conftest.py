@@ -1,0 +1,22 @@
+"""For all tests: each starts as from a terminal, whatever ran the suite or ran before it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def as_from_a_terminal() -> Iterator[None]:
+    """A background job of a script has SIGINT ignored; the command line sets our log's level."""
+    handler, log = signal.getsignal(signal.SIGINT), logging.getLogger("offload")
+    level, handlers = log.level, list(log.handlers)
+    if handler is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+    log.setLevel(level)
+    log.handlers[:] = handlers
