@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from offload.models.head_check import ROWS_TRIED, verified_rows
 from offload.models.meta import materialise_buffers
 from offload.models.options import Options, Progress
 from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, spill_directory
+from offload.models.units import HeadSlices
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
 from offload.runtime.null_device import NullDevice
@@ -87,7 +88,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
             prepared.cut,
             plan,
             executor,
-            head_rows_verified=_rows_check(prepared),
+            head_rows_verified=rows_check(prepared.head_rows, prepared.cut.head),
         )
     except BaseException:
         if executor is not None:
@@ -132,10 +133,9 @@ def finish_model(model: Any, directory: Path) -> None:
         raise OffloadError(f"generation_config.json of {directory.name}: {error}") from error
 
 
-def _rows_check(prepared: Prepared) -> Callable[[int], bool]:
+def rows_check(rows: Container[int] | None, head: HeadSlices | None) -> Callable[[int], bool]:
     """Whether slices of the LM head are bit-equal for a number of input rows: the usual numbers
     were tried before the plan, any other (logits of a whole prompt) is tried when it comes."""
-    rows, head = prepared.head_rows, prepared.cut.head
     if rows is None or head is None:
         return lambda _: True
     vocabulary, width = head.param.tensor.shape

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from offload.blocks import Tier
+from offload.blocks import TENSOR_ALIGN, Tier
 from offload.errors import ClosedError, OffloadError
 from offload.io.engines import make_engine
 from offload.io.memory import Staging
@@ -26,7 +26,7 @@ from offload.io.store import Store
 from offload.models.attach import Attachment
 from offload.models.handle import OffloadHandle
 from offload.models.load import drop_unloopable, try_head
-from offload.models.opening import make_device
+from offload.models.opening import make_device, rows_check
 from offload.models.options import Options, Progress
 from offload.models.recipes import RoutedStore, spill_directory
 from offload.models.request import expert_top_k, rows_of, staging_shape, trace_of
@@ -89,7 +89,7 @@ def wrap(
             chosen,
             plan,
             executor,
-            head_rows_verified=lambda m: head_rows is None or m in head_rows,
+            head_rows_verified=rows_check(head_rows, chosen.head),
         )
     except BaseException:
         originals.restore(chosen, pack)
@@ -261,8 +261,8 @@ class _Originals:
     def read(self, chosen: Cut, store: Store) -> list[torch.Tensor]:
         """All values, read from the store. Needs memory for the whole model."""
         values = [
-            torch.empty(shape, dtype=dtype)
-            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
+            _empty_at(param.phase, shape, dtype)
+            for param, shape, dtype in zip(self._params, self._shapes, self._dtypes, strict=True)
         ]
         index = {p.name: i for i, p in enumerate(self._params)}
         largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=4096)
@@ -295,6 +295,17 @@ class _Originals:
     def restore(self, chosen: Cut, pack: PackStore) -> None:
         """Undo ``free`` after a failed wrap."""
         self.put_back(self.read(chosen, pack))
+
+
+def _empty_at(phase: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that starts ``phase`` bytes behind a multiple of 64, as the original's did: in float32
+    the model's results depend on it (see ``offload.models.units.cut``)."""
+    if not phase:
+        return torch.empty(shape, dtype=dtype)
+    nbytes = shape.numel() * dtype.itemsize
+    raw = torch.empty(nbytes + TENSOR_ALIGN, dtype=torch.uint8)
+    start = (phase - raw.data_ptr()) % TENSOR_ALIGN
+    return raw[start : start + nbytes].view(dtype).view(shape)
 
 
 class _Shape:
