@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -163,21 +163,21 @@ class DirectFile:
             why.strerror or errno.errorcode.get(why.errno or 0, "unknown"),
         )
 
-    def read(self, offset: int, buf: memoryview) -> int:
-        """Fill ``buf`` from ``offset``; blocks. Returns the bytes read.
+    def read(self, offset: int, *bufs: memoryview) -> int:
+        """Fill ``bufs``, one after the other, from ``offset``; blocks. Returns the bytes read.
 
-        That is ``buf.nbytes``, or less where the range reaches past ``size``: the enclosing pages
-        of an unaligned end of file. Bytes of ``buf`` behind the returned count are undefined.
+        That is their length, or less where the range reaches past ``size``: the enclosing pages
+        of an unaligned end of file. Bytes of ``bufs`` behind the returned count are undefined.
 
         Raises:
             TransferError: a read error, or the file is shorter than when it was opened.
             ClosedError: the file is closed.
             ValueError: something is not aligned to 4096.
         """
-        _check_aligned(offset, buf)
-        want = min(buf.nbytes, max(0, self.size - offset))
+        _check_aligned(offset, bufs)
+        want = min(sum(b.nbytes for b in bufs), max(0, self.size - offset))
         with self._use() as fd:
-            done = self._loop(self._sys.preadv, fd, offset, buf, want, "read")
+            done = self._loop(self._sys.preadv, fd, offset, bufs, want, "read")
             if done < want:
                 raise TransferError(
                     f"{self.path} shrank while it was in use: {self.size} bytes when opened, now "
@@ -196,9 +196,9 @@ class DirectFile:
             ClosedError: the file is closed.
             ValueError: something is not aligned to 4096.
         """
-        _check_aligned(offset, buf)
+        _check_aligned(offset, [buf])
         with self._use() as fd:
-            done = self._loop(self._sys.pwritev, fd, offset, buf, buf.nbytes, "write")
+            done = self._loop(self._sys.pwritev, fd, offset, [buf], buf.nbytes, "write")
             if done < buf.nbytes:
                 raise TransferError(
                     f"{self.path}: wrote {done} of {buf.nbytes} bytes at offset {offset}, "
@@ -215,11 +215,12 @@ class DirectFile:
         call: Callable[[int, list[memoryview], int], int],
         fd: int,
         offset: int,
-        buf: memoryview,
+        bufs: Sequence[memoryview],
         want: int,
         verb: str,
     ) -> int:
         """Repeat a short call until ``want`` bytes went through or nothing moves any more."""
+        whole = sum(b.nbytes for b in bufs)
         done = 0
         while done < want:
             # A call may stop in the middle of a page; the next one starts at a page again and
@@ -227,17 +228,17 @@ class DirectFile:
             start = done - done % ALIGN
             mode = self.mode  # before the call: another thread may turn it off meanwhile
             try:
-                end = start + call(fd, [buf[start:]], offset + start)
+                end = start + call(fd, _rest(bufs, start), offset + start)
             except OSError as e:
                 if mode == "direct" and e.errno in REFUSALS:
                     self._turn_off(e)
                     continue
-                raise self._failed(e, verb, offset + start, buf.nbytes - start) from e
+                raise self._failed(e, verb, offset + start, whole - start) from e
             if end <= done:
                 break
             done = end
         if self.mode == "buffered" and done:
-            self._drop(fd, offset, buf.nbytes)
+            self._drop(fd, offset, whole)
         return done
 
     def _drop(self, fd: int, offset: int, nbytes: int) -> None:
@@ -305,9 +306,21 @@ class DirectFile:
         self.close()
 
 
-def _check_aligned(offset: int, buf: memoryview) -> None:
-    at = address(buf)
-    if offset < 0 or offset % ALIGN or buf.nbytes % ALIGN or at % ALIGN:
-        raise ValueError(
-            f"offset {offset}, length {buf.nbytes} and address {at:#x} must be multiples of {ALIGN}"
-        )
+def _rest(bufs: Sequence[memoryview], start: int) -> list[memoryview]:
+    """``bufs`` without their first ``start`` bytes."""
+    out = []
+    for buf in bufs:
+        if start < buf.nbytes:
+            out.append(buf[start:] if start else buf)
+        start = max(0, start - buf.nbytes)
+    return out
+
+
+def _check_aligned(offset: int, bufs: Sequence[memoryview]) -> None:
+    for buf in bufs:
+        at = address(buf)
+        if offset < 0 or offset % ALIGN or buf.nbytes % ALIGN or at % ALIGN:
+            raise ValueError(
+                f"offset {offset}, length {buf.nbytes} and address {at:#x} must be multiples of "
+                f"{ALIGN}"
+            )

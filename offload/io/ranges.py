@@ -36,6 +36,14 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Part(NamedTuple):
+    """Consecutive pages of a request: ``nbytes`` go to offset ``at`` of the target, or None for a
+    buffer from which the wanted bytes are copied."""
+
+    nbytes: int
+    at: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One transfer of whole pages; all numbers in bytes.
@@ -44,15 +52,28 @@ class Request:
         file: number of the file.
         offset, nbytes: what is read, multiples of 4096. The end may lie behind the end of file.
         copies: where the wanted bytes go when the request is read into a buffer of its own.
-        direct: offset in the target at which the whole request may be read in place, so that
-            every copy is already where it belongs and no other piece is overwritten; or None.
+        parts: the request in pages that may be read in place, so that every wanted byte is
+            already where it belongs and no other piece is overwritten, and pages that may not.
+        bounced: where the wanted bytes of the latter go, when ``parts`` is followed and those
+            pages are read one behind the other into a buffer of ``bounce_bytes``.
     """
 
     file: int
     offset: int
     nbytes: int
     copies: tuple[Copy, ...]
-    direct: int | None
+    parts: tuple[Part, ...]
+    bounced: tuple[Copy, ...]
+
+    @property
+    def direct(self) -> int | None:
+        """Offset in the target at which the whole request may be read in place, or None."""
+        return self.parts[0].at if len(self.parts) == 1 else None
+
+    @property
+    def bounce_bytes(self) -> int:
+        """Bytes of the pages that are not read in place."""
+        return sum(p.nbytes for p in self.parts if p.at is None)
 
     @property
     def end(self) -> int:
@@ -137,8 +158,8 @@ def _cut(
     Equal, not full ones and a rest: an unaligned tensor of 4 MiB spans 4 MiB and a page, and a
     second request for that page alone costs as much latency as the first.
     """
-    parts = -(-(end - start) // request_bytes)
-    step = align_up(-(-(end - start) // parts))
+    n_requests = -(-(end - start) // request_bytes)
+    step = align_up(-(-(end - start) // n_requests))
     active = 0
     for offset in range(start, end, step):
         stop = min(offset + step, end)
@@ -152,30 +173,108 @@ def _cut(
             if lo < hi:
                 copies.append(Copy(lo - offset, p.dst + lo - p.src, hi - lo))
         if copies:  # a piece inside a gap that was merged over may leave a request without any
+            parts = _parts(copies, stop - offset, targets, room)
             out.append(
                 Request(
                     file=pieces[0].file,
                     offset=offset,
                     nbytes=stop - offset,
                     copies=tuple(copies),
-                    direct=_direct(copies, stop - offset, targets, room),
+                    parts=parts,
+                    bounced=tuple(_bounced(copies, parts)),
                 )
             )
 
 
-def _direct(
+class _Window(NamedTuple):
+    """Pages ``[start, end)`` of a request, all of whose wanted bytes move by ``shift``."""
+
+    start: int
+    end: int
+    shift: int
+    copies: list[Copy]
+
+
+def _parts(
     copies: list[Copy], nbytes: int, targets: list[tuple[int, int]], room: int
-) -> int | None:
-    """Where the request fits into the target as it is, or None."""
-    at = copies[0].dst - copies[0].src
-    if at % ALIGN or at < 0 or at + nbytes > room:
-        return None
-    if any(c.dst - c.src != at for c in copies):
-        return None
-    # Every wanted byte inside the window must come from this request, or reading in place would
-    # overwrite what another request brought.
-    inside = sum(min(hi, at + nbytes) - max(lo, at) for lo, hi in _within(targets, at, at + nbytes))
-    return at if inside == sum(c.nbytes for c in copies) else None
+) -> tuple[Part, ...]:
+    """Which pages of a request can be read straight to where they belong.
+
+    That takes a target that lies in its pages as the source does in its own; then all pages go in
+    place but those at the edges that hold bytes of another piece, in the file or in the target.
+    """
+    out: list[Part] = []
+    done = 0
+    for window in _windows(copies):
+        start, end = _trim(window, targets, room)
+        if start < end:
+            if done < start:
+                out.append(Part(start - done, None))
+            out.append(Part(end - start, start + window.shift))
+            done = end
+    if done < nbytes:
+        out.append(Part(nbytes - done, None))
+    return tuple(out)
+
+
+def _windows(copies: list[Copy]) -> list[_Window]:
+    """The enclosing pages of neighbours that move alike, without the pages they share."""
+    out: list[_Window] = []
+    stop = 0
+    for c in copies:
+        if c.src < stop:
+            return []  # the same bytes go to two places: both are copies of a buffer
+        stop = c.src + c.nbytes
+        shift = c.dst - c.src
+        if out and out[-1].shift == shift:
+            out[-1].copies.append(c)
+            out[-1] = out[-1]._replace(end=align_up(stop))
+            continue
+        start, end = c.src // ALIGN * ALIGN, align_up(stop)
+        if out and out[-1].end > start:
+            shared = out[-1].end
+            out[-1] = out[-1]._replace(end=start)
+            # Kept even if nothing is left of it: its end says which page is taken.
+            out.append(_Window(min(shared, end), end, shift, [c]))
+        else:
+            out.append(_Window(start, end, shift, [c]))
+    return [w for w in out if w.shift % ALIGN == 0 and w.start < w.end]
+
+
+def _trim(window: _Window, targets: list[tuple[int, int]], room: int) -> tuple[int, int]:
+    """The pages of a window that overwrite nothing that others bring, and fit."""
+    start, end, shift, copies = window
+
+    def free(a: int, b: int) -> bool:
+        if a + shift < 0 or b + shift > room:
+            return False
+        # Every wanted byte of these pages of the target must come from this very window.
+        wanted = sum(
+            min(hi, b + shift) - max(lo, a + shift)
+            for lo, hi in _within(targets, a + shift, b + shift)
+        )
+        own = sum(max(0, min(c.src + c.nbytes, b) - max(c.src, a)) for c in copies)
+        return wanted == own
+
+    if start < end and not free(start, start + ALIGN):
+        start += ALIGN
+    if start < end and not free(end - ALIGN, end):
+        end -= ALIGN
+    return (start, end) if start < end and free(start, end) else (0, 0)
+
+
+def _bounced(copies: list[Copy], parts: tuple[Part, ...]) -> Iterable[Copy]:
+    """The copies out of the pages that are not read in place, packed one behind the other."""
+    at = packed = 0
+    for part in parts:
+        end = at + part.nbytes
+        if part.at is None:
+            for c in copies:
+                lo, hi = max(c.src, at), min(c.src + c.nbytes, end)
+                if lo < hi:
+                    yield Copy(packed + lo - at, c.dst + lo - c.src, hi - lo)
+            packed += part.nbytes
+        at = end
 
 
 def _within(targets: list[tuple[int, int]], start: int, end: int) -> Iterable[tuple[int, int]]:

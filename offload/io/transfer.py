@@ -2,7 +2,7 @@
 
 What the stores on files share: ``Transfer`` gathers the requests of one block, ``FileStore`` moves
 bytes between whole pages of files and the caller's memory, in place where the alignment allows and
-else with one copy through a chunk of the staging.
+else with one copy through a chunk of the staging; one request may do both, page by page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.errors import ClosedError, OffloadError, StoreError
 from offload.io.engines import Engine
 from offload.io.files import DirectFile
 from offload.io.memory import Staging, address, byte_view, copy
-from offload.io.ranges import Piece, Request, plan_requests
+from offload.io.ranges import Part, Piece, Request, plan_requests
 from offload.io.store import Receipt, Span
 
 
@@ -209,8 +209,7 @@ class FileStore:
         """Read a whole block; its padding and the rest of its slot may be overwritten."""
         room = min(view.nbytes, spec.slot_nbytes)
         requests = plan_requests(pieces, request_bytes=self._staging.chunk_bytes, room=room)
-        in_place = [r.direct is not None for r in requests]
-        return self._read(spec, requests, in_place, view, spec.payload_nbytes, priority, settle)
+        return self._read(spec, requests, True, view, spec.payload_nbytes, priority, settle)
 
     def _read_spans(
         self,
@@ -228,17 +227,14 @@ class FileStore:
             if (lo := max(s.src, p.dst)) < (hi := min(s.src + s.nbytes, p.dst + p.nbytes))
         ]
         requests = plan_requests(parts, request_bytes=self._staging.chunk_bytes, room=view.nbytes)
-        aligned = address(view) % ALIGN == 0
-        in_place = [
-            aligned and r.direct is not None and r.payload_bytes == r.nbytes for r in requests
-        ]
-        return self._read(spec, requests, in_place, view, sum(p.nbytes for p in parts), priority)
+        # Never in place: what lies around the wanted bytes in the caller's buffer is the caller's.
+        return self._read(spec, requests, False, view, sum(p.nbytes for p in parts), priority)
 
     def _read(
         self,
         spec: BlockSpec,
         requests: Sequence[Request],
-        in_place: Sequence[bool],
+        in_place: bool,
         view: memoryview,
         payload_bytes: int,
         priority: int,
@@ -247,10 +243,7 @@ class FileStore:
         base = address(view)
         transfer, is_open = self._start(f"block {spec.id}", view, payload_bytes, settle)
         if is_open:
-            jobs = [
-                partial(self._fetch, r, here, view, base, priority)
-                for r, here in zip(requests, in_place, strict=True)
-            ]
+            jobs = [partial(self._fetch, r, in_place, view, base, priority) for r in requests]
             transfer.run(self._engine, jobs, priority)
         return transfer.future
 
@@ -258,14 +251,24 @@ class FileStore:
         self, request: Request, in_place: bool, view: memoryview, base: int, priority: int
     ) -> Moved:
         file = self._files[request.file]
-        at = request.direct
-        if in_place and at is not None:
-            return Moved(file.read(request.offset, view[at : at + request.nbytes]), 0)
+        parts, copies = request.parts, request.bounced
+        if not in_place:
+            parts, copies = (Part(request.nbytes, None),), request.copies
+        if not copies:
+            bufs = [view[at : at + n] for n, at in parts if at is not None]
+            return Moved(file.read(request.offset, *bufs), 0)
         with self._staging.chunk(priority) as chunk:
-            physical = file.read(request.offset, chunk.view[: request.nbytes])
-            for c in request.copies:
+            bufs, packed = [], 0
+            for n, at in parts:
+                if at is None:
+                    bufs.append(chunk.view[packed : packed + n])
+                    packed += n
+                else:
+                    bufs.append(view[at : at + n])
+            physical = file.read(request.offset, *bufs)
+            for c in copies:
                 copy(base + c.dst, chunk.address + c.src, c.nbytes)
-        return Moved(physical, request.payload_bytes)
+        return Moved(physical, sum(c.nbytes for c in copies))
 
     def close(self) -> None:
         """Wait for what is in flight, then close the files. Idempotent."""

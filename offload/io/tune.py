@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -205,7 +206,9 @@ def sample(
 
     A probe on a file of its own measures a part of the disk that was just written, and on a
     virtual disk whatever the host has cached of it; this measures the very bytes that will be
-    streamed. Empty if the files are too short to say anything.
+    streamed, on their way to as much memory as will take them (``16 * request_bytes`` for a queue
+    of 4): into a few buffers that never leave the processor's cache a virtual disk is 10 % faster.
+    Empty if the files are too short to say anything.
 
     Raises:
         StoreError: a file cannot be read.
@@ -227,20 +230,16 @@ def _bursts(
 ) -> list[float]:
     """One rate per burst of four requests per worker; burst places follow the golden ratio, which
     spreads any number of them evenly."""
-    engine = make_engine(queue_depth=queue_depth)
-    staging = Staging(queue_depth, request_bytes)
     rates: list[float] = []
     total = sum(f.size for f in files)
     per_burst = 4 * queue_depth
-
-    def fetch(file: DirectFile, offset: int) -> int:
-        with staging.chunk() as chunk:
-            return file.read(offset, chunk.view)
+    engine = make_engine(queue_depth=queue_depth)
+    area = Staging(per_burst, request_bytes)
 
     end = time.perf_counter() + seconds
     burst = 0
     try:
-        while time.perf_counter() < end or len(rates) < 3:
+        while time.perf_counter() < end or len(rates) < 4:
             at = int(total * ((burst * 0.6180339887) % 1.0))
             burst += 1
             file = files[-1]
@@ -253,11 +252,17 @@ def _bursts(
             start = min(at // ALIGN * ALIGN, room)
             last = file.size // ALIGN * ALIGN - request_bytes
             offsets = [min(start + i * request_bytes, last) for i in range(per_burst)]
-            began = time.perf_counter()
-            jobs = [engine.submit(partial(fetch, file, offset)) for offset in offsets]
-            moved = sum(job.result() for job in jobs)
-            rates.append(moved / (time.perf_counter() - began))
-        return rates
+            with ExitStack() as stack:
+                chunks = [stack.enter_context(area.chunk()) for _ in offsets]
+                began = time.perf_counter()
+                jobs = [
+                    engine.submit(partial(file.read, offset, chunk.view))
+                    for offset, chunk in zip(offsets, chunks, strict=True)
+                ]
+                moved = sum(job.result() for job in jobs)
+                rates.append(moved / (time.perf_counter() - began))
+        # The first burst has also paid for touching the memory.
+        return rates[1:]
     finally:
         engine.close()
-        staging.close()
+        area.close()

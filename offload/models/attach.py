@@ -232,10 +232,15 @@ class Attachment:
         device = executor.device.torch_device
         dtype, width = param.tensor.dtype, param.tensor.shape[1]
         row_bytes = width * param.tensor.element_size()
+        (table_spec,) = executor.store.spec(block).tensors
+        start = table_spec.offset
 
         def read(rows: Sequence[int]) -> torch.Tensor:
             out = torch.empty((len(rows), width), dtype=dtype)
-            spans = [Span(row * row_bytes, i * row_bytes, row_bytes) for i, row in enumerate(rows)]
+            spans = [
+                Span(start + row * row_bytes, i * row_bytes, row_bytes)
+                for i, row in enumerate(rows)
+            ]
             flat = out.view(torch.uint8).view(-1).numpy()
             executor.read_rows(block, spans, memoryview(cast(Any, flat)))
             return out.to(device)

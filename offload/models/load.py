@@ -160,9 +160,12 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         drop_unloopable(chosen, notes)
         recipes = make_recipes(chosen, meta.mapping)
 
+    staged = recipes.staged
+
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
-        return request_of(meta, chosen, options, warm, budgets, set_aside(chosen, ram), top)
+        aside = set_aside(chosen, ram)
+        return request_of(meta, chosen, options, warm, budgets, aside, top, staged)
 
     request = ask(ram)
     try:

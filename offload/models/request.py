@@ -76,6 +76,7 @@ def request_of(
     budgets: dict[Tier, int],
     reserves: dict[Tier, dict[str, int]],
     top: Tier,
+    staged: bool,
 ) -> PlanRequest:
     blocks, by_row = rows_of(chosen)
     top_k = expert_top_k(meta.model.config)
@@ -84,7 +85,7 @@ def request_of(
         costs = CostModel(
             hardware=options.hardware,
             queue_depth=options.queue_depth,
-            staged=True,
+            staged=staged,
             expert_overhead_s=warm.expert_s,
         )
     return PlanRequest(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.blocks import ALIGN
-from offload.io.ranges import Copy, Piece, Request, plan_requests
+from offload.io.ranges import Copy, Part, Piece, Request, plan_requests
 
 FILE_BYTES = 100_000
 
@@ -34,12 +34,22 @@ def run(requests: list[Request], files: list[bytes], room: int, in_place: bool) 
     """Carry the requests out as a store does: in place where allowed, else with copies."""
     target = bytearray(room)
     for r in requests:
-        chunk = files[r.file][r.offset : r.offset + r.nbytes]
-        if in_place and r.direct is not None:
-            target[r.direct : r.direct + len(chunk)] = chunk
+        chunk = files[r.file][r.offset : r.offset + r.nbytes].ljust(r.nbytes, b"\xee")
+        if not in_place:
+            for c in r.copies:
+                target[c.dst : c.dst + c.nbytes] = chunk[c.src : c.src + c.nbytes]
             continue
-        for c in r.copies:
-            target[c.dst : c.dst + c.nbytes] = chunk[c.src : c.src + c.nbytes]
+        at, bounce = 0, bytearray()
+        for part in r.parts:
+            pages = chunk[at : at + part.nbytes]
+            at += part.nbytes
+            if part.at is None:
+                bounce += pages
+            else:
+                target[part.at : part.at + part.nbytes] = pages
+        assert at == r.nbytes and len(bounce) == r.bounce_bytes
+        for c in r.bounced:
+            target[c.dst : c.dst + c.nbytes] = bounce[c.src : c.src + c.nbytes]
     assert len(target) == room
     return target
 
@@ -83,9 +93,11 @@ def test_shape_of_requests(case: tuple[list[Piece], int], request_bytes: int) ->
     for r in requests:
         assert r.offset % ALIGN == r.nbytes % ALIGN == 0
         assert 0 < r.nbytes <= request_bytes
-        if r.direct is not None:
-            assert r.direct % ALIGN == 0
-            assert 0 <= r.direct <= room - r.nbytes
+        for part in r.parts:
+            assert part.nbytes > 0 and part.nbytes % ALIGN == 0
+            if part.at is not None:
+                assert part.at % ALIGN == 0
+                assert 0 <= part.at <= room - part.nbytes
     physical = sum(r.nbytes for r in requests)
     assert physical <= sum(p.nbytes for p in pieces) + 8192 * len([p for p in pieces if p.nbytes])
     assert sum(r.payload_bytes for r in requests) == sum(p.nbytes for p in pieces)
@@ -127,7 +139,28 @@ def test_in_place_where_pages_agree_and_nobody_is_overwritten() -> None:
 def test_a_long_tensor_is_read_in_place_but_for_the_page_it_shares() -> None:
     pieces = [Piece(0, 100, 100, 40_000), Piece(1, 0, 0, 100)]
     requests = plan_requests(pieces, request_bytes=16384, room=40_960)
-    assert [r.direct for r in requests if r.file == 0] == [None, 16384, 32768]
+    first, *rest = [r for r in requests if r.file == 0]
+    assert first.parts == (Part(4096, None), Part(12288, 4096))
+    assert first.bounced == (Copy(100, 100, 3996),)
+    assert [r.direct for r in rest] == [16384, 32768]
+
+
+def test_two_tensors_that_become_one_share_only_the_page_of_their_seam() -> None:
+    # As an expert's gate and up, which lie apart in the file and side by side in memory.
+    n = 5 * ALIGN
+    pieces = [Piece(0, 1000, 1000, n), Piece(0, 80 * ALIGN + 1000, 1000 + n, n)]
+    gate, up = plan_requests(pieces, request_bytes=1 << 20, room=12 * ALIGN)
+    assert gate.parts == (Part(n, 0), Part(ALIGN, None))
+    assert up.parts == (Part(ALIGN, None), Part(n, 6 * ALIGN))
+    assert gate.bounced == (Copy(0, n, 1000),)
+    assert up.bounced == (Copy(1000, 1000 + n, 3096),)
+
+
+def test_bytes_that_go_to_two_places_are_copied() -> None:
+    pieces = [Piece(0, 0, 0, 3 * ALIGN), Piece(0, ALIGN, 8 * ALIGN, ALIGN)]
+    (only,) = plan_requests(pieces, request_bytes=1 << 20, room=9 * ALIGN)
+    assert only.parts == (Part(3 * ALIGN, None),)
+    assert only.bounced == only.copies
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from io_support import (
     write_block,
 )
 
-from offload.blocks import BlockKind, layout
+from offload.blocks import BlockKind, BlockSpec, TensorSpec, layout
 from offload.errors import ClosedError, StoreError
 from offload.io import private
 from offload.io.engines import Engine, make_engine
@@ -208,6 +208,29 @@ def test_congruent_pieces_are_read_without_a_copy(
         receipt = store.read_into("b", buf).result(timeout=30)
         assert (receipt.copied_bytes, receipt.physical_bytes) == (0, 40_960)
         assert bytes(buf[:40_000]) == (tmp_path / "f").read_bytes()[8192:48_192]
+    store.close()
+
+
+def test_only_the_pages_that_tensors_share_are_copied(
+    tmp_path: Path, io: tuple[Engine, Staging]
+) -> None:
+    content = os.urandom(200_000)
+    (tmp_path / "f").write_bytes(content)
+    n = 10 * 4096
+    spec = BlockSpec(
+        id="b",
+        kind=BlockKind.EXPERT,
+        tensors=(TensorSpec(name="gate_up", dtype="uint8", shape=(2 * n,), offset=1000),),
+        nbytes=1000 + 2 * n,
+    )
+    gate, up = Piece(0, 9192, 1000, n), Piece(0, 20 * 4096 + 1000, 1000 + n, n)
+    store = RangeStore([tmp_path / "f"], {"b": (spec, (gate, up))}, *io)
+    with AlignedBuffer(spec.slot_nbytes) as buf:
+        receipt = store.read_into("b", buf).result(timeout=30)
+        assert receipt.copied_bytes == 4096  # one page, half of it from each
+        assert receipt.physical_bytes == 2 * n + 2 * 4096
+        assert bytes(buf[1000 : 1000 + n]) == content[9192 : 9192 + n]
+        assert bytes(buf[1000 + n : 1000 + 2 * n]) == content[82_920 : 82_920 + n]
     store.close()
 
 

@@ -182,6 +182,28 @@ def test_big_vocabulary(checkpoint: Checkpoint, family: str, tied: bool, device:
         assert model.offload.executor.stats.row_reads > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_large_tensors_are_read_without_a_copy(
+    checkpoint: Checkpoint, family: str, dtype: torch.dtype, device: str
+) -> None:
+    """They lie at any multiple of 8 bytes, as in the file, and give the resident model's bits."""
+    sizes = {"hidden_size": 136, "intermediate_size": 376, "moe_intermediate_size": 264}
+    if family == "llama":
+        del sizes["moe_intermediate_size"]
+    want = checkpoint(family, dtype, overrides=sizes)
+    prepared = smallest(want.directory, device)
+    phases = {t.offset % 64 for s in prepared.cut.blocks.values() for t in s.tensors}
+    assert len(phases) > 1
+    with opened(prepared) as model:
+        check_logits(model, want)
+        stats = model.offload.executor.stats
+        if dtype != torch.float32 or family == "llama":
+            # Only pages that tensors share, and vectors.
+            assert 0 < stats.copied_bytes < stats.payload_read_bytes / 2
+        assert stats.payload_read_bytes > 0
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "phi", "starcoder2"])
 def test_biases(checkpoint: Checkpoint, family: str, device: str) -> None:
     want = checkpoint(family)
