@@ -139,7 +139,7 @@ def make_recipes(cut: Cut, mapping: CheckpointMap) -> Recipes:
     slice_of = dict(zip(cut.head.blocks, cut.head.rows, strict=True)) if cut.head else {}
     for block, spec in cut.blocks.items():
         found: list[list[Piece]] = []
-        for tensor, param in zip(spec.tensors, cut.params[block], strict=True):
+        for _, param in zip(spec.tensors, cut.params[block], strict=True):
             source = find_source(param, sources)
             if source.placed is None:
                 out.reasons.setdefault(block, source.why_not)

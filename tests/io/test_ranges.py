@@ -47,7 +47,7 @@ def run(requests: list[Request], files: list[bytes], room: int, in_place: bool) 
                 bounce += pages
             else:
                 target[part.at : part.at + part.nbytes] = pages
-        assert at == r.nbytes and len(bounce) == r.bounce_bytes
+        assert (at, len(bounce)) == (r.nbytes, r.bounce_bytes)
         for c in r.bounced:
             target[c.dst : c.dst + c.nbytes] = bounce[c.src : c.src + c.nbytes]
     assert len(target) == room
