@@ -206,7 +206,8 @@ def _std(model: Any, key: str, tensor: torch.Tensor) -> float:
 
     1/sqrt(fan in) keeps what a layer adds to the residual stream near 1 at any width, so bfloat16
     stays finite over a hundred layers and logits vary; the usual 0.02 fades in narrow models.
-    Embeddings follow the same rule over their width, because tied ones are also the output matrix.
+    Embeddings start the stream at 1 as well: below what the layers add, all tokens of a context
+    would look alike and be routed to the same few experts. Tied ones follow the output matrix.
     """
     import torch
 
@@ -215,8 +216,12 @@ def _std(model: Any, key: str, tensor: torch.Tensor) -> float:
     module = model.get_submodule(key.rpartition(".")[0])
     if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
         return float(math.prod(tensor.shape[1:]) ** -0.5)
-    if isinstance(module, torch.nn.Embedding) or module is model.get_output_embeddings():
+    head = model.get_output_embeddings()
+    if module is head:
         return float(tensor.shape[-1] ** -0.5)
+    if isinstance(module, torch.nn.Embedding):
+        tied = head is not None and getattr(head, "weight", None) is module.weight
+        return float(tensor.shape[-1] ** -0.5) if tied else 1.0
     return _matrix_std(tuple(tensor.shape))
 
 

@@ -44,8 +44,9 @@ def split_shards(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[lis
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.nbytes
-    # Inside a file wider dtypes come first, so that every tensor is aligned to its own width.
-    return [sorted(shard, key=lambda t: -DTYPE_BYTES[t.dtype]) for shard in shards]
+    # Inside a file as the safetensors library writes it: wider dtypes first, so that every tensor
+    # is aligned to its own width, then by name, so that an expert's matrices lie side by side.
+    return [sorted(shard, key=lambda t: (-DTYPE_BYTES[t.dtype], t.name)) for shard in shards]
 
 
 def shard_names(count: int) -> list[str]:
