@@ -24,6 +24,7 @@ def load(
     device: str = "auto",
     context: int | None = None,
     batch: int = 1,
+    guess: bool = True,
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
@@ -42,6 +43,9 @@ def load(
         device: ``"auto"`` or ``"cpu"``: the CPU computes; ``"sim"``: a simulated accelerator.
         context: tokens of prompt and answer together that memory is set aside for.
         batch: sequences (or beams) at once that memory is set aside for.
+        guess: whether a MoE layer's experts may be read before it is known that it needs them,
+            when the disk has nothing else to do; the results are the same. False: only experts
+            that were routed to are ever read.
         progress: called as ``progress(what, done_bytes, total_bytes)``.
 
     Raises:
@@ -50,7 +54,7 @@ def load(
     if context is not None:
         options["context"] = context
     chosen = parse_options(
-        ram=ram, gpu=gpu, disk=disk, dtype=dtype, device=device, batch=batch, **options
+        ram=ram, gpu=gpu, disk=disk, dtype=dtype, device=device, batch=batch, guess=guess, **options
     )
     return _load(path, chosen, progress)
 

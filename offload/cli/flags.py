@@ -96,6 +96,14 @@ Predict = Annotated[
         help="Predict the speed from the probe's rates; measures quickly if there are none.",
     ),
 ]
+Guess = Annotated[
+    bool,
+    typer.Option(
+        "--guess/--no-guess",
+        help="Read experts before they are routed to, when the disk has nothing else to do. "
+        "The text is the same.",
+    ),
+]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON, too."),

@@ -70,6 +70,7 @@ def generate(
     disk: flags.Disk = None,
     dtype: flags.Dtype = None,
     predict: flags.Predict = True,
+    guess: flags.Guess = True,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -93,7 +94,14 @@ def generate(
     from offload.cli.session import Wish, run_session
 
     wanted = Wanted(
-        ram=ram, gpu=gpu, device=device, disk=disk, dtype=dtype, threads=threads, predict=predict
+        ram=ram,
+        gpu=gpu,
+        device=device,
+        disk=disk,
+        dtype=dtype,
+        threads=threads,
+        predict=predict,
+        guess=guess,
     )
     run_session(
         Wish(

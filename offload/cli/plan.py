@@ -24,6 +24,7 @@ def plan(
     ] = None,
     threads: flags.Threads = None,
     predict: flags.Predict = True,
+    guess: flags.Guess = True,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -44,7 +45,14 @@ def plan(
     from offload.models.meta import read_config, resolve
 
     wanted = Wanted(
-        ram=ram, gpu=gpu, device=device, disk=disk, dtype=dtype, threads=threads, predict=predict
+        ram=ram,
+        gpu=gpu,
+        device=device,
+        disk=disk,
+        dtype=dtype,
+        threads=threads,
+        predict=predict,
+        guess=guess,
     )
     options = wanted.options()
     if threads is not None:

@@ -37,6 +37,7 @@ class Wanted:
     dtype: str | None
     threads: int | None
     predict: bool
+    guess: bool
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -47,7 +48,12 @@ class Wanted:
         if self.disk is not None:
             spill_directory(self.disk)
         return Options(
-            ram=self.ram, gpu=self.gpu, device=self.device, disk=self.disk, dtype=self.dtype
+            ram=self.ram,
+            gpu=self.gpu,
+            device=self.device,
+            disk=self.disk,
+            dtype=self.dtype,
+            guess=self.guess,
         )
 
 

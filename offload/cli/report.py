@@ -31,6 +31,9 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     if steps and streams(plan):
         if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
             parts.append(f"hits {hit:.1%}")
+        if guessed := run.during_decode("guessed"):
+            right = run.during_decode("guessed_right") / guessed
+            parts.append(f"{guessed / steps:.3g} guesses/token, {right:.0%} right")
         per_token = run.during_decode("disk_read_bytes") / steps
         parts += [
             f"{per_token / 2**20:.3g} MiB/token from disk",
@@ -80,6 +83,8 @@ def run_json(
         "stall_s": run.during_run("stall_s"),
         "decode_hits": int(run.during_decode("hits")),
         "decode_misses": int(run.during_decode("misses")),
+        "decode_guessed": int(run.during_decode("guessed")),
+        "decode_guessed_right": int(run.during_decode("guessed_right")),
         "decode_hit_rate": hit_rate(run.during_decode("hits"), run.during_decode("misses")),
         "decode_disk_read_bytes": int(run.during_decode("disk_read_bytes")),
         "decode_payload_read_bytes": int(run.during_decode("payload_read_bytes")),

@@ -131,6 +131,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
         "converted_bytes": prepared.recipes.convert_bytes(prepared.cut.blocks),
         "streamed_bytes_per_token": plan.streamed_bytes_per_pass,
         "expected_hit_rate": plan.expected_hit_rate,
+        "guesses": plan.guesses,
         "predicted_decode_tok_s": None if predicted is None else tokens_per_s(predicted),
         "bound_decode_tok_s": 1 / plan.bound_pass_s if plan.bound_pass_s else None,
         "lane_s": dict(plan.lane_s),

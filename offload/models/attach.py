@@ -4,9 +4,7 @@ A unit's pre-hook waits for its blocks and puts views of them where the module l
 parameters; its post-hook takes them away again. Everything the model computes is its own code on
 its own weights, so the results are bit-equal to the resident model's.
 
-Fused experts keep their class's own eager loop as well: what the loop indexes
-(``self.gate_up_proj[e]``) is replaced by a proxy that fetches expert ``e`` when it is asked for,
-after the routing has announced all of them.
+Fused experts keep their class's own eager loop as well; see ``experts``.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from torch.nn import functional as F
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.store import Span
 from offload.models.absent import absent, row_table
+from offload.models.experts import ExpertProxy, ExpertSession, routing
 from offload.models.units import Cut, ExpertGroup, HeadSlices, Param, RowEmbedding, Unit
 from offload.runtime.executor import Executor
 from offload.scheduler.plan import Plan
@@ -66,8 +65,9 @@ class Attachment:
                     self._remove(param)
         for unit in cut.units:
             self._hook_unit(unit)
-        for group in cut.groups:
-            self._hook_experts(group)
+        for i, group in enumerate(cut.groups):
+            after = cut.groups[i + 1] if i + 1 < len(cut.groups) else None
+            self._hook_experts(group, after if plan.guesses else None)
         if cut.head:
             self._hook_head(cut.head)
         if cut.embedding:
@@ -160,18 +160,19 @@ class Attachment:
 
     # -- experts --------------------------------------------------------------------------
 
-    def _hook_experts(self, group: ExpertGroup) -> None:
-        session = _ExpertSession(self.executor, group)
+    def _hook_experts(self, group: ExpertGroup, after: ExpertGroup | None) -> None:
+        session = ExpertSession(self.executor, group, after)
         for param in group.params:
             attr = param.places[0].attr
             self._remove(param)
-            proxy = _ExpertProxy(session, param, group.module._parameters[attr])
+            proxy = ExpertProxy(session, param, group.module._parameters[attr])
             # An instance attribute shadows the registered parameter of the same name.
             group.module.__dict__[attr] = proxy
             self._undo.append(partial(group.module.__dict__.pop, attr, None))
 
         def route(module: nn.Module, args: Any, kwargs: Any) -> None:
-            session.begin(_routing(args, kwargs, group))
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            session.begin(routing(args, kwargs, group), hidden)
 
         def finish(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             session.end()
@@ -338,137 +339,6 @@ def _guarded(value: Any) -> Any:
     return value
 
 
-class _ExpertSession:
-    """One MoE layer's run: which expert the eager loop is at."""
-
-    def __init__(self, executor: Executor, group: ExpertGroup) -> None:
-        self.executor = executor
-        self.group = group
-        self._current: str | None = None
-        self._views: dict[str, torch.Tensor] = {}
-        self._open = False
-
-    def begin(self, experts: list[int]) -> None:
-        self._let_go()  # left by a Ctrl-C in the loop before
-        self._open = True
-        self.executor.route(self.group.name, [self.group.blocks[e] for e in experts])
-
-    def get(self, expert: int, name: str) -> torch.Tensor:
-        """A tensor of an expert. The loop has finished with the one before it."""
-        if not 0 <= expert < self.group.n_experts:
-            raise IndexError(f"expert {expert} of {self.group.n_experts} in {self.group.name}")
-        block = self.group.blocks[expert]
-        if block != self._current:
-            self._let_go()
-            self._views = self.executor.acquire(block)
-            self._current = block
-        return self._views[name]
-
-    def end(self) -> None:
-        self._let_go()
-        if self._open:
-            self._open = False
-            self.executor.end_route()
-
-    def _let_go(self) -> None:
-        if self._current is not None:
-            current, self._current, self._views = self._current, None, {}
-            self.executor.release(current)
-
-
-class _ExpertProxy:
-    """What an experts module finds in place of a fused parameter ``[E, ...]``."""
-
-    def __init__(self, session: _ExpertSession, param: Param, stand_in: Any) -> None:
-        self._session = session
-        self._name = param.name
-        self._stand_in = stand_in
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        if isinstance(key, torch.Tensor) and key.dim() == 0:
-            key = int(key)
-        if isinstance(key, int):
-            return self._session.get(key, self._name)
-        return self._refuse(f"indexing with {key!r}")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "dtype", "device", "ndim", "size", "dim", "is_meta"):
-            return getattr(self._stand_in, name)
-        return self._refuse(name)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._refuse(getattr(func, "__name__", str(func)))
-
-    def _refuse(self, what: str) -> Any:
-        raise UnsupportedModelError(
-            f"{self._name} is streamed expert by expert and {what} needs all experts at once"
-        )
-
-
-def _routing(args: Any, kwargs: Any, group: ExpertGroup) -> list[int]:
-    """The experts routed to, ascending: the order in which every eager loop takes them."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            if value.dtype == torch.bool:
-                continue
-            # Expert-parallel routing marks tokens of other ranks with index ``n_experts``.
-            return [e for e in torch.unique(value).tolist() if 0 <= e < group.n_experts]
-    return []
-
-
-def check_expert_loop(group: ExpertGroup) -> str | None:
-    """Try a group's eager loop on one token and expert 0; the reason if it cannot be streamed.
-
-    Uses zeros without memory for the weights, and leaves the module as it was.
-    """
-    module = group.module
-    params = {p.places[0].attr: p for p in group.params}
-    transposed = bool(getattr(module, "is_transposed", False))
-    first = params.get("gate_up_proj") or params.get("up_proj") or group.params[0]
-    shape = first.tensor.shape
-    width = int(shape[1] if transposed else shape[2])
-    dtype = first.tensor.dtype
-    touched: set[int] = set()
-
-    class Probe:
-        def __init__(self, like: torch.Tensor) -> None:
-            self.like = like
-
-        def __getitem__(self, key: Any) -> torch.Tensor:
-            touched.add(int(key))
-            return torch.zeros((), dtype=self.like.dtype).expand(self.like.shape[1:])
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            raise UnsupportedModelError(f"{func.__name__} on all experts at once")
-
-    saved = dict(module._parameters)
-    try:
-        for attr, tensor in saved.items():
-            if attr in params:
-                module.__dict__[attr] = Probe(tensor)  # type: ignore[arg-type]
-            elif tensor is not None:
-                module._parameters[attr] = torch.zeros(tensor.shape, dtype=tensor.dtype)  # type: ignore[assignment]
-        hidden = torch.zeros((1, width), dtype=dtype)
-        index = torch.zeros((1, 1), dtype=torch.int64)
-        weight = torch.ones((1, 1), dtype=dtype)
-        loop: Any = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-        with torch.no_grad():
-            out = loop(module, hidden, index, weight)
-        if touched != {0}:
-            return f"its loop touched experts {sorted(touched)} for a token routed to expert 0"
-        if out.shape != hidden.shape:
-            return f"its loop returned {tuple(out.shape)}"
-    except Exception as error:  # noqa: BLE001  any failure means: not this way
-        return f"{type(error).__name__}: {error}"
-    finally:
-        for attr in params:
-            module.__dict__.pop(attr, None)
-        module._parameters.update(saved)
-    return None
-
-
 def _refresh_flat_weights(module: nn.Module) -> None:
     """Recurrent modules keep a list of their parameters beside them."""
     if isinstance(module, nn.RNNBase):
@@ -476,4 +346,4 @@ def _refresh_flat_weights(module: nn.Module) -> None:
         module._flat_weights = [module._parameters.get(n) for n in names]  # type: ignore[misc]
 
 
-__all__ = ["Attachment", "check_expert_loop"]
+__all__ = ["Attachment"]

@@ -37,7 +37,8 @@ class OffloadHandle:
         """Figures since the model was loaded. Sizes in bytes, times in seconds.
 
         ``hit_rate`` is None for a model without streamed experts. ``stall_s`` is the time that
-        the computing thread waited for data.
+        the computing thread waited for data. ``guessed`` experts were read before they were
+        routed to, ``guessed_right`` of them then were (and count as misses).
         """
         stats = self.executor.stats
         budget = self.plan.budgets.get(Tier.RAM)
@@ -50,6 +51,8 @@ class OffloadHandle:
             "hit_rate": stats.hit_rate,
             "hits": stats.hits,
             "misses": stats.misses,
+            "guessed": stats.guessed,
+            "guessed_right": stats.guessed_right,
             "stall_s": stats.stall_s,
             "baseline_rss_bytes": self.baseline_rss,
             "peak_rss_bytes": peak_rss(),

@@ -19,7 +19,7 @@ import torch
 from offload.blocks import Tier
 from offload.errors import PlanError
 from offload.io.safetensors import CheckpointIndex
-from offload.models.attach import check_expert_loop
+from offload.models.experts import check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
 from offload.models.meta import (

@@ -44,6 +44,9 @@ class Options:
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
     hardware: Hardware | None = None
+    guess: bool = True
+    """Whether experts may be read on a guess into disk time that nothing else can use; without,
+    only experts that were routed to are ever read. The results are the same."""
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""

@@ -100,6 +100,7 @@ def request_of(
         compute_tier=top,
         costs=costs,
         overhead_s=_overheads(chosen, warm),
+        guesses=options.guess,
     )
 
 

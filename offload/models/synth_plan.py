@@ -27,6 +27,13 @@ from offload.models.synth_values import ValueSource, derive_key
 if TYPE_CHECKING:
     import torch
 
+_TO_RESIDUAL = re.compile(
+    r"\.(o_proj|out_proj|c_proj|down_proj|w2|wo|fc2|dense|dense_4h_to_h)(\.weight)?$"
+)
+"""Matrices whose output a layer adds to the residual stream. Radford et al. (2019), "Language
+Models are Unsupervised Multitask Learners", section 2.3, scale them by 1/sqrt(2 * layers);
+without, what the layers add drowns the tokens, and a MoE sends them all to the same experts."""
+
 _BUFFER_LIMIT = 64 * 2**20
 _ZEROS = bytes(1 << 20)
 
@@ -80,6 +87,8 @@ def plan_tensors(source: Source, seed: int) -> list[PlannedTensor]:
             f"the published names of {source.config.model_type} cannot be derived: "
             f"{type(e).__name__}: {e}"
         ) from e
+    layers = getattr(source.config.get_text_config(), "num_hidden_layers", None)
+    residual = (2 * layers) ** -0.5 if isinstance(layers, int) and layers > 0 else 1.0
     planned = []
     for name, tensor in published.items():
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -88,6 +97,8 @@ def plan_tensors(source: Source, seed: int) -> list[PlannedTensor]:
         if tensor.device.type == "meta":
             # What no conversion touched is the same object; the rest are split or merged matrices.
             std = kinds.get(id(tensor), _matrix_std(shape)) if tensor.is_floating_point() else 0.0
+            if _TO_RESIDUAL.search(name):
+                std *= residual
             planned.append(PlannedTensor(name=name, dtype=dtype, shape=shape, std=std))
         else:
             literal = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -76,6 +76,8 @@ class ExpertGroup:
     n_experts: int
     params: list[Param]
     blocks: tuple[str, ...] = ()
+    gate: Param | None = None
+    """The matrix ``[E, hidden]`` that scores the experts, where one stands beside them."""
 
 
 @dataclass(slots=True)
@@ -294,6 +296,9 @@ def cut(
         for param in group.params:
             param.phase = params[id(param.tensor)].phase
     in_group = {id(p.tensor): (g, p) for g in groups for p in g.params}
+    for group in groups:
+        group.gate = _gate(model, group, params)
+    gates = {id(g.gate.tensor) for g in groups if g.gate is not None}
     users: dict[int, list[str]] = {key: [] for key in params}
     units: dict[str, Unit] = {}
     for path, module in modules:
@@ -341,7 +346,7 @@ def cut(
                     units[leaf.name] = leaf
             else:
                 resident.append(param)
-        elif param.nbytes <= small:
+        elif param.nbytes <= small or key in gates:
             resident.append(param)
         else:
             by_users.setdefault(tuple(users[key]), []).append(param)
@@ -370,6 +375,24 @@ def cut(
         group.blocks = tuple(ids)
     result.units = [u for u in units.values() if u.blocks or u.groups]
     return result
+
+
+def _gate(model: nn.Module, group: ExpertGroup, params: Mapping[int, Param]) -> Param | None:
+    """The gate of a group: the only ``[E, hidden]`` matrix beside its experts, in whatever module.
+
+    Small against a single expert, and needed by every token: it stays resident, so that a layer's
+    experts can be guessed before the layer runs.
+    """
+    parent = model.get_submodule(group.name.rpartition(".")[0])
+    inside = set(map(id, group.module.modules()))
+    found = {
+        id(tensor)
+        for module in parent.modules()
+        if id(module) not in inside
+        for tensor in module._parameters.values()
+        if tensor is not None and tensor.dim() == 2 and tensor.shape[0] == group.n_experts
+    }
+    return params.get(found.pop()) if len(found) == 1 else None
 
 
 def demote(result: Cut, bad: list[ExpertGroup]) -> None:

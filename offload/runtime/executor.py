@@ -54,6 +54,8 @@ class Stats:
     stall_s: float = 0.0
     hits: int = 0
     misses: int = 0
+    guessed: int = 0
+    guessed_right: int = 0
     passes: int = field(default=0)
 
     @property
@@ -200,6 +202,14 @@ class Executor:
             self._submit(self._residency.route(group, experts))
             self.stats.hits = self._residency.hits
             self.stats.misses = self._residency.misses
+            self.stats.guessed, self.stats.guessed_right = self._residency.guessed
+
+    def guess(self, group: str, experts: Sequence[str]) -> None:
+        """The next MoE layer may need these experts, the likeliest first: read them if the disk
+        has nothing else to do."""
+        with self._shield, self._changed:
+            self._check_open()
+            self._submit(self._residency.guess(group, experts))
 
     def acquire(self, expert: str) -> Views:
         """Wait for a routed expert and hold it."""

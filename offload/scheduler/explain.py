@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from offload.blocks import BlockKind, Tier
 from offload.scheduler.bounds import H2D, READ, experts_of
 from offload.scheduler.costs import CostModel
+from offload.scheduler.guesses import spare_slots
 from offload.scheduler.plan import Home, Plan
 from offload.units import format_bytes
 
@@ -102,6 +103,11 @@ def _experts(plan: Plan) -> list[str]:
                 f"{layout.slots / len(cached):.0%} of {len(cached)} experts"
             )
     slots = max(a.slots for a in plan.tiers.values())
+    if plan.guesses and len(plan.tiers) == 1 and (spare := spare_slots(slots, plan.top_k)):
+        lines.append(
+            f"{spare} of the slots are kept free for experts of the next layer, read on a guess "
+            "when the disk has nothing else to do"
+        )
     if (plan.expected_hit_rate or 0.0) < 1.0 and slots < per_token:
         size = max(a.slot_bytes for a in plan.tiers.values())
         lines.append(

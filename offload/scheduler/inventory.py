@@ -31,6 +31,7 @@ class PlanRequest:
         compute_tier: RAM (two tiers) or DEVICE (three).
         costs: without them the plan is made by rule and predicts nothing.
         overhead_s: seconds of each step besides weights and I/O; for all units, or by unit.
+        guesses: whether a layer's experts may be read on a guess (see ``guesses``).
         min_lookahead_bytes: a ring holds at least that much more than one step where the
             budget allows; capped by what is streamed at all.
 
@@ -49,6 +50,7 @@ class PlanRequest:
     reserves: Mapping[Tier, Mapping[str, int]] = field(default_factory=dict)
     costs: CostModel | None = None
     overhead_s: float | Mapping[str, float] = 0.0
+    guesses: bool = False
     min_lookahead_bytes: int = MIN_LOOKAHEAD
 
     def __post_init__(self) -> None:

@@ -79,6 +79,8 @@ class Plan:
     expected_hit_rate: float | None
     top_k: Mapping[str, int] = field(default_factory=dict)
     """Experts that one token uses in each group."""
+    guesses: bool = False
+    """Whether the next layer's experts are read on a guess when the disk has nothing else to do."""
     by_row: frozenset[str] = frozenset()
     """Blocks that are looked up and not multiplied with, pinned ones included."""
     overhead_s: float | Mapping[str, float] = 0.0

@@ -15,6 +15,7 @@ from offload.errors import PlanError
 from offload.scheduler.bounds import hit_rate, lane_seconds, traffic
 from offload.scheduler.costs import CostModel, Pick
 from offload.scheduler.explain import explain
+from offload.scheduler.guesses import spare_slots
 from offload.scheduler.inventory import Inventory, PlanRequest
 from offload.scheduler.placement import NoRoomError, Placement, least_bytes, placements
 from offload.scheduler.plan import Home, Interval, Plan, TierLayout
@@ -157,20 +158,24 @@ def _assemble(request: PlanRequest, inv: Inventory, placement: Placement) -> Pla
         reserves=request.reserves,
         weight_bytes=sum(s.nbytes for s in request.blocks.values()),
         streamed_bytes_per_pass=0,
-        expected_hit_rate=_hits(inv, tiers),
+        expected_hit_rate=_hits(inv, tiers, request),
         top_k=request.top_k,
         by_row=request.by_row,
         overhead_s=request.overhead_s,
+        guesses=request.guesses,
     )
     return replace(plan, streamed_bytes_per_pass=round(traffic(plan)[Tier.RAM]))
 
 
-def _hits(inv: Inventory, tiers: Mapping[Tier, TierLayout]) -> float | None:
+def _hits(inv: Inventory, tiers: Mapping[Tier, TierLayout], request: PlanRequest) -> float | None:
     if not inv.experts:
         return None
     if any(inv.experts[0] in layout.pinned for layout in tiers.values()):
         return 1.0
-    return hit_rate(max(a.slots for a in tiers.values()), len(inv.experts))
+    slots = max(a.slots for a in tiers.values())
+    if request.guesses and len(tiers) == 1:
+        slots -= spare_slots(slots, request.top_k)
+    return hit_rate(slots, len(inv.experts))
 
 
 def _predict(plan: Plan, costs: CostModel) -> Plan:

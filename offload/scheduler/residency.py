@@ -124,6 +124,14 @@ class Residency:
             self._release(expert)
         return self._advance_experts()
 
+    def guess(self, group: str, experts: Sequence[str]) -> list[Instruction]:
+        """The next layer to be routed, ``group``, may use ``experts``, the likeliest first.
+
+        Read when the disk has nothing else to do, if the plan says so; see ``guesses``.
+        """
+        self._routes.guess(group, experts)
+        return self._advance_experts()
+
     def end_route(self) -> list[Instruction]:
         """The MoE layer has finished (or failed): nothing is wanted any more."""
         self._routes.end()
@@ -135,10 +143,10 @@ class Residency:
         entry = stock.land(block, tier)
         entry.ready = True
         stock.note(block, "arrived in {}", tier)
-        if entry.pool is Pool.SLOT and not self._streams.waiting:
-            return self._advance_experts()  # no ring has changed: nothing else can start
         if entry.doomed and not entry.holds:
             stock.drop(stock.shelves[tier], block, entry)
+        elif entry.pool is Pool.SLOT and not self._streams.waiting:
+            return self._advance_experts()  # no ring has changed: nothing else can start
         elif stock.stacked and tier == Tier.RAM:
             wanted = self._streams.lacks(block) or self._routes.wants(block)
             self._streams.lift_pinned(block, demand=wanted)
@@ -165,12 +173,20 @@ class Residency:
         self._streams.serve()
         self._routes.serve()
         self._streams.run_ahead()
+        self._guess_on()
         return self._stock.take()
 
     def _advance_experts(self) -> list[Instruction]:
         if self._routes.waiting:
             self._routes.serve()
+        self._guess_on()
         return self._stock.take()
+
+    def _guess_on(self) -> None:
+        """Last of all, when nothing that is needed waits."""
+        guesses = self._routes.guesses
+        if guesses.waiting and not self._routes.waiting and not self._streams.waiting:
+            guesses.serve()
 
     def _release(self, expert: str) -> None:
         entry = self._stock.entry(self.plan.compute_tier, expert)
@@ -191,6 +207,11 @@ class Residency:
     def misses(self) -> int:
         """Routed experts that had to be read from disk."""
         return self._routes.misses
+
+    @property
+    def guessed(self) -> tuple[int, int]:
+        """Experts read on a guess, and those of them that were routed to."""
+        return self._routes.guesses.read, self._routes.guesses.right
 
     @property
     def trace(self) -> Trace:

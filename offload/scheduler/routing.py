@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from offload.blocks import BlockKind
 from offload.errors import SchedulerError
+from offload.scheduler.guesses import Guesses
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.shelf import NEVER, Pool, Shelf, Stock
 
@@ -28,6 +29,7 @@ class Routes:
         """Routed experts that were above the disk when asked for."""
         self.misses = 0
         """Routed experts that had to be read from disk."""
+        self.guesses = Guesses(stock, plan)
         self._stock = stock
         self._top = stock.top
         self._ram = stock.ram
@@ -53,12 +55,17 @@ class Routes:
         for shelf in self._stock.shelves.values():
             shelf.cache.begin_pass(group)
         self._wanted = wanted = {b: i for i, b in enumerate(dict.fromkeys(experts))}
+        guessed = self.guesses.settle(wanted)
         self._queue = queue = []
         below = self._ram.entries
         for block, rank in wanted.items():
             entry = entries.get(block)
             if entry is not None:
-                self.hits += 1
+                entry.doomed = False  # a wrong guess of a while ago, still on its way
+                if block in guessed:
+                    self.misses += 1
+                else:
+                    self.hits += 1
                 if entry.pool is Pool.SLOT:
                     cache.touch(block, group)
                 continue
@@ -87,11 +94,18 @@ class Routes:
     def failed(self, expert: str) -> None:
         """A fetch has failed: not tried again before compute asks for it."""
         self._unqueue(expert)
+        self.guesses.failed(expert)
 
     def end(self) -> None:
         """Nothing is wanted any more."""
         self._wanted.clear()
         self._queue.clear()
+
+    def guess(self, group: str, experts: Sequence[str]) -> None:
+        """The layer ``group``, which runs next, may use ``experts``, the likeliest first."""
+        if group not in self._groups:
+            raise SchedulerError(f"the plan has no layer {group!r} with experts")
+        self.guesses.offer(experts, self._wanted)
 
     # -- progress -------------------------------------------------------------------------
 

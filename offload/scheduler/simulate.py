@@ -32,6 +32,7 @@ from offload.scheduler.bounds import (
     row_bytes,
 )
 from offload.scheduler.costs import CostModel
+from offload.scheduler.guesses import guess_count
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.residency import Fetch, Instruction, Residency
 
@@ -164,6 +165,7 @@ class _Run:
         self._sequence = 0
         self._at_once = False  # experts arrive in no time (warm-up)
         self._owed: dict[str, float] = {}  # fractions of misses by group
+        self._drawn: dict[str, list[str]] = {}  # what a layer will use, drawn ahead to be guessed
         self._now = self._computed_s = self._stalled_s = 0.0
         self._resident_uses = 0.0
         dense_s = dense_seconds(plan, costs, tokens)
@@ -228,7 +230,10 @@ class _Run:
         experts = self._groups[group]
         k = self._plan.top_k[group]
         used = distinct(len(experts), k, self._tokens)
-        chosen = self._draw(group, used) if routing is None else list(routing(number, group))
+        if routing is None:
+            chosen = self._drawn.pop(group, None) or self._draw(group, used)
+        else:
+            chosen = list(routing(number, group))
         if not chosen:
             return
         blocks, price = self._plan.blocks, self._costs.expert_s
@@ -241,13 +246,38 @@ class _Run:
             self._resident_uses += len(chosen)
             self._compute(sum(map(expert_s, chosen)))
         else:
-            self._run_experts(group, chosen, expert_s)
+            ahead = self._ahead(group) if routing is None else None
+            self._run_experts(group, chosen, expert_s, ahead)
+
+    def _ahead(self, group: str) -> tuple[str, list[str]] | None:
+        """The next layer's experts, some of them guessed wrong; None without guesses."""
+        groups = self._plan.groups
+        at = groups.index(group) + 1
+        if not self._plan.guesses or self._tokens > 1 or at == len(groups):
+            return None
+        after, rng = groups[at], self._rng
+        experts = self._groups[after]
+        used = self._draw(after, distinct(len(experts), self._plan.top_k[after], self._tokens))
+        self._drawn[after] = used
+        known = set(used)
+        others = [b for b in experts if b not in known]
+        precision = self._costs.guess_precision
+        return after, [
+            b if rng.random() < precision or not others else rng.choice(others)
+            for b in rng.sample(used, guess_count(len(used)))
+        ]
 
     def _run_experts(
-        self, group: str, experts: Sequence[str], expert_s: Callable[[str], float]
+        self,
+        group: str,
+        experts: Sequence[str],
+        expert_s: Callable[[str], float],
+        ahead: tuple[str, list[str]] | None = None,
     ) -> None:
         residency = self._residency
         self._submit(residency.route(group, experts))
+        if ahead is not None:
+            self._submit(residency.guess(*ahead))
         for expert in experts:
             self._wait(lambda e=expert: self._acquired(e))  # type: ignore[misc]
             self._compute(expert_s(expert))

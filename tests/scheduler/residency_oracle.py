@@ -32,9 +32,11 @@ def make_plan(
     pinned: Mapping[Tier, Sequence[str]] | None = None,
     experts: Mapping[str, Sequence[str]] | None = None,
     slots: Mapping[Tier, int] | None = None,
+    guess_top_k: int = 0,
 ) -> Plan:
     """A plan of pages: ``steps`` are (unit, blocks), ``ring`` and ``slots`` sizes by tier,
-    ``experts`` the experts of each group."""
+    ``experts`` the experts of each group; with ``guess_top_k``, so many of them by token, and
+    they may be guessed."""
     pinned, experts, slots = pinned or {}, experts or {}, slots or {}
     group_of = {e: g for g, es in experts.items() for e in es}
     blocks = {b: spec(b, n, group_of.get(b, "")) for b, n in pages.items()}
@@ -74,6 +76,8 @@ def make_plan(
         weight_bytes=sum(s.nbytes for s in blocks.values()),
         streamed_bytes_per_pass=0,
         expected_hit_rate=None,
+        guesses=guess_top_k > 0,
+        top_k=dict.fromkeys(experts, guess_top_k),
     )
 
 
@@ -217,6 +221,9 @@ class Harness:
 
     def route(self, group: str, experts: Sequence[str]) -> None:
         self.note(self.residency.route(group, experts))
+
+    def guess(self, group: str, experts: Sequence[str]) -> None:
+        self.note(self.residency.guess(group, experts))
 
     def acquire(self, expert: str) -> bool:
         there, out = self.residency.acquire(expert)

@@ -60,6 +60,7 @@ def plans(draw: st.DrawFn, *, shared: bool = True) -> Plan:
         pinned=pinned,
         experts=experts,
         slots={t: draw(st.integers(1, 6)) for t in tiers} if experts else {},
+        guess_top_k=draw(st.sampled_from([0, 1, 2, 5])) if experts else 0,
     )
 
 
@@ -163,6 +164,16 @@ class ResidencyMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from(self.groups[group]), min_size=1, max_size=7)
         )
         self.h.route(group, self.routed)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def guess(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(sorted(self.groups)))
+        experts = data.draw(st.lists(st.sampled_from(self.groups[group]), max_size=7))
+        live = {b: self.h.oracle.ready_at(b) for b in self.routed}
+        self.h.guess(group, experts)
+        for b, at in live.items():
+            assert at is None or self.h.oracle.ready_at(b) == at, "a guess displaced a wanted one"
 
     @precondition(lambda self: self.routed)
     @rule(data=st.data())

@@ -1,0 +1,188 @@
+"""A MoE layer's own eager loop over experts that come one by one, and the guess of the next ones.
+
+What the loop indexes (``self.gate_up_proj[e]``) is replaced by a proxy that fetches expert ``e``
+when it is asked for, after the routing has announced all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from offload.errors import UnsupportedModelError
+from offload.models.units import ExpertGroup, Param
+from offload.runtime.executor import Executor
+from offload.scheduler.guesses import guess_count
+
+GUESS_ROWS = 4
+"""Tokens at once up to which the next layer's experts are guessed: a prompt uses most of them."""
+
+
+class ExpertSession:
+    """One MoE layer's run: which expert the eager loop is at."""
+
+    def __init__(
+        self, executor: Executor, group: ExpertGroup, after: ExpertGroup | None = None
+    ) -> None:
+        """``after``: the layer whose experts are guessed while this one runs; None: no guess."""
+        self.executor = executor
+        self.group = group
+        self._after = after
+        self._current: str | None = None
+        self._views: dict[str, torch.Tensor] = {}
+        self._open = False
+
+    def begin(self, experts: list[int], hidden: torch.Tensor | None = None) -> None:
+        """The layer routes to ``experts``; ``hidden`` [..., H] is what they are applied to."""
+        self._let_go()  # left by a Ctrl-C in the loop before
+        self._open = True
+        self.executor.route(self.group.name, [self.group.blocks[e] for e in experts])
+        if self._after is not None and hidden is not None:
+            likely = guess(self._after, hidden, guess_count(len(experts)))
+            self.executor.guess(self._after.name, [self._after.blocks[e] for e in likely])
+
+    def get(self, expert: int, name: str) -> torch.Tensor:
+        """A tensor of an expert. The loop has finished with the one before it."""
+        if not 0 <= expert < self.group.n_experts:
+            raise IndexError(f"expert {expert} of {self.group.n_experts} in {self.group.name}")
+        block = self.group.blocks[expert]
+        if block != self._current:
+            self._let_go()
+            self._views = self.executor.acquire(block)
+            self._current = block
+        return self._views[name]
+
+    def end(self) -> None:
+        self._let_go()
+        if self._open:
+            self._open = False
+            self.executor.end_route()
+
+    def _let_go(self) -> None:
+        if self._current is not None:
+            current, self._current, self._views = self._current, None, {}
+            self.executor.release(current)
+
+
+class ExpertProxy:
+    """What an experts module finds in place of a fused parameter ``[E, ...]``."""
+
+    def __init__(self, session: ExpertSession, param: Param, stand_in: Any) -> None:
+        self._session = session
+        self._name = param.name
+        self._stand_in = stand_in
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        if isinstance(key, torch.Tensor) and key.dim() == 0:
+            key = int(key)
+        if isinstance(key, int):
+            return self._session.get(key, self._name)
+        return self._refuse(f"indexing with {key!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "ndim", "size", "dim", "is_meta"):
+            return getattr(self._stand_in, name)
+        return self._refuse(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._refuse(getattr(func, "__name__", str(func)))
+
+    def _refuse(self, what: str) -> Any:
+        raise UnsupportedModelError(
+            f"{self._name} is streamed expert by expert and {what} needs all experts at once"
+        )
+
+
+def routing(args: Any, kwargs: Any, group: ExpertGroup) -> list[int]:
+    """The experts routed to, ascending: the order in which every eager loop takes them."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            if value.dtype == torch.bool:
+                continue
+            # Expert-parallel routing marks tokens of other ranks with index ``n_experts``.
+            return [e for e in torch.unique(value).tolist() if 0 <= e < group.n_experts]
+    return []
+
+
+def check_expert_loop(group: ExpertGroup) -> str | None:
+    """Try a group's eager loop on one token and expert 0; the reason if it cannot be streamed.
+
+    Uses zeros without memory for the weights, and leaves the module as it was.
+    """
+    module = group.module
+    params = {p.places[0].attr: p for p in group.params}
+    transposed = bool(getattr(module, "is_transposed", False))
+    first = params.get("gate_up_proj") or params.get("up_proj") or group.params[0]
+    shape = first.tensor.shape
+    width = int(shape[1] if transposed else shape[2])
+    dtype = first.tensor.dtype
+    touched: set[int] = set()
+
+    class Probe:
+        def __init__(self, like: torch.Tensor) -> None:
+            self.like = like
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            touched.add(int(key))
+            return torch.zeros((), dtype=self.like.dtype).expand(self.like.shape[1:])
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise UnsupportedModelError(f"{func.__name__} on all experts at once")
+
+    saved = dict(module._parameters)
+    try:
+        for attr, tensor in saved.items():
+            if attr in params:
+                module.__dict__[attr] = Probe(tensor)  # type: ignore[arg-type]
+            elif tensor is not None:
+                module._parameters[attr] = torch.zeros(tensor.shape, dtype=tensor.dtype)  # type: ignore[assignment]
+        hidden = torch.zeros((1, width), dtype=dtype)
+        index = torch.zeros((1, 1), dtype=torch.int64)
+        weight = torch.ones((1, 1), dtype=dtype)
+        loop: Any = type(module).forward.__wrapped__  # type: ignore[attr-defined]
+        with torch.no_grad():
+            out = loop(module, hidden, index, weight)
+        if touched != {0}:
+            return f"its loop touched experts {sorted(touched)} for a token routed to expert 0"
+        if out.shape != hidden.shape:
+            return f"its loop returned {tuple(out.shape)}"
+    except Exception as error:  # noqa: BLE001  any failure means: not this way
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for attr in params:
+            module.__dict__.pop(attr, None)
+        module._parameters.update(saved)
+    return None
+
+
+def guess(group: ExpertGroup, hidden: torch.Tensor, n: int) -> list[int]:
+    """The ``n`` experts that ``group`` is likeliest to use, best first, if its own input were
+    ``hidden`` [..., H]; none for more than ``GUESS_ROWS`` tokens, or where its gate is unknown.
+
+    The stale gate of Eliseev and Mazur (2023), "Fast Inference of Mixture-of-Experts Language
+    Models with Offloading", section 3.2. Residual streams change slowly from layer to layer.
+    """
+    if group.gate is None:
+        return []
+    place = group.gate.places[0]
+    weight_EH = place.module._parameters[place.attr]
+    if weight_EH is None or weight_EH.shape[1] != hidden.shape[-1]:
+        return []
+    rows_TH = hidden.detach().reshape(-1, hidden.shape[-1])
+    if not 0 < len(rows_TH) <= GUESS_ROWS:
+        return []
+    with torch.no_grad():
+        scores_TE = F.linear(rows_TH.to(weight_EH.dtype), weight_EH).float()
+        for name, bias_E in (*place.module._parameters.items(), *place.module._buffers.items()):
+            if bias_E is not None and bias_E.shape == scores_TE.shape[1:]:
+                # DeepSeek's balancing bias comes after the sigmoid, others' before the softmax.
+                scores_TE = (scores_TE.sigmoid() if "correction" in name else scores_TE) + bias_E
+        best: list[int] = scores_TE.amax(0).topk(min(n, group.n_experts)).indices.tolist()
+    return best
+
+
+__all__ = ["GUESS_ROWS", "ExpertProxy", "ExpertSession", "check_expert_loop", "guess", "routing"]

@@ -1,0 +1,169 @@
+"""Experts read on a guess: when, into which slots, and what becomes of right and wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+from residency_oracle import Harness, make_plan
+
+from offload.blocks import Tier
+from offload.errors import SchedulerError
+from offload.scheduler.guesses import MOST_SPARE, guess_count, spare_slots
+
+RAM, DEVICE = Tier.RAM, Tier.DEVICE
+A = [f"a{i}" for i in range(8)]
+B = [f"b{i}" for i in range(8)]
+
+
+def harness(slots: int = 12, *, top: Tier = RAM, top_k: int = 16) -> Harness:
+    """Two layers of eight experts; a token uses more than the slots hold: some are spare."""
+    return Harness(
+        make_plan(
+            [],
+            dict.fromkeys([*A, *B], 1),
+            top=top,
+            ring={},
+            experts={"a": A, "b": B},
+            slots={RAM: slots, DEVICE: slots},
+            guess_top_k=top_k,
+        )
+    )
+
+
+def run(h: Harness, group: str, experts: list[str], ahead: list[str] | None = None) -> None:
+    """A layer, and the guess of the next one once this one is routed."""
+    h.route(group, experts)
+    if ahead is not None:
+        h.guess("b" if group == "a" else "a", ahead)
+    for e in experts:
+        if not h.acquire(e):
+            h.settle()
+            assert h.acquire(e)
+        h.release(e)
+    h.note(h.residency.end_route())
+
+
+def reads(h: Harness) -> int:
+    return sum(h.oracle.fetches.values())
+
+
+def test_a_right_guess_is_there_and_counts_as_a_miss() -> None:
+    h = harness(12, top_k=7)
+    run(h, "a", A[:2], B[:2])
+    h.settle()
+    assert h.residency.guessed == (2, 0)
+    before = reads(h)
+    h.route("b", B[:3])
+    assert h.acquire(B[0])
+    assert h.acquire(B[1])
+    assert not h.acquire(B[2])
+    h.settle()
+    assert reads(h) == before + 1
+    assert h.residency.guessed == (2, 2)
+    assert (h.residency.hits, h.residency.misses) == (0, 5)
+
+
+def test_a_guess_waits_until_the_disk_has_nothing_else() -> None:
+    h = harness(12, top_k=7)
+    h.route("a", A[:4])
+    h.guess("b", B[:2])
+    assert {b for b, _ in h.oracle.flights} == set(A[:4])
+    for e in A[:3]:
+        assert not set(B) & {b for b, _ in h.oracle.flights}
+        h.arrive(e, RAM)
+    # The last demand is on its way: the queue must not run dry.
+    assert {b for b, _ in h.oracle.flights} == {A[3], B[0]}
+    h.arrive(A[3], RAM)
+    assert {b for b, _ in h.oracle.flights} == {B[0], B[1]}
+
+
+def test_a_wrong_guess_makes_way_at_once() -> None:
+    h = harness(12, top_k=7)
+    run(h, "a", A[:2], B[:2])
+    h.settle()
+    free = len(h.residency._stock.top.slots)
+    h.route("b", B[4:5])
+    assert h.residency.where(B[0]) is None
+    assert h.residency.where(B[1]) is None
+    assert len(h.residency._stock.top.slots) == free + 2 - 1
+    assert h.residency.guessed == (2, 0)
+
+
+def test_a_wrong_guess_in_flight_makes_way_when_it_arrives() -> None:
+    h = harness(12, top_k=7)
+    h.route("a", A[:1])
+    h.guess("b", B[:1])
+    assert (B[0], RAM) in h.oracle.flights
+    h.route("b", B[1:2])
+    h.arrive(B[0], RAM)
+    assert h.residency.where(B[0]) is None
+
+
+def test_a_wrong_guess_in_flight_may_be_wanted_later() -> None:
+    h = harness(12, top_k=7)
+    h.route("a", A[:1])
+    h.guess("b", B[:1])
+    h.route("b", B[1:2])
+    h.route("b", B[:1])  # before it has arrived
+    h.settle()
+    assert h.acquire(B[0])
+    assert h.oracle.fetches[B[0], RAM] == 1
+
+
+def test_no_guess_takes_the_slot_of_what_is_used() -> None:
+    h = harness(5, top_k=3)  # the least that spares a slot: one
+    h.route("a", A[:5])
+    h.settle()
+    assert all(h.acquire(e) for e in A[:5])
+    h.guess("b", B[:2])
+    assert not h.oracle.flights
+    h.release_all()
+    h.note(h.residency.end_route())
+    h.guess("b", B[:2])
+    assert {b for b, _ in h.oracle.flights} == {B[0]}
+
+
+def test_a_failed_guess_is_read_when_it_is_needed() -> None:
+    h = harness(12, top_k=7)
+    h.route("a", A[:1])
+    h.guess("b", B[2:3])
+    h.fail(B[2], RAM)
+    assert not {b for b, _ in h.oracle.flights} & {B[2]}, "read again unasked"
+    h.settle()
+    run(h, "b", B[2:3])
+    assert h.oracle.fetches[B[2], RAM] == 2
+
+
+def test_nothing_is_guessed_on_two_tiers_or_without_leave() -> None:
+    for h in (harness(12, top=DEVICE, top_k=7), harness(12, top_k=0)):
+        run(h, "a", A[:1], B[:2])
+        h.settle()
+        assert h.residency.guessed == (0, 0)
+        assert not any(b in B for b, _ in h.oracle.fetches)
+
+
+def test_unknown_layers_and_experts() -> None:
+    h = harness(12, top_k=7)
+    with pytest.raises(SchedulerError, match="no layer 'c'"):
+        h.guess("c", [])
+    h.guess("b", ["nobody"])
+    assert not h.oracle.flights
+
+
+@pytest.mark.parametrize(
+    ("slots", "top_k", "spare"),
+    [
+        (0, {"a": 2}, 0),
+        (9, {"a": 8}, 0),  # what one layer uses and one more
+        (14, dict.fromkeys(range(14), 8), 4),
+        (144, dict.fromkeys(range(14), 8), MOST_SPARE),
+        (20, dict.fromkeys(range(8), 2), 1),  # more than a token's 16: each slot brings hits
+        (15, dict.fromkeys(range(8), 2), 4),
+        (5, {}, 0),
+    ],
+)
+def test_spare_slots(slots: int, top_k: dict[str, int], spare: int) -> None:
+    assert spare_slots(slots, top_k) == spare
+
+
+def test_guess_count() -> None:
+    assert [guess_count(k) for k in (1, 2, 4, 8)] == [1, 1, 3, 6]
