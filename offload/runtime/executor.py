@@ -27,9 +27,9 @@ from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
 from offload.runtime.arena import Arena, Lease
 from offload.runtime.device import Device, Event
 from offload.runtime.interrupts import Shield
+from offload.runtime.order import OrderWatcher
 from offload.scheduler.plan import Plan
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
-from offload.scheduler.trace import Step, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,7 @@ class Executor:
         self._user = 0  # the thread that computes
         self._lanes: list[str] = []  # names of reads that are free again
         self._n_lanes = 0
-        self._detours: deque[tuple[str, tuple[str, ...]]] = deque(maxlen=4 * len(plan.trace) + 8)
-        self._lost_at: tuple[str, int] | None = None
-        self._seen = 0
+        self._order_seen = OrderWatcher(len(plan.trace))
         self._arenas: dict[Tier, Arena] = {}
         self._leases: dict[Tier, dict[str, Lease]] = {Tier.RAM: {}, Tier.DEVICE: {}}
         self._last_use: dict[tuple[Tier, str], Event] = {}
@@ -163,7 +161,9 @@ class Executor:
         with self._shield, self._changed:
             self._check_open()
             self._forgive(blocks)
-            self._watch_order(unit, tuple(blocks))
+            cycle = self._order_seen.note(unit, blocks, expected=self._residency.expects(unit))
+            if cycle is not None:
+                self._submit(self._residency.retrace(cycle))
             ticket, todo = self._residency.need(unit, blocks)
             self._submit(todo)
             try:
@@ -477,32 +477,6 @@ class Executor:
         self.stats.disk_read_bytes += receipt.physical_bytes
         self.stats.payload_read_bytes += receipt.payload_bytes
         self.stats.copied_bytes += receipt.copied_bytes
-
-    # -- learning the order ---------------------------------------------------------------
-
-    def _watch_order(self, unit: str, blocks: tuple[str, ...]) -> None:
-        """Follow the real order of use when it is another cycle than the planned one.
-
-        An encoder runs once and then the decoder goes round alone; a shared block runs between
-        the layers. When the prediction fails at the same unit twice, what ran in between is the
-        cycle to look ahead in from now on.
-        """
-        if not self._residency.expects(unit):
-            if self._lost_at is not None and self._lost_at[0] == unit:
-                length = self._seen - self._lost_at[1]
-                if 0 < length <= len(self._detours):
-                    recent = list(self._detours)[-length:]
-                    steps = [Step(unit=u, blocks=b) for u, b in recent]
-                    self._submit(self._residency.retrace(Trace(steps)))
-                    self._lost_at = None
-                    logger.info("the order of use changed: a cycle of %d units now", length)
-                    return self._note_use(unit, blocks)
-            self._lost_at = (unit, self._seen)
-        self._note_use(unit, blocks)
-
-    def _note_use(self, unit: str, blocks: tuple[str, ...]) -> None:
-        self._detours.append((unit, blocks))
-        self._seen += 1
 
 
 __all__ = ["WATCHDOG_S", "Executor", "Stats", "Views"]
