@@ -7,8 +7,13 @@ inside a memory cgroup of baseline + budget + 128 MiB; the disk is probed before
 
 * dense: every token reads what the budget cannot hold, ``B_ssd / (weights - usable)``, where
   ``usable`` is the budget less KV cache, activations and logits;
-* MoE: ``B_ssd / (bytes of missed experts)`` at the hit rate that was measured, to be read beside
-  the share of experts that the cache can hold.
+* MoE: ``B_ssd / (bytes of missed experts and of streamed dense weights)`` at the hit rate that was
+  measured, to be read beside the share of experts that the cache can hold. An expert that was read
+  on a right guess is a miss; what wrong guesses read is not in the bound.
+
+``B_ssd`` reads into a few buffers that stay in the processor's cache, which is the most a disk can
+do. The prediction is made from the rate at which the same files arrive in memory (``io.tune``)
+around the run, and is printed beside the one that the run itself has made before it began.
 """
 
 from __future__ import annotations
@@ -114,6 +119,7 @@ def measure(
 ) -> dict[str, Any]:
     """One budget: probe, generate, probe."""
     before = ssd_rate(model)
+    landing = [arrival_rate(model)]
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "result.json"
         ids = ",".join(str(5 + i) for i in range(args.prompt_tokens))
@@ -133,14 +139,20 @@ def measure(
         if code != 0 or not out.exists():
             return {"ram_budget_bytes": budget, "error": f"exit {code}: {err.strip()[-300:]}"}
         run = json.loads(out.read_text())
+    landing.append(arrival_rate(model))
     after = ssd_rate(model)
     rate = statistics.fmean([before, after])
-    predicted = predict(args, model, budget, rate)
+    predicted = predict(args, model, budget, statistics.fmean(landing))
     reserves = run.get("plan", {}).get("reserves", {})
     apart = sum(reserves.get(k, 0) for k in ("KV cache", "activations", "logits"))
     streamed = max(0, weights - (budget - apart))
-    decode_bytes = run["decode_disk_read_bytes"] / max(1, run["new_tokens"] - 1)
-    bound_bytes = streamed if args.kind == "dense" else decode_bytes
+    steps = max(1, run["new_tokens"] - 1)
+    decode_bytes = run["decode_disk_read_bytes"] / steps
+    homes, tier = run["plan"]["homes"], run["plan"]["tiers"]["ram"]
+    experts = sum(v["blocks"] for k, v in homes.items() if k.startswith("experts"))
+    missed = run["decode_misses"] * tier["slot_bytes"] / steps
+    dense = homes.get("weights streamed", {}).get("bytes", 0)
+    bound_bytes = streamed if args.kind == "dense" else missed + dense
     bound = rate / bound_bytes if bound_bytes else None
     return {
         **{k: v for k, v in run.items() if k not in ("token_ids", "plan", "text")},
@@ -151,11 +163,21 @@ def measure(
         "in_cgroup": limited,
         "ssd_before_bytes_per_s": before,
         "ssd_after_bytes_per_s": after,
+        "arrival_bytes_per_s": landing,
         "disk_bytes_per_token": decode_bytes,
+        "bound_bytes_per_token": bound_bytes,
+        "cache_share": tier["slots"] / experts if experts and tier["slots"] else None,
         "bound_tok_s": bound,
         "fraction_of_bound": run["decode_tok_s"] / bound if bound else None,
         "rss_over_budget": (run["peak_rss_bytes"] - run["baseline_rss_bytes"]) / budget,
     }
+
+
+def arrival_rate(model: Path) -> float:
+    """Bytes per second at which pieces of the checkpoint arrive in memory."""
+    from offload.io.tune import sample
+
+    return statistics.median(sample(sorted(model.glob("*.safetensors")), seconds=1.0))
 
 
 def predict(args: argparse.Namespace, model: Path, budget: int, rate: float) -> float | None:
@@ -258,7 +280,7 @@ def line(point: dict[str, Any], size: Any) -> str:
     if "error" in point:
         return f"{head}: {point['error']}"
     bound = point["fraction_of_bound"]
-    hit = point["hit_rate"]
+    hit, share = point["decode_hit_rate"], point["cache_share"]
     peers = ", ".join(
         f"{name} {p['decode_tok_s']:.3f}" if p.get("decode_tok_s") else f"{name}: did not run"
         for name, p in point.get("peers", {}).items()
@@ -268,6 +290,7 @@ def line(point: dict[str, Any], size: Any) -> str:
         f"{head}: {point['decode_tok_s']:.3f} tok/s"
         + (f", {bound:.0%} of the bound" if bound else ", resident")
         + (f", hit {hit:.1%}" if hit is not None else "")
+        + (f" of a share {share:.1%}" if share is not None else "")
         + f", RSS {point['rss_over_budget']:.0%} of the budget"
         + (
             f", predicted {point['predicted_decode_tok_s']:.3f}"
