@@ -43,6 +43,7 @@ from offload.models.options import (
 )
 from offload.models.recipes import (
     Recipes,
+    align_pins,
     make_recipes,
     placed_and_made,
     spill_directory,
@@ -176,6 +177,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             plan = make_plan(ask(_least(ask)[Tier.RAM]))
         except PlanError as error:
             raise PlanError(f"{directory.name}: {error}") from error
+    plan = align_pins(plan, chosen, recipes)
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
         why = next(iter(recipes.reasons.values()))

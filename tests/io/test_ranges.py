@@ -94,7 +94,8 @@ def test_shape_of_requests(case: tuple[list[Piece], int], request_bytes: int) ->
         assert r.offset % ALIGN == r.nbytes % ALIGN == 0
         assert 0 < r.nbytes <= request_bytes
         for part in r.parts:
-            assert part.nbytes > 0 and part.nbytes % ALIGN == 0
+            assert part.nbytes > 0
+            assert part.nbytes % ALIGN == 0
             if part.at is not None:
                 assert part.at % ALIGN == 0
                 assert 0 <= part.at <= room - part.nbytes
