@@ -48,7 +48,7 @@ from offload.models.recipes import (
     placed_and_made,
     spill_directory,
 )
-from offload.models.request import request_of, reserves_of
+from offload.models.request import matrices, request_of, reserves_of
 from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import Warm, warm_up
 from offload.models.units import (
@@ -58,6 +58,7 @@ from offload.models.units import (
     parameters,
     unit_modules,
 )
+from offload.models.workspace import share_for
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
@@ -134,6 +135,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     chosen = cut_it(False)
     drop_unloopable(chosen, notes)
     recipes = make_recipes(chosen, meta.mapping)
+    share = share_for(matrices(chosen))  # before what the process has grown by is read
     grown = 0
     if options.overhead_bytes is None:
         gc.collect()
@@ -149,7 +151,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             overhead = grown + min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         kept = sum(made.values())
         return reserves_of(
-            meta, chosen, options, footprint, cache, prompt, device, overhead, ram, kept
+            meta, chosen, options, footprint, cache, prompt, device, overhead, ram, kept, share
         )
 
     reserves = set_aside(chosen, ram)

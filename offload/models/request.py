@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from offload.blocks import ALIGN, BlockSpec, Tier, align_up
+from offload.blocks import ALIGN, BlockSpec, TensorSpec, Tier, align_up
 from offload.models.footprint import Footprint
 from offload.models.meta import MetaModel
 from offload.models.options import Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
+from offload.models.workspace import workspace_bytes
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
 from offload.scheduler.trace import Step, Trace
@@ -24,6 +25,12 @@ def staging_shape(options: Options, largest: int, ram: int) -> tuple[int, int]:
     return options.queue_depth, max(4 * ALIGN, chunk)
 
 
+def matrices(chosen: Cut) -> list[TensorSpec]:
+    """What is multiplied with: everything but a table that is looked up."""
+    table = chosen.embedding.block if chosen.embedding else None
+    return [t for b, s in chosen.blocks.items() if b != table for t in s.tensors]
+
+
 def reserves_of(
     meta: MetaModel,
     chosen: Cut,
@@ -35,15 +42,15 @@ def reserves_of(
     overhead: int,
     ram: int,
     kept: int,
+    share: float,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
-    of its own: its activations and KV are charged to it."""
+    of its own: its activations and KV are charged to it.
+
+    ``share``: of a matrix, what a product takes beside it (``workspace.matrix_share``).
+    """
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
-    table = chosen.embedding.block if chosen.embedding else None
-    matrix = max(
-        (t.nbytes for b, s in chosen.blocks.items() if b != table for t in s.tensors), default=0
-    )
     chunks, chunk = staging_shape(options, largest, ram)
     shape = head_shape(meta.model)
     logits = 4 * 4 * options.batch * shape[0] if shape else 0
@@ -52,8 +59,7 @@ def reserves_of(
         # Growing a cache copies one layer's keys and values while the old ones still exist.
         "KV cache": cache + cache // max(1, n_layers),
         "activations": footprint.activation_bytes,
-        # BLAS may bring a whole matrix into a layout of its own before it multiplies.
-        "matrix workspace": matrix,
+        "matrix workspace": workspace_bytes(matrices(chosen), share),
         "logits": logits,
     }
     host = {
