@@ -145,16 +145,26 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         budgets[Tier.DEVICE] = options.gpu or ram
     top = max(budgets)
 
-    def set_aside(chosen: Cut, ram: int) -> dict[Tier, dict[str, int]]:
+    def set_aside(chosen: Cut, ram: int, staged: bool) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
         if overhead is None:
             overhead = grown + min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
-        kept = sum(made.values())
         return reserves_of(
-            meta, chosen, options, footprint, cache, prompt, device, overhead, ram, kept, share
+            meta,
+            chosen,
+            options,
+            footprint=footprint,
+            cache=cache,
+            prompt=prompt,
+            device=device,
+            overhead=overhead,
+            ram=ram,
+            kept=sum(made.values()),
+            share=share,
+            staged=staged,
         )
 
-    reserves = set_aside(chosen, ram)
+    reserves = set_aside(chosen, ram, recipes.staged)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
     head_rows = None
     if weights + sum(reserves[top].values()) > budgets[top]:
@@ -167,7 +177,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
 
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
-        aside = set_aside(chosen, ram)
+        aside = set_aside(chosen, ram, staged)
         return request_of(meta, chosen, options, warm, budgets, aside, top, staged)
 
     request = ask(ram)

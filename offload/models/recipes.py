@@ -251,6 +251,7 @@ def convert_blocks(
     directory: Path,
     engine: Engine,
     staging: Staging,
+    request_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> PackStore:
     """Convert blocks exactly as transformers would and write them to a private packed file.
@@ -264,7 +265,7 @@ def convert_blocks(
     specs = [cut.blocks[b] for b in ids]
     total = sum(s.nbytes for s in specs)
     done = 0
-    store = PackStore.create(directory, specs, engine, staging)
+    store = PackStore.create(directory, specs, engine, staging, request_bytes=request_bytes)
     expert_of = {b: e for g in cut.groups for e, b in enumerate(g.blocks)}
     slice_of = dict(zip(cut.head.blocks, cut.head.rows, strict=True)) if cut.head else {}
     whole: dict[str, torch.Tensor] = {}  # the head, while its slices are written

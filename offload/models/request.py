@@ -16,12 +16,18 @@ from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
 from offload.scheduler.trace import Step, Trace
 
+BOUNCE_BYTES = 256 * 2**10
+"""A chunk of the staging where most bytes are read in place: for a page or two of a request, and
+for tensors that are too small to lie as in the file."""
 
-def staging_shape(options: Options, largest: int, ram: int) -> tuple[int, int]:
-    """Chunks and their bytes: a request each, no larger than the largest block asks for, and
-    together at most one part in 32 of a small budget."""
+
+def staging_shape(options: Options, largest: int, ram: int, staged: bool = True) -> tuple[int, int]:
+    """Chunks and their bytes: no larger than the largest block asks for, and together at most one
+    part in 32 of a small budget. ``staged``: most bytes go through them, so a request each."""
     share = ram // 32 // options.queue_depth // ALIGN * ALIGN
     chunk = min(options.request_bytes, align_up(largest + 2 * ALIGN), share)
+    if not staged:
+        chunk = min(chunk, BOUNCE_BYTES)
     return options.queue_depth, max(4 * ALIGN, chunk)
 
 
@@ -35,6 +41,7 @@ def reserves_of(
     meta: MetaModel,
     chosen: Cut,
     options: Options,
+    *,
     footprint: Footprint,
     cache: int,
     prompt: int,
@@ -43,6 +50,7 @@ def reserves_of(
     ram: int,
     kept: int,
     share: float,
+    staged: bool,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it.
@@ -51,7 +59,7 @@ def reserves_of(
     """
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
-    chunks, chunk = staging_shape(options, largest, ram)
+    chunks, chunk = staging_shape(options, largest, ram, staged)
     shape = head_shape(meta.model)
     logits = 4 * 4 * options.batch * shape[0] if shape else 0
     rows = prompt * options.batch * (shape[1] * 4 if shape else 0)
