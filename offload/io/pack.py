@@ -70,9 +70,10 @@ class PackStore(FileStore):
         linkable: bool = False,
         sealed: bool = True,
         verify: bool = False,
+        request_bytes: int | None = None,
     ) -> None:
         """Use ``create`` or ``open`` instead. ``checksums`` has the blocks that can be read."""
-        super().__init__(engine, staging)
+        super().__init__(engine, staging, request_bytes)
         self._files = [file]
         self._offsets: dict[str, int] = {}
         for slot in slots:
@@ -94,12 +95,15 @@ class PackStore(FileStore):
         staging: Staging,
         *,
         checksums: bool = False,
+        request_bytes: int | None = None,
         syscalls: Syscalls | None = None,
     ) -> PackStore:
         """A private, nameless file in ``directory`` with room for all ``specs``.
 
         Args:
             checksums: keep a CRC-32 of every block that is written; about 1 s per GB of one core.
+            request_bytes: the longest request for what is moved in place; None: as long as a chunk
+                of the staging.
 
         Raises:
             StoreError: the directory cannot be used, or the disk has too little space.
@@ -115,7 +119,16 @@ class PackStore(FileStore):
             raise
         file = DirectFile(fd, name, syscalls=syscalls)
         try:
-            store = cls(file, slots, engine, staging, checksums={}, linkable=linkable, sealed=False)
+            store = cls(
+                file,
+                slots,
+                engine,
+                staging,
+                checksums={},
+                linkable=linkable,
+                sealed=False,
+                request_bytes=request_bytes,
+            )
         except BaseException:
             file.close()
             raise
@@ -229,12 +242,13 @@ class PackStore(FileStore):
                 elif had and isinstance(error, (CancelledError, ClosedError)):
                     self._ready[block_id] = before
 
+        base, room = address(view), min(view.nbytes, spec.slot_nbytes)
+        in_place = base % ALIGN == 0 and room == spec.slot_nbytes
         requests = plan_requests(
             self._pieces(spec),
-            request_bytes=self._staging.chunk_bytes,
-            room=min(view.nbytes, spec.slot_nbytes),
+            request_bytes=self._request_bytes if in_place else self._staging.chunk_bytes,
+            room=room,
         )
-        base = address(view)
         transfer, is_open = self._start(f"block {block_id}", view, spec.payload_nbytes, settle)
         if is_open:
             jobs = [partial(self._put, r, view, base) for r in requests]

@@ -1,7 +1,7 @@
 """Which pages to read for scattered pieces of files, and where their bytes go. Pure.
 
 Three steps: take the enclosing pages of every piece; merge neighbours; cut what is longer than a
-request. Merging only where pages touch or overlap keeps
+request, or would bounce more than a buffer holds. Merging only where pages touch or overlap keeps
 
     physical bytes ≤ payload bytes + 2 · 4095 per range
 
@@ -87,7 +87,12 @@ class Request:
 
 
 def plan_requests(
-    pieces: Iterable[Piece], *, request_bytes: int, room: int, gap_bytes: int = 0
+    pieces: Iterable[Piece],
+    *,
+    request_bytes: int,
+    room: int,
+    gap_bytes: int = 0,
+    bounce_bytes: int | None = None,
 ) -> list[Request]:
     """Requests that bring all ``pieces``, ordered by file and offset.
 
@@ -97,18 +102,27 @@ def plan_requests(
         request_bytes: the longest request, a positive multiple of 4096.
         room: length of the target; nothing is placed behind it.
         gap_bytes: merge ranges that leave at most this many unwanted bytes between their pages.
+        bounce_bytes: the most ``Request.bounce_bytes``, a positive multiple of 4096; None: as long
+            as the request. Where more of a request bounces it is cut into ones of this length.
 
     Raises:
         ValueError: a target is taken twice or lies outside the room; a negative number.
     """
-    if request_bytes < ALIGN or request_bytes % ALIGN:
-        raise ValueError(f"request_bytes must be a positive multiple of {ALIGN}: {request_bytes}")
+    bounce_bytes = request_bytes if bounce_bytes is None else bounce_bytes
+    for name, nbytes in (("request_bytes", request_bytes), ("bounce_bytes", bounce_bytes)):
+        if nbytes < ALIGN or nbytes % ALIGN:
+            raise ValueError(f"{name} must be a positive multiple of {ALIGN}: {nbytes}")
     wanted = sorted(p for p in pieces if p.nbytes)
     targets = _targets(wanted, room)
     out: list[Request] = []
     first = 0
     for start, end, last in _ranges(wanted, gap_bytes):
-        _cut(wanted[first:last], start, end, request_bytes, targets, room, out)
+        for request, active in _cut(wanted[first:last], start, end, request_bytes, targets, room):
+            if request.bounce_bytes <= bounce_bytes:
+                out.append(request)
+            else:
+                finer = _cut(active, request.offset, request.end, bounce_bytes, targets, room)
+                out += (r for r, _ in finer)
         first = last
     return out
 
@@ -151,9 +165,8 @@ def _cut(
     request_bytes: int,
     targets: list[tuple[int, int]],
     room: int,
-    out: list[Request],
-) -> None:
-    """Cut one range into requests of nearly equal length.
+) -> Iterable[tuple[Request, list[Piece]]]:
+    """Cut one range into requests of nearly equal length, each with the pieces from it on.
 
     Equal, not full ones and a rest: an unaligned tensor of 4 MiB spans 4 MiB and a page, and a
     second request for that page alone costs as much latency as the first.
@@ -174,16 +187,15 @@ def _cut(
                 copies.append(Copy(lo - offset, p.dst + lo - p.src, hi - lo))
         if copies:  # a piece inside a gap that was merged over may leave a request without any
             parts = _parts(copies, stop - offset, targets, room)
-            out.append(
-                Request(
-                    file=pieces[0].file,
-                    offset=offset,
-                    nbytes=stop - offset,
-                    copies=tuple(copies),
-                    parts=parts,
-                    bounced=tuple(_bounced(copies, parts)),
-                )
+            request = Request(
+                file=pieces[0].file,
+                offset=offset,
+                nbytes=stop - offset,
+                copies=tuple(copies),
+                parts=parts,
+                bounced=tuple(_bounced(copies, parts)),
             )
+            yield request, pieces[active:]
 
 
 class _Window(NamedTuple):

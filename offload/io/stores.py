@@ -26,8 +26,9 @@ Recipe = tuple[BlockSpec, tuple[Piece, ...]]
 class RangeStore(FileStore):
     """Read-only blocks gathered from the original files of a checkpoint.
 
-    A tensor of a published file starts at any multiple of 8 bytes, so most bytes are copied once,
-    from the staging into the buffer; the receipt says how many.
+    A tensor of a published file starts at any multiple of 8 bytes. What lies in its pages of the
+    block as in the file's is read in place, the rest is copied once, from the staging into the
+    buffer; the receipt says how many bytes.
     """
 
     def __init__(
@@ -37,15 +38,20 @@ class RangeStore(FileStore):
         engine: Engine,
         staging: Staging,
         *,
+        request_bytes: int | None = None,
         open_file: Callable[[str | os.PathLike[str]], DirectFile] = DirectFile.open,
     ) -> None:
         """Open ``files``; ``Piece.file`` counts in their order.
+
+        Args:
+            request_bytes: the longest request, where less than a chunk of the staging of it has to
+                be copied; None: as long as a chunk.
 
         Raises:
             StoreError: a file cannot be opened, or is too short for its pieces.
             ValueError: a recipe does not bring exactly its block's tensors.
         """
-        super().__init__(engine, staging)
+        super().__init__(engine, staging, request_bytes)
         ordered = sorted(recipes.items(), key=lambda item: min(item[1][1], default=(0, 0, 0, 0)))
         self._specs = {block_id: spec for block_id, (spec, _) in ordered}
         self._pieces = {block_id: pieces for block_id, (_, pieces) in ordered}

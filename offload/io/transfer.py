@@ -148,10 +148,11 @@ class FileStore:
     """Base of the stores on files: checks arguments, runs requests, closes in order.
 
     The engine and the staging are the caller's, often shared by several stores; ``close`` leaves
-    them open.
+    them open. What goes in place does so in requests of ``request_bytes`` (None: of a chunk), of
+    which no more than a chunk goes through the staging.
     """
 
-    def __init__(self, engine: Engine, staging: Staging) -> None:
+    def __init__(self, engine: Engine, staging: Staging, request_bytes: int | None = None) -> None:
         if staging.chunks < engine.queue_depth:
             # With fewer, workers would queue for chunks instead of jobs for workers, and a
             # demand behind waiting prefetches would not be served first.
@@ -159,6 +160,9 @@ class FileStore:
                 f"the staging has {staging.chunks} chunks, the engine runs {engine.queue_depth} "
                 "requests at once: give it as many chunks"
             )
+        self._request_bytes = staging.chunk_bytes if request_bytes is None else request_bytes
+        if self._request_bytes < ALIGN or self._request_bytes % ALIGN:
+            raise ValueError(f"requests of {request_bytes} bytes: not a multiple of {ALIGN}")
         self._engine = engine
         self._staging = staging
         self._specs: dict[str, BlockSpec] = {}
@@ -215,7 +219,12 @@ class FileStore:
         room = min(view.nbytes, spec.slot_nbytes)
         requests = self._plans.get((spec.id, room))
         if requests is None:
-            requests = plan_requests(pieces, request_bytes=self._staging.chunk_bytes, room=room)
+            requests = plan_requests(
+                pieces,
+                request_bytes=self._request_bytes,
+                room=room,
+                bounce_bytes=self._staging.chunk_bytes,
+            )
             if len(self._plans) < PLANS_KEPT:
                 self._plans[spec.id, room] = requests
         return self._read(spec, requests, True, view, spec.payload_nbytes, priority, settle)

@@ -43,11 +43,12 @@ from offload.models.options import (
 )
 from offload.models.recipes import (
     Recipes,
+    align_pins,
     make_recipes,
     placed_and_made,
     spill_directory,
 )
-from offload.models.request import request_of, reserves_of
+from offload.models.request import matrices, request_of, reserves_of
 from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import Warm, warm_up
 from offload.models.units import (
@@ -57,6 +58,7 @@ from offload.models.units import (
     parameters,
     unit_modules,
 )
+from offload.models.workspace import share_for
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
@@ -133,6 +135,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     chosen = cut_it(False)
     drop_unloopable(chosen, notes)
     recipes = make_recipes(chosen, meta.mapping)
+    share = share_for(matrices(chosen))  # before what the process has grown by is read
     grown = 0
     if options.overhead_bytes is None:
         gc.collect()
@@ -142,16 +145,26 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         budgets[Tier.DEVICE] = options.gpu or ram
     top = max(budgets)
 
-    def set_aside(chosen: Cut, ram: int) -> dict[Tier, dict[str, int]]:
+    def set_aside(chosen: Cut, ram: int, staged: bool) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
         if overhead is None:
             overhead = grown + min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
-        kept = sum(made.values())
         return reserves_of(
-            meta, chosen, options, footprint, cache, prompt, device, overhead, ram, kept
+            meta,
+            chosen,
+            options,
+            footprint=footprint,
+            cache=cache,
+            prompt=prompt,
+            device=device,
+            overhead=overhead,
+            ram=ram,
+            kept=sum(made.values()),
+            share=share,
+            staged=staged,
         )
 
-    reserves = set_aside(chosen, ram)
+    reserves = set_aside(chosen, ram, recipes.staged)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
     head_rows = None
     if weights + sum(reserves[top].values()) > budgets[top]:
@@ -164,7 +177,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
 
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
-        aside = set_aside(chosen, ram)
+        aside = set_aside(chosen, ram, staged)
         return request_of(meta, chosen, options, warm, budgets, aside, top, staged)
 
     request = ask(ram)
@@ -176,6 +189,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             plan = make_plan(ask(_least(ask)[Tier.RAM]))
         except PlanError as error:
             raise PlanError(f"{directory.name}: {error}") from error
+    plan = align_pins(plan, chosen, recipes)
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
         why = next(iter(recipes.reasons.values()))

@@ -70,13 +70,22 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
                         spill_directory(options.disk),
                         engine,
                         staging,
+                        options.request_bytes,
                         (lambda d, t: progress("convert", d, t)) if progress else None,
                     )
                 )
         finally:
             reader.close()
         files = [str(f) for f in meta.index.files]
-        stores.append(RangeStore(files, prepared.recipes.direct, engine, staging))
+        stores.append(
+            RangeStore(
+                files,
+                prepared.recipes.direct,
+                engine,
+                staging,
+                request_bytes=options.request_bytes,
+            )
+        )
         store = RoutedStore(stores, engine, staging)
         if wrap_store is not None:
             store = wrap_store(store)

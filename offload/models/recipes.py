@@ -16,16 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from offload.blocks import (
-    ALIGN,
-    DTYPE_BYTES,
-    TENSOR_ALIGN,
-    BlockKind,
-    BlockSpec,
-    TensorSpec,
-    align_up,
-    layout,
-)
+from offload.blocks import ALIGN, BlockKind, BlockSpec, Tier, layout
 from offload.errors import CheckpointError, OffloadError
 from offload.io.engines import Engine
 from offload.io.memory import Staging
@@ -34,9 +25,11 @@ from offload.io.ranges import Piece
 from offload.io.safetensors import CheckpointIndex
 from offload.io.store import DEMAND, Receipt, Span, Store
 from offload.io.stores import RangeStore, Recipe
+from offload.models.layouts import lay_as_in_file, lay_on_lines
 from offload.models.sources import CheckpointMap, Ranges, Run, Source
 from offload.models.units import Cut, Param
 from offload.runtime.memory import HostMemory
+from offload.scheduler.plan import Plan
 
 
 class RoutedStore:
@@ -77,11 +70,6 @@ class RoutedStore:
             store.close()
         self._engine.close()
         self._staging.close()
-
-
-IN_PAGES_FROM = 128 * 2**10
-"""Tensors of at least so many bytes are laid out as in the file; smaller ones are copied, a page of
-padding for each would be felt."""
 
 
 @dataclass(slots=True)
@@ -169,34 +157,22 @@ def make_recipes(cut: Cut, mapping: CheckpointMap) -> Recipes:
     return out
 
 
-def lay_as_in_file(spec: BlockSpec, found: Sequence[Sequence[Piece]]) -> BlockSpec:
-    """Lay a block out anew: large tensors lie in their pages as they do in the file's.
+def align_pins(plan: Plan, cut: Cut, recipes: Recipes) -> Plan:
+    """Lay what is pinned where it is multiplied with on cache lines, see ``lay_on_lines``.
 
-    Then O_DIRECT brings whole pages straight to where they belong; without, each byte is copied
-    once more, and on two cores that copy takes memory bandwidth from the disk's own transfers
-    (2.2 instead of 2.9 GB/s from a virtual disk). Costs at most one page of padding per tensor.
-
-    Args:
-        found: for each tensor its pieces of files, targets counted from the tensor's start.
+    Only in RAM: what a device pins comes through RAM's slots, and its offsets are the same there.
+    Sizes do not change, so the arena's division holds. The new layouts go into the plan that is
+    returned, into ``cut.blocks`` and into ``recipes.direct``.
     """
-    out: list[TensorSpec] = []
-    end = 0
-    for tensor, pieces in zip(spec.tensors, found, strict=True):
-        phase, to = tensor.offset % TENSOR_ALIGN, TENSOR_ALIGN
-        shifts: dict[int, int] = {}
-        for p in pieces:
-            shift = (p.src - p.dst) % ALIGN
-            shifts[shift] = shifts.get(shift, 0) + p.nbytes
-        if tensor.nbytes >= IN_PAGES_FROM:
-            # Of a tensor made of several, the page that suits most of it.
-            best = max(shifts, key=lambda s: shifts[s])
-            free = tensor.dtype in ("bfloat16", "float16")  # see units._phase
-            if best % DTYPE_BYTES[tensor.dtype] == 0 and (free or best % TENSOR_ALIGN == phase):
-                phase, to = best, ALIGN
-        offset = align_up(end - phase, to) + phase
-        out.append(replace(tensor, offset=offset))
-        end = offset + tensor.nbytes
-    return replace(spec, tensors=tuple(out), nbytes=end)
+    if plan.compute_tier is not Tier.RAM:
+        return plan
+    for block in plan.tiers[Tier.RAM].pinned:
+        # Converted blocks are on cache lines already, and a table that is looked up gains nothing.
+        if block in recipes.direct and block not in plan.by_row:
+            spec, pieces = lay_on_lines(*recipes.direct[block])
+            recipes.direct[block] = spec, pieces
+            cut.blocks[block] = spec
+    return replace(plan, blocks={block: cut.blocks[block] for block in plan.blocks})
 
 
 def split_rows(array: Ranges) -> list[list[Run]]:
@@ -275,6 +251,7 @@ def convert_blocks(
     directory: Path,
     engine: Engine,
     staging: Staging,
+    request_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> PackStore:
     """Convert blocks exactly as transformers would and write them to a private packed file.
@@ -288,7 +265,7 @@ def convert_blocks(
     specs = [cut.blocks[b] for b in ids]
     total = sum(s.nbytes for s in specs)
     done = 0
-    store = PackStore.create(directory, specs, engine, staging)
+    store = PackStore.create(directory, specs, engine, staging, request_bytes=request_bytes)
     expert_of = {b: e for g in cut.groups for e, b in enumerate(g.blocks)}
     slice_of = dict(zip(cut.head.blocks, cut.head.rows, strict=True)) if cut.head else {}
     whole: dict[str, torch.Tensor] = {}  # the head, while its slices are written

@@ -5,29 +5,43 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from offload.blocks import ALIGN, BlockSpec, Tier, align_up
+from offload.blocks import ALIGN, BlockSpec, TensorSpec, Tier, align_up
 from offload.models.footprint import Footprint
 from offload.models.meta import MetaModel
 from offload.models.options import Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
+from offload.models.workspace import workspace_bytes
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
 from offload.scheduler.trace import Step, Trace
 
+BOUNCE_BYTES = 256 * 2**10
+"""A chunk of the staging where most bytes are read in place: for a page or two of a request, and
+for tensors that are too small to lie as in the file."""
 
-def staging_shape(options: Options, largest: int, ram: int) -> tuple[int, int]:
-    """Chunks and their bytes: a request each, no larger than the largest block asks for, and
-    together at most one part in 32 of a small budget."""
+
+def staging_shape(options: Options, largest: int, ram: int, staged: bool = True) -> tuple[int, int]:
+    """Chunks and their bytes: no larger than the largest block asks for, and together at most one
+    part in 32 of a small budget. ``staged``: most bytes go through them, so a request each."""
     share = ram // 32 // options.queue_depth // ALIGN * ALIGN
     chunk = min(options.request_bytes, align_up(largest + 2 * ALIGN), share)
+    if not staged:
+        chunk = min(chunk, BOUNCE_BYTES)
     return options.queue_depth, max(4 * ALIGN, chunk)
+
+
+def matrices(chosen: Cut) -> list[TensorSpec]:
+    """What is multiplied with: everything but a table that is looked up."""
+    table = chosen.embedding.block if chosen.embedding else None
+    return [t for b, s in chosen.blocks.items() if b != table for t in s.tensors]
 
 
 def reserves_of(
     meta: MetaModel,
     chosen: Cut,
     options: Options,
+    *,
     footprint: Footprint,
     cache: int,
     prompt: int,
@@ -35,16 +49,17 @@ def reserves_of(
     overhead: int,
     ram: int,
     kept: int,
+    share: float,
+    staged: bool,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
-    of its own: its activations and KV are charged to it."""
+    of its own: its activations and KV are charged to it.
+
+    ``share``: of a matrix, what a product takes beside it (``workspace.matrix_share``).
+    """
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
-    table = chosen.embedding.block if chosen.embedding else None
-    matrix = max(
-        (t.nbytes for b, s in chosen.blocks.items() if b != table for t in s.tensors), default=0
-    )
-    chunks, chunk = staging_shape(options, largest, ram)
+    chunks, chunk = staging_shape(options, largest, ram, staged)
     shape = head_shape(meta.model)
     logits = 4 * 4 * options.batch * shape[0] if shape else 0
     rows = prompt * options.batch * (shape[1] * 4 if shape else 0)
@@ -52,8 +67,7 @@ def reserves_of(
         # Growing a cache copies one layer's keys and values while the old ones still exist.
         "KV cache": cache + cache // max(1, n_layers),
         "activations": footprint.activation_bytes,
-        # BLAS may bring a whole matrix into a layout of its own before it multiplies.
-        "matrix workspace": matrix,
+        "matrix workspace": workspace_bytes(matrices(chosen), share),
         "logits": logits,
     }
     host = {

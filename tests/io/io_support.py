@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from offload.blocks import BlockKind, BlockSpec, layout
@@ -78,6 +79,7 @@ class Case:
     contents: dict[str, bytes]
     on_disk: bool
     paths: list[Path] = field(default_factory=list)
+    request_bytes: int = REQUEST_BYTES
 
 
 def scatter(folder: Path, contents: dict[str, bytes]) -> tuple[list[Path], dict[str, list[Piece]]]:
@@ -98,19 +100,25 @@ def scatter(folder: Path, contents: dict[str, bytes]) -> tuple[list[Path], dict[
     return paths, pieces
 
 
-def _range(folder: Path, engine: Engine, staging: Staging) -> Case:
+LONG = 1 << 20  # in place a block takes one request, longer than a chunk
+
+
+def _range(
+    folder: Path, engine: Engine, staging: Staging, request_bytes: int | None = None
+) -> Case:
     contents = {s.id: content_of(s) for s in SPECS}
     paths, pieces = scatter(folder, contents)
     recipes = {s.id: (s, tuple(pieces[s.id])) for s in SPECS}
-    return Case(RangeStore(paths, recipes, engine, staging), contents, True, paths)
+    store = RangeStore(paths, recipes, engine, staging, request_bytes=request_bytes)
+    return Case(store, contents, True, paths, request_bytes or REQUEST_BYTES)
 
 
-def _pack(folder: Path, engine: Engine, staging: Staging) -> Case:
+def _pack(folder: Path, engine: Engine, staging: Staging, request_bytes: int | None = None) -> Case:
     contents = {s.id: content_of(s) for s in SPECS}
-    store = PackStore.create(folder, SPECS, engine, staging)
+    store = PackStore.create(folder, SPECS, engine, staging, request_bytes=request_bytes)
     for s in SPECS:
         write_block(store, s.id, contents[s.id])
-    return Case(store, contents, True)
+    return Case(store, contents, True, [], request_bytes or REQUEST_BYTES)
 
 
 def _reopened(folder: Path, engine: Engine, staging: Staging) -> Case:
@@ -144,6 +152,8 @@ def _around(
 STORES: dict[str, Callable[[Path, Engine, Staging], Case]] = {
     "range": _range,
     "pack": _pack,
+    "range-long-requests": partial(_range, request_bytes=LONG),
+    "pack-long-requests": partial(_pack, request_bytes=LONG),
     "pack-reopened": _reopened,
     "memory": _memory,
     "latency(range)": _around(_range, lambda s: LatencyStore(s, seconds=0.001, bytes_per_s=1e9)),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.blocks import ALIGN
+from offload.blocks import ALIGN, align_up
 from offload.io.ranges import Copy, Part, Piece, Request, plan_requests
 
 FILE_BYTES = 100_000
@@ -64,6 +64,7 @@ FILES = [random.Random(i).randbytes(FILE_BYTES) for i in range(2)]
     in_place=st.booleans(),
     order=st.randoms(use_true_random=False),
     gap_bytes=st.sampled_from([0, 0, 1, 4096, 20_000]),
+    bounce_bytes=st.sampled_from([None, 4096, 12_288, 1 << 20]),
 )
 def test_brings_every_byte(
     case: tuple[list[Piece], int],
@@ -71,9 +72,16 @@ def test_brings_every_byte(
     in_place: bool,
     order: random.Random,
     gap_bytes: int,
+    bounce_bytes: int | None,
 ) -> None:
     pieces, room = case
-    requests = plan_requests(pieces, request_bytes=request_bytes, room=room, gap_bytes=gap_bytes)
+    requests = plan_requests(
+        pieces,
+        request_bytes=request_bytes,
+        room=room,
+        gap_bytes=gap_bytes,
+        bounce_bytes=bounce_bytes,
+    )
     order.shuffle(requests)  # workers finish in any order
     got = run(requests, FILES, room, in_place)
     for p in pieces:
@@ -82,10 +90,18 @@ def test_brings_every_byte(
 
 
 @settings(deadline=None, max_examples=300)
-@given(case=scattered(), request_bytes=st.sampled_from([4096, 8192, 20480, 1 << 20]))
-def test_shape_of_requests(case: tuple[list[Piece], int], request_bytes: int) -> None:
+@given(
+    case=scattered(),
+    request_bytes=st.sampled_from([4096, 8192, 20480, 1 << 20]),
+    bounce_bytes=st.sampled_from([None, 4096, 12_288, 1 << 20]),
+)
+def test_shape_of_requests(
+    case: tuple[list[Piece], int], request_bytes: int, bounce_bytes: int | None
+) -> None:
     pieces, room = case
-    requests = plan_requests(pieces, request_bytes=request_bytes, room=room)
+    requests = plan_requests(
+        pieces, request_bytes=request_bytes, room=room, bounce_bytes=bounce_bytes
+    )
     wanted = {(p.file, (p.src + i) // ALIGN) for p in pieces for i in range(p.nbytes)}
     read = [(r.file, page) for r in requests for page in range(r.offset // ALIGN, r.end // ALIGN)]
     assert len(read) == len(set(read)), "a page is read twice"
@@ -93,6 +109,7 @@ def test_shape_of_requests(case: tuple[list[Piece], int], request_bytes: int) ->
     for r in requests:
         assert r.offset % ALIGN == r.nbytes % ALIGN == 0
         assert 0 < r.nbytes <= request_bytes
+        assert r.bounce_bytes <= (bounce_bytes or request_bytes)
         for part in r.parts:
             assert part.nbytes > 0
             assert part.nbytes % ALIGN == 0
@@ -164,6 +181,19 @@ def test_bytes_that_go_to_two_places_are_copied() -> None:
     assert only.bounced == only.copies
 
 
+def test_only_what_would_bounce_too_much_is_cut_further() -> None:
+    n = 64 * ALIGN
+    in_place = Piece(0, 8, 8, n)
+    copied = Piece(1, 8, align_up(8 + n) + 16, n)
+    requests = plan_requests(
+        [in_place, copied], request_bytes=1 << 20, room=131 * ALIGN, bounce_bytes=8 * ALIGN
+    )
+    assert [r.nbytes for r in requests if r.file == 0] == [65 * ALIGN]
+    cut = [r for r in requests if r.file == 1]
+    assert [r.nbytes // ALIGN for r in cut] == [8] * 8 + [1]
+    assert all(r.direct is None for r in cut)
+
+
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
@@ -181,3 +211,5 @@ def test_refuses(pieces: list[Piece], message: str) -> None:
 def test_refuses_crooked_request_sizes() -> None:
     with pytest.raises(ValueError, match="4096"):
         plan_requests([], request_bytes=5000, room=0)
+    with pytest.raises(ValueError, match="bounce_bytes"):
+        plan_requests([], request_bytes=4096, room=0, bounce_bytes=0)

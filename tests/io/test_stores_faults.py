@@ -234,6 +234,53 @@ def test_only_the_pages_that_tensors_share_are_copied(
     store.close()
 
 
+def test_a_request_in_place_may_be_longer_than_a_chunk(
+    tmp_path: Path, io: tuple[Engine, Staging]
+) -> None:
+    """The first tensor lies as in the file but for its ends, the second is copied throughout."""
+    content = os.urandom(300_000)
+    (tmp_path / "f").write_bytes(content)
+    n, at = 100_000, 102_464
+    spec = BlockSpec(
+        id="b",
+        kind=BlockKind.WEIGHT,
+        tensors=(
+            TensorSpec(name="v", dtype="uint8", shape=(n,), offset=8),
+            TensorSpec(name="w", dtype="uint8", shape=(n,), offset=at),
+        ),
+        nbytes=at + n,
+    )
+    recipes = {"b": (spec, (Piece(0, 4104, 8, n), Piece(0, 150_000, at, n)))}
+    assert io[1].chunk_bytes == REQUEST_BYTES
+    store = RangeStore([tmp_path / "f"], recipes, *io, request_bytes=1 << 20)
+    with AlignedBuffer(spec.slot_nbytes) as buf:
+        receipt = store.read_into("b", buf).result(timeout=30)
+        assert receipt.requests == 1 + -(-n // REQUEST_BYTES)
+        assert n <= receipt.copied_bytes < n + 2 * 4096
+        assert bytes(buf[8 : 8 + n]) == content[4104 : 4104 + n]
+        assert bytes(buf[at : at + n]) == content[150_000 : 150_000 + n]
+    store.close()
+    with pytest.raises(ValueError, match="4096"):
+        RangeStore([tmp_path / "f"], recipes, *io, request_bytes=5000)
+
+
+def test_a_write_in_place_may_be_longer_than_a_chunk(
+    tmp_path: Path, io: tuple[Engine, Staging]
+) -> None:
+    spec = layout("b", BlockKind.WEIGHT, [("w", "uint8", (100_001,))])
+    content = content_of(spec)
+    store = PackStore.create(tmp_path, [spec], *io, request_bytes=1 << 20)
+    with filled(content, spec.slot_nbytes + 8) as buf:
+        # A whole slot goes at once, one byte less or an unaligned buffer through the chunks.
+        for end, chunks in ((spec.slot_nbytes, 1), (spec.slot_nbytes - 1, 7)):
+            assert store.write_from("b", buf[:end]).result(timeout=30).requests == chunks
+            assert read_block(store, "b") == [content]
+        buf[8 : 8 + len(content)] = content
+        assert store.write_from("b", buf[8:]).result(timeout=30).requests == 7
+        assert read_block(store, "b") == [content]
+    store.close()
+
+
 def test_ids_are_in_the_order_of_the_disk(tmp_path: Path, io: tuple[Engine, Staging]) -> None:
     (tmp_path / "f").write_bytes(bytes(20_000))
     spec = {i: layout(str(i), BlockKind.WEIGHT, [("w", "uint8", (64,))]) for i in (5, 2, 9, 0)}

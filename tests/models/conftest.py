@@ -35,10 +35,10 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut tiny models as finely as large ones: a vocabulary of 256 has two head slices, and all
     but vectors lie in their pages as in the file. And do not warm up a toy before each of
     hundreds of them."""
-    from offload.models import load, recipes, toy, units
+    from offload.models import layouts, load, toy, units
 
     monkeypatch.setattr(units, "HEAD_SLICE_BYTES", 16384)
-    monkeypatch.setattr(recipes, "IN_PAGES_FROM", 512)
+    monkeypatch.setattr(layouts, "IN_PAGES_FROM", 512)
     monkeypatch.setattr(load, "warm_up", lambda *_: toy.Warm(baseline_rss=0))
 
 

@@ -204,6 +204,31 @@ def test_large_tensors_are_read_without_a_copy(
         assert stats.payload_read_bytes > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_is_pinned_lies_on_cache_lines(
+    checkpoint: Checkpoint, family: str, dtype: torch.dtype
+) -> None:
+    """It is read once, so a copy is cheap, and then multiplied with for every token."""
+    want = checkpoint(family, dtype, overrides={"hidden_size": 136})
+    prepared = prepare(want.directory, options("cpu"))
+    plan, recipes = prepared.plan, prepared.recipes
+    assert set(plan.tiers[Tier.RAM].pinned) == set(plan.blocks) == set(recipes.direct)
+    for block, (spec, pieces) in recipes.direct.items():
+        assert spec is plan.blocks[block] is prepared.cut.blocks[block]
+        if dtype is torch.float32 and family == "llama":
+            # Whose sums depend on where transformers' mapped file has it.
+            starts = {p.dst: p.src for p in pieces}
+            assert all((starts[t.offset] - t.offset) % 64 == 0 for t in spec.tensors)
+    assert any(p.src % 64 for _, pieces in recipes.direct.values() for p in pieces)
+    with opened(prepared) as model:
+        if dtype is torch.bfloat16:
+            for block in plan.blocks:
+                for view in model.offload.executor.views(block).values():
+                    assert view.data_ptr() % 64 == 0
+        check_logits(model, want)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "phi", "starcoder2"])
 def test_biases(checkpoint: Checkpoint, family: str, device: str) -> None:
     want = checkpoint(family)
