@@ -58,7 +58,7 @@ from offload.models.units import (
     parameters,
     unit_modules,
 )
-from offload.models.workspace import share_for
+from offload.models.workspace import workspace_for
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
@@ -135,7 +135,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     chosen = cut_it(False)
     drop_unloopable(chosen, notes)
     recipes = make_recipes(chosen, meta.mapping)
-    share = share_for(matrices(chosen))  # before what the process has grown by is read
+    workspace = workspace_for(matrices(chosen))  # before what the process has grown by is read
     grown = 0
     if options.overhead_bytes is None:
         gc.collect()
@@ -160,7 +160,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             overhead=overhead,
             ram=ram,
             kept=sum(made.values()),
-            share=share,
+            workspace=workspace,
             staged=staged,
         )
 

@@ -11,7 +11,7 @@ from offload.models.meta import MetaModel
 from offload.models.options import Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
-from offload.models.workspace import workspace_bytes
+from offload.models.workspace import Workspace, workspace_bytes
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
 from offload.scheduler.trace import Step, Trace
@@ -49,13 +49,13 @@ def reserves_of(
     overhead: int,
     ram: int,
     kept: int,
-    share: float,
+    workspace: Workspace,
     staged: bool,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it.
 
-    ``share``: of a matrix, what a product takes beside it (``workspace.matrix_share``).
+    ``workspace``: what products take beside their matrices.
     """
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
@@ -67,7 +67,7 @@ def reserves_of(
         # Growing a cache copies one layer's keys and values while the old ones still exist.
         "KV cache": cache + cache // max(1, n_layers),
         "activations": footprint.activation_bytes,
-        "matrix workspace": workspace_bytes(matrices(chosen), share),
+        "matrix workspace": workspace_bytes(matrices(chosen), workspace),
         "logits": logits,
     }
     host = {

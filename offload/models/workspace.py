@@ -2,8 +2,8 @@
 
 A BLAS may bring a whole matrix into a layout of its own before it multiplies, and whether it does
 depends on the machine: with instructions for the dtype it packs a few cache lines at a time. So it
-is measured. What a product leaves behind (code compiled for its shapes) is counted apart, because
-it does not grow with the matrix.
+is measured. What a product leaves behind (code compiled for its shapes, buffers) is counted apart:
+it does not grow with the matrix, but there is some for each shape.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from offload.blocks import TensorSpec
 from offload.runtime.memory import HostMemory
-from offload.runtime.rss import peak_rss, reset_peak_rss
+from offload.runtime.rss import current_rss, peak_rss, reset_peak_rss
 
 logger = logging.getLogger(__name__)
 
@@ -36,62 +37,74 @@ STEP = 16
 
 MOST = 1.25
 
-KERNEL_BYTES = 768 * 2**10
-"""oneDNN keeps the code it has compiled for a product: 0.5 to 1 MiB for each pair of shapes."""
+NOISE_BYTES = 128 * 2**10
+"""By so much two measurements differ."""
 
 PRODUCTS = 2
 """Of each matrix: with a prompt and with a token."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+
+class Workspace(NamedTuple):
+    """What products need: ``share`` of the largest matrix while they run, in [1/16, 1.25], and
+    ``kept_bytes`` for ever after each pair of shapes. oneDNN keeps the code it has compiled, 0.5 to
+    1 MiB; MKL keeps buffers of 1.5 MiB and more for each thread."""
+
+    share: float
+    kept_bytes: int
+
+
+WHOLE = Workspace(1.0, 0)
+"""Where it is not known: a copy of the largest matrix."""
+
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def workspace_bytes(matrices: Iterable[TensorSpec], share: float) -> int:
-    """What has to be set aside for products with ``matrices``: ``share`` of the largest, and what
-    products leave behind. Never more than if whole matrices were copied (``share`` 1.0)."""
+def workspace_bytes(matrices: Iterable[TensorSpec], need: Workspace) -> int:
+    """What has to be set aside for products with ``matrices``; no more than if whole matrices were
+    copied."""
     largest = 0
     shapes: set[tuple[int, ...]] = set()
     for matrix in matrices:
         largest = max(largest, matrix.nbytes)
         if len(matrix.shape) >= 2:
             shapes.add(matrix.shape[-2:])
-    kept = len(shapes) * PRODUCTS * KERNEL_BYTES
-    return min(math.ceil(share * largest) + kept, math.ceil(max(1.0, share) * largest))
+    kept = len(shapes) * PRODUCTS * need.kept_bytes
+    return min(math.ceil(need.share * largest) + kept, math.ceil(max(1.0, need.share) * largest))
 
 
-def share_for(matrices: Iterable[TensorSpec]) -> float:
-    """``matrix_share`` of the largest matrix's dtype, or 1.0 where all are small."""
+def workspace_for(matrices: Iterable[TensorSpec]) -> Workspace:
+    """``measured`` for the largest matrix's dtype, or ``WHOLE`` where all are small."""
     largest = max(matrices, key=lambda t: t.nbytes, default=None)
     if largest is None or largest.nbytes < WORTH_BYTES:
-        return 1.0
-    return matrix_share(getattr(torch, largest.dtype), torch.get_num_threads())
+        return WHOLE
+    return measured(getattr(torch, largest.dtype), torch.get_num_threads())
 
 
 @functools.cache
-def matrix_share(dtype: torch.dtype, threads: int) -> float:
-    """The share of a matrix that a product with it takes beside it, measured once.
+def measured(dtype: torch.dtype, threads: int) -> Workspace:
+    """``measure``, once for each dtype and number of torch's threads (each has its own buffers).
 
-    In [1/16, 1.25], a multiple of 1/16; 1.0 where it cannot be measured. ``threads`` are torch's:
-    each has buffers of its own. Takes about 25 ms (of a dtype that the machine has no instructions
-    for, 70 ms) and starts the peak RSS anew.
+    Takes about 25 ms (of a dtype that the machine has no instructions for, 70 ms) and starts the
+    peak RSS anew.
     """
     if dtype not in _DTYPES:
-        return 1.0
-    share = measure(dtype)
-    logger.info("a product takes %.0f %% of a %s matrix beside it", 100 * share, dtype)
-    return share
+        return WHOLE
+    need = measure(dtype)
+    logger.info("products with %s matrices on %d threads need %s", dtype, threads, need)
+    return need
 
 
-def measure(dtype: torch.dtype, product: Product = F.linear) -> float:
-    """``matrix_share`` of ``product(x, weight)``, without a memory of earlier answers."""
+def measure(dtype: torch.dtype, product: Product = F.linear) -> Workspace:
+    """What ``product(x, weight)`` takes beside a matrix of 16 MiB and its output."""
     if not reset_peak_rss():
-        return 1.0
+        return WHOLE
     columns = 4096
     # Not from torch's allocator: the C library would raise its thresholds for good and from then
     # on keep what the model frees.
     memory = HostMemory(MATRIX_BYTES, "matrix workspace")
-    needs = []
+    passing, kept = [0], [0]
     with contextlib.closing(memory), torch.inference_mode():
         weight = memory.tensor().view(dtype).view(-1, columns).fill_(2**-8)
         tiny = torch.ones((64, 64), dtype=dtype)
@@ -102,11 +115,17 @@ def measure(dtype: torch.dtype, product: Product = F.linear) -> float:
             reset_peak_rss()
             before = peak_rss()
             out = product(x, weight)
-            needs.append(peak_rss() - before - out.nbytes - KERNEL_BYTES)
+            most = peak_rss() - before - out.nbytes
             del out
+            _trim()
+            left = max(0, current_rss() - before)
+            passing.append(most - left)
+            kept.append(left)
         del weight
     reset_peak_rss()  # what a caller measures is its own
-    return min(MOST, max(1, math.ceil(max(needs) / MATRIX_BYTES * STEP)) / STEP)
+    steps = max(1, math.ceil(max(passing) / MATRIX_BYTES * STEP))
+    mib = max(1, math.ceil((max(kept) - NOISE_BYTES) / 2**20))
+    return Workspace(min(MOST, steps / STEP), mib * 2**20)
 
 
 def _trim() -> None:

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from offload.blocks import TensorSpec
 from offload.models import workspace
 from offload.models.workspace import (
-    KERNEL_BYTES,
     MATRIX_BYTES,
+    WHOLE,
     WORTH_BYTES,
-    matrix_share,
+    Workspace,
     measure,
-    share_for,
+    measured,
     workspace_bytes,
+    workspace_for,
 )
 from offload.runtime.rss import current_rss, peak_rss, reset_peak_rss
 
@@ -36,7 +37,9 @@ def test_a_share_is_a_few_steps_and_the_memory_is_given_back(dtype: torch.dtype)
     needs_peaks()
     measure(dtype)  # compiles what is kept
     before = current_rss()
-    share = measure(dtype)
+    share, kept = measure(dtype)
+    assert MIB <= kept < 4 * MIB  # all kernels are there
+    assert kept % MIB == 0
     assert 1 / 16 <= share <= 1.25
     assert share * 16 == int(share * 16)
     assert current_rss() < before + MATRIX_BYTES // 2
@@ -45,9 +48,10 @@ def test_a_share_is_a_few_steps_and_the_memory_is_given_back(dtype: torch.dtype)
 
 def test_a_copy_of_the_whole_matrix_is_seen() -> None:
     needs_peaks()
-    share = measure(torch.float32, lambda x, w: F.linear(x, w.clone()))
+    share = measure(torch.float32, lambda x, w: F.linear(x, w.clone())).share
     assert 15 / 16 <= share <= 1.25
-    assert measure(torch.float32, lambda x, w: F.linear(x, w.repeat(3, 1))[:, : len(w)]) == 1.25
+    thrice = measure(torch.float32, lambda x, w: F.linear(x, w.repeat(3, 1)))
+    assert thrice.share == 1.25
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -57,26 +61,28 @@ def test_half_a_copy_is_seen_at_any_number_of_rows(rows: int) -> None:
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.linear(x, w[: len(w) // 2].clone() if len(x) == rows else w)
 
-    assert 6 / 16 <= measure(torch.float32, product) <= 12 / 16
+    assert 6 / 16 <= measure(torch.float32, product).share <= 12 / 16
 
 
 def test_what_cannot_be_measured_is_a_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "reset_peak_rss", lambda: False)
-    assert measure(torch.bfloat16) == 1.0
-    assert matrix_share(torch.int8, 1) == 1.0
+    assert measure(torch.bfloat16) == WHOLE
+    assert measured(torch.int8, 1) == WHOLE
 
 
 def test_only_large_matrices_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def share(dtype: torch.dtype, threads: int) -> float:
-        asked.append(dtype)
-        return 0.125
+    some = Workspace(0.125, MIB)
 
-    monkeypatch.setattr(workspace, "matrix_share", share)
-    assert share_for([]) == share_for([matrix(WORTH_BYTES - 2**20)]) == 1.0
+    def ask(dtype: torch.dtype, threads: int) -> Workspace:
+        asked.append(dtype)
+        return some
+
+    monkeypatch.setattr(workspace, "measured", ask)
+    assert workspace_for([]) == workspace_for([matrix(WORTH_BYTES - MIB)]) == WHOLE
     assert asked == []
-    assert share_for([matrix(2**20, dtype="float16"), matrix(WORTH_BYTES)]) == 0.125
+    assert workspace_for([matrix(MIB, dtype="float16"), matrix(WORTH_BYTES)]) == some
     assert asked == [torch.bfloat16]
 
 
@@ -84,9 +90,25 @@ def test_set_aside_is_the_share_and_the_kernels_but_no_more_than_the_matrix() ->
     largest, other = matrix(64 * MIB), matrix(2 * MIB, columns=512)
     vector = TensorSpec(name="v", dtype="float32", shape=(5000,), offset=0)
     both = [largest, other, largest, vector]
-    assert workspace_bytes(both, 1 / 16) == 4 * MIB + 4 * KERNEL_BYTES
-    assert workspace_bytes(both, 1.0) == 64 * MIB
-    assert workspace_bytes(both, 1.25) == 80 * MIB
-    assert workspace_bytes([other], 1 / 16) == 2 * MIB * 1 // 16 + 2 * KERNEL_BYTES
-    assert workspace_bytes([matrix(MIB)], 1 / 16) == MIB
-    assert workspace_bytes([], 0.5) == 0
+    need = Workspace(1 / 16, MIB)
+    assert workspace_bytes(both, need) == 4 * MIB + 2 * 2 * MIB
+    assert workspace_bytes(both, WHOLE) == 64 * MIB
+    assert workspace_bytes(both, Workspace(1.25, MIB)) == 80 * MIB
+    assert workspace_bytes([other], need) == 2 * MIB
+    assert workspace_bytes([], need) == 0
+
+
+def test_what_a_product_leaves_behind_is_counted_apart() -> None:
+    needs_peaks()
+    held = []
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if len(w) > 64:
+            held.append(torch.ones(5 * MIB, dtype=torch.uint8))
+        return F.linear(x, w)
+
+    measure(torch.float32)
+    need = measure(torch.float32, product)
+    assert len(held) == len(workspace.ROWS)
+    assert 5 * MIB <= need.kept_bytes <= 6 * MIB
+    assert need.share <= 2 / 16
