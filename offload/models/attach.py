@@ -22,8 +22,10 @@ from torch.nn import functional as F
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.store import Span
 from offload.models.absent import absent, row_table
+from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, ExpertSession, routing
-from offload.models.units import Cut, ExpertGroup, HeadSlices, Param, RowEmbedding, Unit
+from offload.models.params import Param
+from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
 from offload.runtime.executor import Executor
 from offload.scheduler.plan import Plan
 

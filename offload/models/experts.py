@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from offload.errors import UnsupportedModelError
-from offload.models.units import ExpertGroup, Param
+from offload.models.expert_groups import ExpertGroup
+from offload.models.params import Param
 from offload.runtime.executor import Executor
 from offload.scheduler.guesses import guess_count
 

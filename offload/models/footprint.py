@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.models.units import expert_groups
+from offload.models.expert_groups import expert_groups
 
 logger = logging.getLogger(__name__)
 

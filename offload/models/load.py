@@ -19,6 +19,7 @@ import torch
 from offload.blocks import Tier
 from offload.errors import PlanError
 from offload.io.safetensors import CheckpointIndex
+from offload.models.expert_groups import expert_groups
 from offload.models.experts import check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
@@ -41,6 +42,7 @@ from offload.models.options import (
     Progress,
     check_device,
 )
+from offload.models.params import parameters
 from offload.models.recipes import (
     Recipes,
     align_pins,
@@ -51,13 +53,7 @@ from offload.models.recipes import (
 from offload.models.request import matrices, request_of, reserves_of
 from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import Warm, warm_up
-from offload.models.units import (
-    Cut,
-    cut,
-    expert_groups,
-    parameters,
-    unit_modules,
-)
+from offload.models.units import Cut, cut, unit_modules
 from offload.models.workspace import workspace_for
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import Plan

@@ -26,8 +26,9 @@ from offload.io.safetensors import CheckpointIndex
 from offload.io.store import DEMAND, Receipt, Span, Store
 from offload.io.stores import RangeStore, Recipe
 from offload.models.layouts import lay_as_in_file, lay_on_lines
+from offload.models.params import Param
 from offload.models.sources import CheckpointMap, Ranges, Run, Source
-from offload.models.units import Cut, Param
+from offload.models.units import Cut
 from offload.runtime.memory import HostMemory
 from offload.scheduler.plan import Plan
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from offload.blocks import Tier
-from offload.models.units import expert_groups, unit_modules
+from offload.models.expert_groups import expert_groups
+from offload.models.units import unit_modules
 from offload.runtime.rss import current_rss
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,9 @@ import torch
 from torch import nn
 
 from offload.blocks import TENSOR_ALIGN, BlockKind, BlockSpec, align_up, layout
+from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
+from offload.models.params import Param, parameters
+from offload.models.row_tables import rows_readable
 
 logger = logging.getLogger(__name__)
 
@@ -40,44 +43,6 @@ HEAD_SLICE_BYTES = 16 * 2**20
 """An LM head is streamed in slices of about this size."""
 
 _LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM, nn.GRU, nn.RNN, nn.Bilinear)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A parameter slot of the model: ``module._parameters[attr]``."""
-
-    module: nn.Module
-    attr: str
-
-
-@dataclass(slots=True)
-class Param:
-    """One parameter, wherever it is used."""
-
-    name: str
-    tensor: torch.Tensor
-    places: list[Place]
-    names: list[str]
-    """Its name at each place; the first is ``name``."""
-    phase: int = 0
-    """Where the resident model's tensor starts within 64 bytes; see ``cut``."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
-
-
-@dataclass(slots=True)
-class ExpertGroup:
-    """The fused experts of one layer: parameters ``[E, ...]`` that its forward indexes."""
-
-    name: str
-    module: nn.Module
-    n_experts: int
-    params: list[Param]
-    blocks: tuple[str, ...] = ()
-    gate: Param | None = None
-    """The matrix ``[E, hidden]`` that scores the experts, where one stands beside them."""
 
 
 @dataclass(slots=True)
@@ -129,45 +94,6 @@ class Cut:
 
     def bytes_of(self, ids: Iterator[str] | list[str]) -> int:
         return sum(self.blocks[b].slot_nbytes for b in ids)
-
-
-def parameters(model: nn.Module) -> dict[int, Param]:
-    """Every parameter by identity, with all its places; in order of first appearance."""
-    found: dict[int, Param] = {}
-    for path, module in model.named_modules():
-        for attr, tensor in module._parameters.items():
-            if tensor is None:
-                continue
-            name = f"{path}.{attr}" if path else attr
-            param = found.setdefault(id(tensor), Param(name, tensor, [], []))
-            param.places.append(Place(module, attr))
-            param.names.append(name)
-    return found
-
-
-def expert_groups(model: nn.Module) -> list[ExpertGroup]:
-    """Fused experts whose own eager forward takes them one by one.
-
-    Found by structure: the class dispatches through transformers' experts interface (its forward
-    wraps the eager loop), and has parameters whose first dimension is the number of experts.
-    """
-    groups = []
-    for path, module in model.named_modules():
-        forward = getattr(type(module), "forward", None)
-        if getattr(forward, "__wrapped__", None) is None or not hasattr(module, "has_gate"):
-            continue
-        n = getattr(module, "num_experts", None)
-        own = [(a, t) for a, t in module._parameters.items() if t is not None and t.dim() >= 3]
-        if n is None and own:
-            n = own[0][1].shape[0]
-        params = [
-            Param(f"{path}.{a}", t, [Place(module, a)], [f"{path}.{a}"])
-            for a, t in own
-            if t.shape[0] == n
-        ]
-        if params and isinstance(n, int) and n > 1:
-            groups.append(ExpertGroup(path, module, n, params))
-    return groups
 
 
 def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -224,47 +150,6 @@ def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return units
 
 
-class _LookUpOnly(torch.Tensor):
-    """A table without data: may be looked up, as ``absent.RowTable`` can, and nothing else."""
-
-    @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> _LookUpOnly:
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        tensor: _LookUpOnly = make(cls, shape, dtype=dtype, device="meta")
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.ops.aten.embedding.default:
-            raise NotImplementedError(func)
-        table, ids = args[0], args[1]
-        return torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype, device="meta")
-
-
-def rows_readable(module: nn.Module) -> bool:
-    """Whether an embedding's forward only looks rows up, whatever it does with them then.
-
-    Tried, not guessed from its class: many scale the rows (Gemma) or treat some ids apart.
-    """
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-        return False
-    if type(module).forward is nn.Embedding.forward:
-        return True
-    table = module.weight
-    module._parameters["weight"] = _LookUpOnly(tuple(table.shape), table.dtype)  # type: ignore[assignment]
-    try:
-        with torch.no_grad():
-            out = module(torch.empty((1, 3), dtype=torch.int64, device="meta"))
-        return isinstance(out, torch.Tensor) and tuple(out.shape) == (1, 3, table.shape[1])
-    except Exception as error:  # noqa: BLE001  any failure means: not this way
-        logger.info("%s is not read by row: %s", type(module).__name__, error)
-        return False
-    finally:
-        module._parameters["weight"] = table  # type: ignore[assignment]
-
-
 def cut(
     model: nn.Module,
     *,
@@ -297,7 +182,7 @@ def cut(
             param.phase = params[id(param.tensor)].phase
     in_group = {id(p.tensor): (g, p) for g in groups for p in g.params}
     for group in groups:
-        group.gate = _gate(model, group, params)
+        group.gate = find_gate(model, group, params)
     gates = {id(g.gate.tensor) for g in groups if g.gate is not None}
     users: dict[int, list[str]] = {key: [] for key in params}
     units: dict[str, Unit] = {}
@@ -375,24 +260,6 @@ def cut(
         group.blocks = tuple(ids)
     result.units = [u for u in units.values() if u.blocks or u.groups]
     return result
-
-
-def _gate(model: nn.Module, group: ExpertGroup, params: Mapping[int, Param]) -> Param | None:
-    """The gate of a group: the only ``[E, hidden]`` matrix beside its experts, in whatever module.
-
-    Small against a single expert, and needed by every token: it stays resident, so that a layer's
-    experts can be guessed before the layer runs.
-    """
-    parent = model.get_submodule(group.name.rpartition(".")[0])
-    inside = set(map(id, group.module.modules()))
-    found = {
-        id(tensor)
-        for module in parent.modules()
-        if id(module) not in inside
-        for tensor in module._parameters.values()
-        if tensor is not None and tensor.dim() == 2 and tensor.shape[0] == group.n_experts
-    }
-    return params.get(found.pop()) if len(found) == 1 else None
 
 
 def demote(result: Cut, bad: list[ExpertGroup]) -> None:

@@ -28,9 +28,10 @@ from offload.models.handle import OffloadHandle
 from offload.models.load import drop_unloopable, try_head
 from offload.models.opening import make_device, rows_check
 from offload.models.options import Options, Progress
+from offload.models.params import Param, parameters
 from offload.models.recipes import RoutedStore, spill_directory
 from offload.models.request import expert_top_k, rows_of, staging_shape, trace_of
-from offload.models.units import Cut, Param, cut, parameters
+from offload.models.units import Cut, cut
 from offload.runtime.executor import Executor
 from offload.runtime.memory import HostMemory
 from offload.runtime.rss import available_ram, current_rss
