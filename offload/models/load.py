@@ -54,7 +54,7 @@ from offload.models.request import matrices, request_of, reserves_of
 from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, cut, unit_modules
-from offload.models.workspace import workspace_for
+from offload.models.workspace import limit_kernels, workspace_for
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
@@ -99,6 +99,7 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         PlanError: the budget is too small; says the smallest that works.
         OffloadError: options that contradict each other.
     """
+    limit_kernels()
     directory = resolve(path)
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))

@@ -11,7 +11,7 @@ from offload.models.meta import MetaModel
 from offload.models.options import Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
-from offload.models.workspace import Workspace, workspace_bytes
+from offload.models.workspace import Workspace, kernel_bytes, workspace_bytes
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
 from offload.scheduler.trace import Step, Trace
@@ -67,7 +67,10 @@ def reserves_of(
         # Growing a cache copies one layer's keys and values while the old ones still exist.
         "KV cache": cache + cache // max(1, n_layers),
         "activations": footprint.activation_bytes,
-        "matrix workspace": workspace_bytes(matrices(chosen), workspace),
+        "matrix workspace": workspace_bytes(matrices(chosen), workspace)
+        + kernel_bytes(
+            (t for g in chosen.groups for t in chosen.blocks[g.blocks[0]].tensors), prompt
+        ),
         "logits": logits,
     }
     host = {

@@ -8,7 +8,6 @@ routed ones are read. What is small or outside of any unit stays resident.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from offload.blocks import TENSOR_ALIGN, BlockKind, BlockSpec, align_up, layout
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.params import Param, parameters
 from offload.models.row_tables import rows_readable
-
-logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 * 2**20
 """Parameters of a unit are packed into blocks of at most about this size: large enough for the

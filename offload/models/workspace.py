@@ -13,6 +13,7 @@ import ctypes
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -43,6 +44,16 @@ NOISE_BYTES = 128 * 2**10
 PRODUCTS = 2
 """Of each matrix: with a prompt and with a token."""
 
+KERNELS = 32
+"""Compiled products that oneDNN may keep. By default it keeps 1024, and a prompt that sends other
+numbers of tokens to each expert compiles one for each: 20 MiB and more over a budget."""
+
+KERNEL_BYTES = 960 * 2**10
+"""What one of them takes, where many are compiled."""
+
+LARGE_EXPERT_BYTES = 2**20
+"""Matrices below this are multiplied without compiled code of their own."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -72,6 +83,20 @@ def workspace_bytes(matrices: Iterable[TensorSpec], need: Workspace) -> int:
             shapes.add(matrix.shape[-2:])
     kept = len(shapes) * PRODUCTS * need.kept_bytes
     return min(math.ceil(need.share * largest) + kept, math.ceil(max(1.0, need.share) * largest))
+
+
+def limit_kernels() -> None:
+    """Let torch keep at most ``KERNELS`` compiled products; works before the first one. Whoever
+    has set the variables already knows better."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNELS))
+
+
+def kernel_bytes(experts: Iterable[TensorSpec], prompt_tokens: int) -> int:
+    """What the compiled products of a prompt with ``experts`` take: one for each matrix and number
+    of tokens that an expert gets."""
+    shapes = {t.shape for t in experts if t.nbytes >= LARGE_EXPERT_BYTES}
+    return min(KERNELS, len(shapes) * prompt_tokens) * KERNEL_BYTES
 
 
 def workspace_for(matrices: Iterable[TensorSpec]) -> Workspace:
