@@ -34,6 +34,9 @@ _TO_RESIDUAL = re.compile(
 Models are Unsupervised Multitask Learners", section 2.3, scale them by 1/sqrt(2 * layers);
 without, what the layers add drowns the tokens, and a MoE sends them all to the same experts."""
 
+_RESIDUAL_SCALE = 0.125
+"""As for 32 layers, whatever their number: a model cut to fewer layers keeps the values of those."""
+
 _BUFFER_LIMIT = 64 * 2**20
 _ZEROS = bytes(1 << 20)
 
@@ -87,8 +90,6 @@ def plan_tensors(source: Source, seed: int) -> list[PlannedTensor]:
             f"the published names of {source.config.model_type} cannot be derived: "
             f"{type(e).__name__}: {e}"
         ) from e
-    layers = getattr(source.config.get_text_config(), "num_hidden_layers", None)
-    residual = (2 * layers) ** -0.5 if isinstance(layers, int) and layers > 0 else 1.0
     planned = []
     for name, tensor in published.items():
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -98,12 +99,27 @@ def plan_tensors(source: Source, seed: int) -> list[PlannedTensor]:
             # What no conversion touched is the same object; the rest are split or merged matrices.
             std = kinds.get(id(tensor), _matrix_std(shape)) if tensor.is_floating_point() else 0.0
             if _TO_RESIDUAL.search(name):
-                std *= residual
+                std *= _RESIDUAL_SCALE
             planned.append(PlannedTensor(name=name, dtype=dtype, shape=shape, std=std))
         else:
             literal = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             planned.append(PlannedTensor(name=name, dtype=dtype, shape=shape, literal=literal))
-    return planned
+    return _expert_by_expert(planned)
+
+
+def _expert_by_expert(planned: list[PlannedTensor]) -> list[PlannedTensor]:
+    """The same tensors, those of an expert side by side, as in files saved from modules that had
+    each expert by itself: then a shard ends between experts, not between an expert's matrices."""
+    where: dict[str, int] = {}
+
+    def key(item: tuple[int, PlannedTensor]) -> tuple[int, int, int]:
+        at, tensor = item
+        found = re.match(r"(.*\bexperts\.)(\d+)\.", tensor.name)
+        if found is None:
+            return at, 0, at
+        return where.setdefault(found[1], at), int(found[2]), at
+
+    return [tensor for _, tensor in sorted(enumerate(planned), key=key)]
 
 
 def _skeleton(source: Source, seed: int) -> Any:

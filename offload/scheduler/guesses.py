@@ -25,9 +25,9 @@ MOST_SPARE = 4
 SPARE_SHARE = 16
 """One slot in so many at most, where slots bring hits."""
 
-LOW_WATER = 2
-"""Guesses start while fewer fetches than this are in flight: the last one that compute waits for
-is on its way, and the disk's queue does not run dry before the guess is in it."""
+LOW_WATER = 3
+"""Guesses start while fewer fetches than this are in flight: the last ones that compute waits for
+are on their way, and the disk's queue does not run dry before the guess is in it."""
 
 
 def guess_count(top_k: int) -> int:
