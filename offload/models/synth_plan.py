@@ -35,7 +35,7 @@ Models are Unsupervised Multitask Learners", section 2.3, scale them by 1/sqrt(2
 without, what the layers add drowns the tokens, and a MoE sends them all to the same experts."""
 
 _RESIDUAL_SCALE = 0.125
-"""As for 32 layers, whatever their number: a model cut to fewer layers keeps the values of those."""
+"""As for 32 layers, whatever their number: a model cut to fewer keeps the values of those."""
 
 _BUFFER_LIMIT = 64 * 2**20
 _ZEROS = bytes(1 << 20)
