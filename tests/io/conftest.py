@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from io_support import rig
+
+from offload.io.engines import Engine
+from offload.io.memory import Staging
 
 
 def _descriptors() -> dict[str, str]:
@@ -33,6 +37,13 @@ def no_leaks() -> Iterator[None]:
 @pytest.fixture(params=["aiofiles", "threads"])
 def engine_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def io(engine_name: str) -> Iterator[tuple[Engine, Staging]]:
+    """An engine and its staging."""
+    with rig(engine_name) as both:
+        yield both
 
 
 @pytest.fixture
