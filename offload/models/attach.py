@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from offload.blocks import Tier
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.store import Span
 from offload.models.absent import absent, row_table
@@ -67,9 +68,10 @@ class Attachment:
                     self._remove(param)
         for unit in cut.units:
             self._hook_unit(unit)
+        guesses = plan.guesses and plan.compute_tier is Tier.RAM
         for i, group in enumerate(cut.groups):
-            after = cut.groups[i + 1] if i + 1 < len(cut.groups) else None
-            self._hook_experts(group, after if plan.guesses else None)
+            last = i + 1 == len(cut.groups)
+            self._hook_experts(group, cut.groups[i + 1] if guesses and not last else None)
         if cut.head:
             self._hook_head(cut.head)
         if cut.embedding:
@@ -174,7 +176,8 @@ class Attachment:
 
         def route(module: nn.Module, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs.get("hidden_states")
-            session.begin(routing(args, kwargs, group), hidden)
+            known = isinstance(hidden, torch.Tensor) and hidden.is_floating_point()
+            session.begin(routing(args, kwargs, group), hidden if known else None)
 
         def finish(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             session.end()

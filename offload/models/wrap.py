@@ -199,6 +199,7 @@ def _plan(
         budgets=budgets,
         reserves=reserves,
         compute_tier=top,
+        guesses=options.guess,
     )
     return chosen, make_plan(request), head_rows
 
