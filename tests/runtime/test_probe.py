@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.errors import PlanError
+from offload.errors import PlanError, StoreError
 from offload.runtime import hardware_cache
 from offload.runtime import probe as probe_module
 from offload.runtime.hardware_cache import (
@@ -90,6 +90,32 @@ def test_probe_measures_everything_and_restores_torch(tmp_path: Path) -> None:
         "matmul bfloat16",
     ]
     assert Hardware.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_checkpoint_s_own_files_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b.safetensors", "a.safetensors", "other"):
+        (tmp_path / name).touch()
+    asked: list[list[str]] = []
+
+    def sampled(paths: list[Path]) -> list[float]:
+        asked.append([p.name for p in paths])
+        return [3e9, 1e9, 2e9]
+
+    monkeypatch.setattr(probe_module, "sample", sampled)
+    found = probe_module._of_a_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.low, found.median, found.high) == (1e9, 2e9, 3e9)
+    assert asked == [["a.safetensors", "b.safetensors"]]
+    monkeypatch.setattr(probe_module, "sample", lambda paths: [])
+    assert probe_module._of_a_checkpoint(tmp_path) is None
+
+    def broken(paths: list[Path]) -> list[float]:
+        raise StoreError("no such luck")
+
+    monkeypatch.setattr(probe_module, "sample", broken)
+    assert probe_module._of_a_checkpoint(tmp_path) is None
 
 
 def test_probe_needs_some_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
