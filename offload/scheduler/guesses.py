@@ -25,7 +25,7 @@ MOST_SPARE = 4
 SPARE_SHARE = 16
 """One slot in so many at most, where slots bring hits."""
 
-LOW_WATER = 3
+LOW_WATER = 4
 """Guesses start while fewer fetches than this are in flight: the last ones that compute waits for
 are on their way, and the disk's queue does not run dry before the guess is in it."""
 
