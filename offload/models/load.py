@@ -99,7 +99,7 @@ def prepare(path: str | Path, options: Options) -> Prepared:
         PlanError: the budget is too small; says the smallest that works.
         OffloadError: options that contradict each other.
     """
-    limit_kernels()
+    limit_kernels(ram_budget(options))
     directory = resolve(path)
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
@@ -107,6 +107,11 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
     return plan_model(directory, options, warm)
+
+
+def ram_budget(options: Options) -> int:
+    """Bytes asked for, or a safe share of what is free."""
+    return options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
 
 
 def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
@@ -117,7 +122,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     prompt = options.prompt_tokens or options.context
     footprint = measure(meta.model, prompt, options.batch)
     cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
-    ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
+    ram = ram_budget(options)
     notes: list[str] = []
     if options.ram is None:
         notes.append(

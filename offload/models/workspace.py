@@ -44,15 +44,18 @@ NOISE_BYTES = 128 * 2**10
 PRODUCTS = 2
 """Of each matrix: with a prompt and with a token."""
 
-KERNELS = 32
-"""Compiled products that oneDNN may keep. By default it keeps 1024, and a prompt that sends other
-numbers of tokens to each expert compiles one for each: 20 MiB and more over a budget."""
+KERNELS = (8, 32)
+"""Compiled products that oneDNN may keep, with little and with enough memory. By default it keeps
+1024, and a prompt that sends other numbers of tokens to each expert compiles one for each: 20 MiB
+and more over a budget. A model needs about eight for a token."""
+
+BYTES_PER_KERNEL = 16 * 2**20
+"""One of them for so much of a budget."""
 
 KERNEL_BYTES = 960 * 2**10
-"""What one of them takes, where many are compiled."""
+"""What one of them takes, where many are compiled. The first eight are in the process's baseline."""
 
-LARGE_EXPERT_BYTES = 2**20
-"""Matrices below this are multiplied without compiled code of their own."""
+_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -85,18 +88,24 @@ def workspace_bytes(matrices: Iterable[TensorSpec], need: Workspace) -> int:
     return min(math.ceil(need.share * largest) + kept, math.ceil(max(1.0, need.share) * largest))
 
 
-def limit_kernels() -> None:
-    """Let torch keep at most ``KERNELS`` compiled products; works before the first one. Whoever
-    has set the variables already knows better."""
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(KERNELS))
+def limit_kernels(ram: int) -> None:
+    """Let torch keep as many compiled products as a budget of ``ram`` bytes bears.
+
+    Works before the process's first product; a later call changes nothing. Whoever has set the
+    variables already knows better.
+    """
+    least, most = KERNELS
+    for name in _VARIABLES:
+        os.environ.setdefault(name, str(min(most, max(least, ram // BYTES_PER_KERNEL))))
 
 
 def kernel_bytes(experts: Iterable[TensorSpec], prompt_tokens: int) -> int:
     """What the compiled products of a prompt with ``experts`` take: one for each matrix and number
     of tokens that an expert gets."""
-    shapes = {t.shape for t in experts if t.nbytes >= LARGE_EXPERT_BYTES}
-    return min(KERNELS, len(shapes) * prompt_tokens) * KERNEL_BYTES
+    value = os.environ.get(_VARIABLES[0], "")
+    kept = int(value) if value.isdecimal() else KERNELS[1]
+    compiled = len({t.shape for t in experts}) * prompt_tokens
+    return max(0, min(kept, compiled) - KERNELS[0]) * KERNEL_BYTES
 
 
 def workspace_for(matrices: Iterable[TensorSpec]) -> Workspace:

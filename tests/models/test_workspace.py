@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,3 +114,23 @@ def test_what_a_product_leaves_behind_is_counted_apart() -> None:
     assert len(held) == len(workspace.ROWS)
     assert 5 * MIB <= need.kept_bytes <= 6 * MIB
     assert need.share <= 2 / 16
+
+
+@pytest.mark.parametrize(("mib", "kept"), [(5, 8), (200, 12), (430, 26), (1024, 32), (100_000, 32)])
+def test_compiled_products_are_limited(
+    monkeypatch: pytest.MonkeyPatch, mib: int, kept: int
+) -> None:
+    for name in workspace._VARIABLES:
+        monkeypatch.setenv(name, "0")  # so that the state of before is restored
+        monkeypatch.delenv(name)
+    workspace.limit_kernels(mib << 20)
+    assert [os.environ[name] for name in workspace._VARIABLES] == [str(kept)] * 2
+    workspace.limit_kernels(1)  # whoever came first has decided
+    assert os.environ[workspace._VARIABLES[0]] == str(kept)
+    experts = [
+        TensorSpec(name=n, dtype="bfloat16", shape=shape, offset=0)
+        for n, shape in (("gate_up", (8, 4)), ("down", (4, 8)))
+    ]
+    assert workspace.kernel_bytes(experts, 200) == (kept - 8) * workspace.KERNEL_BYTES
+    assert workspace.kernel_bytes(experts, 4) == 0
+    assert workspace.kernel_bytes([], 200) == 0
