@@ -22,9 +22,9 @@ from offload.io.memory import Staging, address, byte_view, copy
 from offload.io.ranges import Part, Piece, Request, plan_requests
 from offload.io.store import Receipt, Span
 
-PLANS_KEPT = 4096
-"""Blocks whose requests are remembered, about 1 KiB each: planning an expert's takes 80 µs, which
-the first byte of a routed expert would wait for."""
+PLANS_KEPT, PLAN_BYTES = 4096, 1536
+"""Blocks whose requests are remembered, and about what that takes for each: planning an expert's
+takes 80 µs, which the first byte of a routed expert would wait for."""
 
 
 class Moved(NamedTuple):

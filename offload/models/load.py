@@ -19,6 +19,7 @@ import torch
 from offload.blocks import Tier
 from offload.errors import PlanError
 from offload.io.safetensors import CheckpointIndex
+from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models.expert_groups import expert_groups
 from offload.models.experts import check_expert_loop
 from offload.models.footprint import Footprint, measure
@@ -150,7 +151,8 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     def set_aside(chosen: Cut, ram: int, staged: bool) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
         if overhead is None:
-            overhead = grown + min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
+            overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
+            overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         return reserves_of(
             meta,
             chosen,

@@ -53,7 +53,7 @@ BYTES_PER_KERNEL = 16 * 2**20
 """One of them for so much of a budget."""
 
 KERNEL_BYTES = 960 * 2**10
-"""What one of them takes, where many are compiled. The first eight are in the process's baseline."""
+"""What one of them takes, where many are compiled; the first eight are in the baseline."""
 
 _VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
