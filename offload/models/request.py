@@ -69,7 +69,7 @@ def reserves_of(
         "activations": footprint.activation_bytes,
         "matrix workspace": workspace_bytes(matrices(chosen), workspace)
         + kernel_bytes(
-            (t for g in chosen.groups for t in chosen.blocks[g.blocks[0]].tensors), prompt
+            (t for g in chosen.groups for t in chosen.blocks[g.blocks[0]].tensors), prompt, ram
         ),
         "logits": logits,
     }

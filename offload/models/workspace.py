@@ -94,16 +94,20 @@ def limit_kernels(ram: int) -> None:
     Works before the process's first product; a later call changes nothing. Whoever has set the
     variables already knows better.
     """
-    least, most = KERNELS
     for name in _VARIABLES:
-        os.environ.setdefault(name, str(min(most, max(least, ram // BYTES_PER_KERNEL))))
+        os.environ.setdefault(name, str(_kernels_for(ram)))
 
 
-def kernel_bytes(experts: Iterable[TensorSpec], prompt_tokens: int) -> int:
-    """What the compiled products of a prompt with ``experts`` take: one for each matrix and number
-    of tokens that an expert gets."""
+def _kernels_for(ram: int) -> int:
+    least, most = KERNELS
+    return min(most, max(least, ram // BYTES_PER_KERNEL))
+
+
+def kernel_bytes(experts: Iterable[TensorSpec], prompt_tokens: int, ram: int) -> int:
+    """What the compiled products of a prompt with ``experts`` take in a process with a budget of
+    ``ram`` bytes: one for each matrix and number of tokens that an expert gets."""
     value = os.environ.get(_VARIABLES[0], "")
-    kept = int(value) if value.isdecimal() else KERNELS[1]
+    kept = min(int(value) if value.isdecimal() else KERNELS[1], _kernels_for(ram))
     compiled = len({t.shape for t in experts}) * prompt_tokens
     return max(0, min(kept, compiled) - KERNELS[0]) * KERNEL_BYTES
 

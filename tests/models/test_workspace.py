@@ -131,6 +131,7 @@ def test_compiled_products_are_limited(
         TensorSpec(name=n, dtype="bfloat16", shape=shape, offset=0)
         for n, shape in (("gate_up", (8, 4)), ("down", (4, 8)))
     ]
-    assert workspace.kernel_bytes(experts, 200) == (kept - 8) * workspace.KERNEL_BYTES
-    assert workspace.kernel_bytes(experts, 4) == 0
-    assert workspace.kernel_bytes([], 200) == 0
+    assert workspace.kernel_bytes(experts, 200, mib << 20) == (kept - 8) * workspace.KERNEL_BYTES
+    assert workspace.kernel_bytes(experts, 4, mib << 20) == 0
+    assert workspace.kernel_bytes(experts, 200, 1) == 0  # as a process with so little would run
+    assert workspace.kernel_bytes([], 200, mib << 20) == 0
