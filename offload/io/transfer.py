@@ -22,7 +22,7 @@ from offload.io.memory import Staging, address, byte_view, copy
 from offload.io.ranges import Part, Piece, Request, plan_requests
 from offload.io.store import Receipt, Span
 
-PLANS_KEPT, PLAN_BYTES = 4096, 1536
+PLANS_KEPT, PLAN_BYTES = 4096, 2048
 """Blocks whose requests are remembered, and about what that takes for each: planning an expert's
 takes 80 µs, which the first byte of a routed expert would wait for."""
 
