@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -47,6 +48,15 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": commit,
+    }
+
+
+def settings(args: argparse.Namespace) -> dict[str, str]:
+    """The flags of a run, without those that only say where files are on this machine."""
+    return {
+        k: str(v)
+        for k, v in vars(args).items()
+        if not isinstance(v, Path) and not str(v).startswith("/")
     }
 
 

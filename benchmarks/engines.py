@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from common import facts, record
+from common import facts, record, settings
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     result = {
         "benchmark": "engines",
         "facts": facts(),
-        "settings": {k: str(v) for k, v in vars(args).items() if k != "file"},
+        "settings": settings(args),
         "comparison": {
             "default": dataclasses.asdict(both.default),
             "other": dataclasses.asdict(both.other),

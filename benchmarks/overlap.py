@@ -14,7 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
-from common import facts, record
+from common import facts, record, settings
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
     result = {
         "benchmark": "overlap",
         "facts": facts(),
-        "settings": {k: str(v) for k, v in vars(args).items()},
+        "settings": settings(args),
         "ideal_pass_s": ideal,
         "serial_pass_s": args.layers * layer_s + streamed / rate,
         "passes_s": times,

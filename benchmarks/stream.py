@@ -35,6 +35,7 @@ from common import (
     offload_command,
     record,
     run_limited,
+    settings,
     ssd_rate,
 )
 
@@ -85,7 +86,7 @@ def main() -> None:
     result = {
         "benchmark": "stream",
         "kind": args.kind,
-        "settings": {k: str(v) for k, v in vars(args).items()},
+        "settings": settings(args),
         "facts": facts(),
         "weights_bytes": weights,
         "points": points,
