@@ -37,6 +37,10 @@ DEFAULT_ENGINE = "aiofiles"
 DEFAULT_QUEUE_DEPTH = 4
 DEFAULT_REQUEST_BYTES = 4 << 20
 
+LINGER_S = 0.1
+"""How long a worker waits for more before its call ends: longer than computing leaves the disk
+without work, shorter than anyone would notice at the end of a program."""
+
 
 class Engine(Protocol):
     """Runs at most ``queue_depth`` jobs at once: DEMAND before PREFETCH, first come first."""
@@ -119,7 +123,10 @@ class _EngineBase:
         if queue_depth < 1:
             raise ValueError(f"queue depth must be at least 1, got {queue_depth}")
         self.queue_depth = queue_depth
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        # Apart, so that the end of each job does not wake every worker that has nothing to do.
+        self._jobs = threading.Condition(lock)
         self._heap: list[_Job] = []
         self._order = itertools.count()
         self._unfinished = 0
@@ -135,7 +142,7 @@ class _EngineBase:
             job = _Job((priority, next(self._order)), work)
             heapq.heappush(self._heap, job)
             self._unfinished += 1
-            self._changed.notify()
+            self._jobs.notify()
         return job.future
 
     def _take_first(self) -> _Job | None:
@@ -213,8 +220,8 @@ class PreadEngine(_EngineBase):
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._heap or self._closed)
+            with self._jobs:
+                self._jobs.wait_for(lambda: self._heap or self._closed)
                 if not self._heap:
                     return
             self._run_first()  # nothing, if another worker was faster
@@ -222,7 +229,7 @@ class PreadEngine(_EngineBase):
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._jobs.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -230,9 +237,11 @@ class PreadEngine(_EngineBase):
 class AiofilesEngine(_EngineBase):
     """An asyncio loop in a thread of its own; aiofiles runs the jobs on our executor.
 
-    One awaited call runs jobs until the queue is empty, and up to ``queue_depth`` calls are under
-    way. With a call per job the disk idled, after each request, until the loop had heard of its
-    end and dispatched the next, and jobs chosen at dispatch could not be overtaken any more.
+    One awaited call runs jobs until there has been none for ``LINGER_S``, and up to
+    ``queue_depth`` calls are under way. With a call per job the disk idled, after each request,
+    until the loop had heard of its end and dispatched the next, and jobs chosen at dispatch could
+    not be overtaken any more; with calls that end when the queue is empty, a layer's first expert
+    waited for the way through the loop.
     """
 
     name = "aiofiles"
@@ -243,6 +252,7 @@ class AiofilesEngine(_EngineBase):
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aio-worker")
         self._loop = asyncio.new_event_loop()
         self._active = 0
+        self._lingering = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="offload-aio-loop", daemon=True)
         self._thread.start()
@@ -250,7 +260,7 @@ class AiofilesEngine(_EngineBase):
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         with self._changed:  # the loop cannot be closed between the two
             future = self._accept(work, priority)
-            if self._active < self.queue_depth:
+            if len(self._heap) > self._lingering and self._active < self.queue_depth:
                 self._active += 1
                 self._loop.call_soon_threadsafe(self._dispatch)
         return future
@@ -268,6 +278,7 @@ class AiofilesEngine(_EngineBase):
                 if not self._closed or self._unfinished:
                     self._dead = died
                 self._changed.notify_all()
+                self._jobs.notify_all()
             self._fail_all(StoreError(f"the {self.name} engine died: {died!r}"))
             self._loop.run_until_complete(self._finish())
             self._pool.shutdown(wait=True)
@@ -295,9 +306,14 @@ class AiofilesEngine(_EngineBase):
             await asyncio.wait(self._tasks)
 
     def _work(self) -> None:
-        """Run jobs until none is queued. Runs on the executor."""
+        """Run jobs until none comes any more. Runs on the executor."""
         while True:
-            with self._changed:
+            with self._jobs:
+                self._lingering += 1
+                self._jobs.wait_for(
+                    lambda: self._heap or self._closed or self._dead is not None, LINGER_S
+                )
+                self._lingering -= 1
                 if not self._heap:
                     # Under the lock: submit() sees either this worker or the free place.
                     self._active -= 1
@@ -308,6 +324,7 @@ class AiofilesEngine(_EngineBase):
     def close(self) -> None:
         with self._changed:
             first, self._closed = not self._closed, True
+            self._jobs.notify_all()
             self._changed.wait_for(
                 lambda: self._unfinished + self._active == 0 or self._dead is not None
             )

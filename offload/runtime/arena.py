@@ -21,6 +21,10 @@ from offload.runtime.intervals import IntervalMap
 
 log = logging.getLogger(__name__)
 
+VIEWS_KEPT = 2048
+"""Typed views an arena remembers, of about 1 KiB each: making one takes 25 µs, which every expert
+that is read again would pay twice."""
+
 
 class Lease:
     """A block's right to bytes of a memory, from ``Arena.lease`` to ``Arena.release``.
@@ -35,6 +39,7 @@ class Lease:
 
     __slots__ = (
         "_memory",
+        "_remembered",
         "_tensors",
         "_view",
         "after",
@@ -48,7 +53,13 @@ class Lease:
     )
 
     def __init__(
-        self, memory: Memory, spec: BlockSpec, offset: int, after: tuple[Event, ...], number: int
+        self,
+        memory: Memory,
+        spec: BlockSpec,
+        offset: int,
+        after: tuple[Event, ...],
+        number: int,
+        remembered: dict[tuple[int, str, tuple[int, ...]], torch.Tensor],
     ) -> None:
         self.spec = spec
         self.offset = offset
@@ -59,6 +70,7 @@ class Lease:
         self.live = True
         self.number = number
         self._memory = memory
+        self._remembered = remembered
         self._view: memoryview | None = None
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
 
@@ -96,6 +108,15 @@ class Lease:
                 f"tensor {spec.name} takes bytes [{spec.offset}, {spec.offset + spec.nbytes}) of a "
                 f"slot of {self.nbytes}: {self.story()}"
             )
+        key = (self.offset + spec.offset, spec.dtype, spec.shape)
+        found = self._remembered.get(key)
+        if found is None:
+            found = self._new_view(spec)
+            if len(self._remembered) < VIEWS_KEPT:
+                self._remembered[key] = found
+        return found
+
+    def _new_view(self, spec: TensorSpec) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         base = self._memory.tensor()
         start = base.storage_offset() + self.offset + spec.offset
@@ -148,6 +169,8 @@ class Arena:
         self._leases: dict[int, Lease] = {}
         # Live leases may still cover their previous owner here: nobody else can ask meanwhile.
         self._released: IntervalMap[Lease] = IntervalMap()
+        # Slots of experts are let again and again to tensors of the same shapes.
+        self._views: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}
         self._closed = False
 
     def lease(self, spec: BlockSpec, offset: int) -> Lease:
@@ -167,7 +190,7 @@ class Arena:
             # The same events guard all of a previous owner's bytes; name each once, in order.
             previous = self._released.overlapping(offset, offset + nbytes)
             after = dict.fromkeys(event for _, _, old in previous for event in old.last_use)
-            lease = Lease(self.memory, spec, offset, tuple(after), next(self._numbers))
+            lease = Lease(self.memory, spec, offset, tuple(after), next(self._numbers), self._views)
             if nbytes:
                 self._offsets.insert(bisect_left(self._offsets, offset), offset)
                 self._leases[offset] = lease
@@ -234,6 +257,7 @@ class Arena:
             self._closed = True
         for lease in self.leaked():
             log.error("leaked: %s", lease.story())
+        self._views.clear()
         self.memory.close()
 
     def __enter__(self) -> Arena:

@@ -7,10 +7,13 @@ for the block waiting for good. Inside a shield the signal is noted, and raised 
 
 from __future__ import annotations
 
+import _signal  # what `signal` wraps: its enums cost ten times the calls
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+_SIGINT = int(signal.SIGINT)
 
 
 class Shield:
@@ -33,15 +36,15 @@ class Shield:
         return self._received
 
     def __enter__(self) -> Shield:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return self
         self._depth += 1
         if self._depth == 1:
-            before = signal.getsignal(signal.SIGINT)
+            before = _signal.getsignal(_SIGINT)
             if before is signal.default_int_handler:
                 self._received = False
                 self._before = before
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(_SIGINT, self._note)
         return self
 
     def _note(self, _signum: int, _frame: FrameType | None) -> None:
@@ -53,12 +56,12 @@ class Shield:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         self._depth -= 1
         if self._depth == 0 and self._before is not None:
             before, self._before = self._before, None
-            signal.signal(signal.SIGINT, before)
+            _signal.signal(_SIGINT, before)
             received, self._received = self._received, False
             if received and not (kind and issubclass(kind, KeyboardInterrupt)):
                 raise KeyboardInterrupt
