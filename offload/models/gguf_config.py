@@ -119,8 +119,11 @@ def _intermediate(meta: Metadata) -> dict[str, Any]:
     return {"intermediate_size": _at_least_one(meta, "feed_forward_length")}
 
 
-def _attention(meta: Metadata) -> dict[str, Any]:
-    head_dim = _head_dim(meta)
+def _attention(meta: Metadata, head_dim: int | None = None) -> dict[str, Any]:
+    head_dim = head_dim or _head_dim(meta)
+    rotated = meta.optional("rope.dimension_count")
+    if rotated and rotated != head_dim:
+        meta.refuse(f"rotating {rotated} of the {head_dim} elements of a head is not supported")
     return {
         "num_key_value_heads": _kv_heads(meta),
         "head_dim": head_dim,
@@ -144,10 +147,9 @@ def _experts(meta: Metadata, stack: str = "ffn_down_exps") -> tuple[int, int, in
 
 
 def _llama(meta: Metadata) -> tuple[str, dict[str, Any]]:
-    head_dim = meta.optional("attention.key_length") or meta.optional("rope.dimension_count")
-    fields = _attention(meta) | _intermediate(meta)
-    if head_dim and head_dim != fields["head_dim"]:
-        fields |= {"head_dim": head_dim, "rope_parameters": rope_parameters(meta, head_dim)}
+    # Whole heads are rotated; older files say the size of a head only by that.
+    rotated = None if meta.has("attention.key_length") else meta.optional("rope.dimension_count")
+    fields = _attention(meta, rotated) | _intermediate(meta)
     window = meta.optional("attention.sliding_window")
     if meta.optional("expert_count"):
         n, used, _ = _experts(meta)

@@ -144,6 +144,8 @@ def _metadata(w: gguf.GGUFWriter, config: Any, *, mla: bool) -> None:
         if "mscale_all_dim" in rope:
             w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     head_dim = getattr(config, "head_dim", None)
+    if kind == "glm4_moe":  # its published configs say it, a small one may not
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
     if deepseek:
         key = config.qk_nope_head_dim + config.qk_rope_head_dim
         w.add_kv_lora_rank(config.kv_lora_rank)
@@ -263,9 +265,7 @@ def write_gguf(
         array = np.ascontiguousarray(value.numpy())
         stays = array.ndim < 2 or "ffn_gate_inp" in name or name.endswith(".bias")
         block = gguf.GGML_QUANT_SIZES[kind][0]
-        if stays or array.shape[-1] % block:
-            w.add_tensor(name, array)
-        elif kind is Kind.F32:
+        if stays or array.shape[-1] % block or kind is Kind.F32:
             w.add_tensor(name, array)
         else:
             w.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from families import randomise, tiny_config
-from gguf import GGMLQuantizationType as Kind
 from gguf_fixtures import write_gguf
-from gguf_support import load_model, state_dict
+from gguf_support import load_model
 
 from offload.io.gguf import read_gguf
 from offload.models.gguf_config import config_from_gguf
