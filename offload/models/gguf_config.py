@@ -131,19 +131,20 @@ def _attention(meta: Metadata, head_dim: int | None = None) -> dict[str, Any]:
     }
 
 
-def _experts(meta: Metadata, stack: str = "ffn_down_exps") -> tuple[int, int, int]:
-    """Number of experts, how many are used, and their width.
-
-    Files from before ``expert_feed_forward_length`` say the width by the tensors only.
-    """
+def _expert_counts(meta: Metadata) -> tuple[int, int]:
+    """Number of experts, and how many of them a token uses."""
     n, used = _at_least_one(meta, "expert_count"), _at_least_one(meta, "expert_used_count")
     if used > n:
         meta.fail(f"{meta.arch}.expert_used_count is {used} of only {n} experts")
-    width = meta.optional("expert_feed_forward_length")
-    if width is None:
-        shapes = (t.shape for name, t in meta.gguf.tensors.items() if f".{stack}.weight" in name)
-        width = next((shape[-1] for shape in shapes if shape), None)
-    return n, used, width or _at_least_one(meta, "expert_feed_forward_length")
+    return n, used
+
+
+def _expert_width(meta: Metadata) -> int:
+    """Files from before ``expert_feed_forward_length`` say it by the tensors only."""
+    key = "expert_feed_forward_length"
+    shapes = (t.shape for n, t in meta.gguf.tensors.items() if n.endswith(".ffn_down_exps.weight"))
+    stored = next((shape[-1] for shape in shapes if shape), None)
+    return meta.optional(key) or stored or _at_least_one(meta, key)
 
 
 def _llama(meta: Metadata) -> tuple[str, dict[str, Any]]:
@@ -152,7 +153,7 @@ def _llama(meta: Metadata) -> tuple[str, dict[str, Any]]:
     fields = _attention(meta, rotated) | _intermediate(meta)
     window = meta.optional("attention.sliding_window")
     if meta.optional("expert_count"):
-        n, used, _ = _experts(meta)
+        n, used = _expert_counts(meta)
         return "mixtral", fields | {
             "num_local_experts": n,
             "num_experts_per_tok": used,
@@ -181,7 +182,7 @@ def _qwen3(meta: Metadata) -> tuple[str, dict[str, Any]]:
 
 
 def _qwen_moe(meta: Metadata) -> dict[str, Any]:
-    n, used, width = _experts(meta)
+    (n, used), width = _expert_counts(meta), _expert_width(meta)
     return _attention(meta) | {
         "intermediate_size": meta.optional("feed_forward_length") or width,
         "num_experts": n,
@@ -214,7 +215,7 @@ def _qwen3moe(meta: Metadata) -> tuple[str, dict[str, Any]]:
 
 
 def _gpt_oss(meta: Metadata) -> tuple[str, dict[str, Any]]:
-    n, used, width = _experts(meta)
+    (n, used), width = _expert_counts(meta), _expert_width(meta)
     fields = _attention(meta)
     if fields["rope_parameters"]["rope_type"] == "yarn":
         fields["rope_parameters"]["truncate"] = False  # as published; not in the metadata
@@ -262,7 +263,7 @@ def _gemma3(meta: Metadata) -> tuple[str, dict[str, Any]]:
 
 def _routing(meta: Metadata) -> dict[str, Any]:
     """Experts as DeepSeek has them: shared ones, groups, dense layers first, a scale."""
-    n, used, width = _experts(meta)
+    (n, used), width = _expert_counts(meta), _expert_width(meta)
     return {
         "n_routed_experts": n,
         "num_experts_per_tok": used,

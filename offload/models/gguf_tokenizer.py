@@ -56,6 +56,11 @@ class _Vocabulary:
             twice = next(t for i, t in enumerate(self.tokens) if self.ids[t] != i)
             first = self.tokens.index(twice)
             self.meta.fail(f"token {twice!r} is both {first} and {self.ids[twice]}")
+        rows = gguf.tensors.get("token_embd.weight")
+        if rows is not None and rows.shape and rows.shape[0] < len(self.tokens):
+            self.meta.fail(
+                f"it has {len(self.tokens)} tokens, and embeddings for {rows.shape[0]} of them"
+            )
         self.types = self._list("token_type", int) or [int(TokenType.NORMAL)] * len(self.tokens)
 
     def _text(self, key: str) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from offload.errors import CheckpointError, UnsupportedModelError
-from offload.io.gguf import GGUFFile, read_gguf
+from offload.io.gguf import GGUFFile, GGUFTensor, read_gguf
 from offload.models.gguf_splits import SPLITS
 from offload.models.gguf_tokenizer import (
     TokenType,
@@ -283,6 +284,14 @@ def test_same_token_twice(tmp_path: Path, byte_level: dict[str, Any]) -> None:
     keys = byte_level | {"tokens": [*byte_level["tokens"][:-1], "a"]}
     with pytest.raises(CheckpointError, match=r"token 'a' is both \d+ and \d+"):
         load_tokenizer(write(tmp_path / "f", **keys, pre="qwen2"))
+
+
+def test_more_tokens_than_embeddings(tmp_path: Path, byte_level: dict[str, Any]) -> None:
+    file = write(tmp_path / "f", **byte_level, pre="qwen2")
+    rows = GGUFTensor("token_embd.weight", "f32", (100, 8), 0, 3200)
+    file = replace(file, tensors={rows.name: rows})
+    with pytest.raises(CheckpointError, match=r"\d+ tokens, and embeddings for 100 of them"):
+        load_tokenizer(file)
 
 
 def test_missing_scores(tmp_path: Path, sp: Any) -> None:
