@@ -159,6 +159,15 @@ def test_shapes_are_row_major(tmp_path: Path) -> None:
     assert got.total_bytes == data
 
 
+@pytest.mark.parametrize("code", TYPES)
+def test_every_type(tmp_path: Path, code: int) -> None:
+    kind = TYPES[code]
+    n = 3 * 2 * kind.nbytes
+    (tmp_path / "f").write_bytes(raw(tensors=[tensor("w", [2 * kind.elements, 3], code)], data=n))
+    got = read_gguf(tmp_path / "f").tensors["w"]
+    assert (got.type, got.shape, got.nbytes) == (kind.name, (3, 2 * kind.elements), n)
+
+
 def test_version_2_and_no_tensors(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(raw([pair("a", U32, u32(1))], version=2))
     got = read_gguf(tmp_path / "f")
@@ -184,7 +193,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "many tensors": (raw(counts=(2**40, 0)), f"{2**40} tensors of at least 25 bytes"),
     "many pairs": (raw(counts=(0, 2**63)), f"{2**63} metadata pairs of at least 14 bytes"),
     "one pair short": (
-        raw([pair("a", U32, u32(1))] + [pair("b", STR, text("x" * 30))], counts=(0, 3)),
+        raw([pair("a", U32, u32(1)), pair("b", STR, text("x" * 30))], counts=(0, 3)),
         "truncated in its header: a metadata key at byte 92 takes 8 bytes",
     ),
     "key past the end": (raw([struct.pack("<Q", 99) + bytes(30)]), "takes 99 bytes, the file ends"),

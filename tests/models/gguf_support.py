@@ -22,18 +22,13 @@ def dequantised(file: GGUFFile, entry: GGUFEntry) -> torch.Tensor:
     with open(file.files[entry.file], "rb") as f:
         f.seek(entry.offset)
         raw = np.frombuffer(f.read(entry.nbytes), np.uint8)
-    if entry.type == "mxfp4":
-        from gguf_mxfp4 import dequantize_mxfp4
-
-        value = dequantize_mxfp4(raw, entry.shape)
+    kind = Kind[entry.type.upper()]
+    if kind in (Kind.F32, Kind.F16):
+        typed = raw.view(np.float32 if kind is Kind.F32 else np.float16)
     else:
-        kind = Kind[entry.type.upper()]
-        if kind in (Kind.F32, Kind.F16):
-            typed = raw.view(np.float32 if kind is Kind.F32 else np.float16)
-        else:
-            typed = raw.reshape(int(np.prod(entry.shape[:-1])), -1)
-        value = torch.from_numpy(np.array(gguf.quants.dequantize(typed, kind), np.float32))
-        value = value.reshape(entry.shape)
+        typed = raw.reshape(int(np.prod(entry.shape[:-1])), -1)
+    value = torch.from_numpy(np.array(gguf.quants.dequantize(typed, kind), np.float32))
+    value = value.reshape(entry.shape)
     if entry.row_permutation is not None:
         value = value[torch.tensor(entry.row_permutation)]
     if entry.transform is Transform.MINUS_ONE:
