@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.gguf import GGUFFile, read_gguf
 from offload.models.gguf_config import config_from_gguf
+from offload.models.gguf_generation import generation_defaults
 from offload.models.gguf_names import GGUFEntry, Transform, entries_from_gguf
-from offload.models.gguf_tokenizer import generation_defaults, load_tokenizer
+from offload.models.gguf_tokenizer import load_tokenizer
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name: family, config overrides, how it is written

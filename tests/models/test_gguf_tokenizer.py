@@ -19,11 +19,11 @@ from tokenizers import Regex, pre_tokenizers
 
 from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.gguf import GGUFFile, GGUFTensor, read_gguf
+from offload.models.gguf_generation import generation_defaults
 from offload.models.gguf_splits import SPLITS
 from offload.models.gguf_tokenizer import (
     TokenType,
     chat_template,
-    generation_defaults,
     load_tokenizer,
 )
 
