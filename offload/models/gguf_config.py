@@ -20,6 +20,24 @@ log = logging.getLogger(__name__)
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's codes of expert_gating_func
 _GEMMA3_27B_LAYERS = 62
 
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.causal": (True,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "use_parallel_residual": (False,),
+    "expert_weights_scale": (0, 1),
+    "expert_group_count": (0, 1),
+    "interleave_moe_layer_step": (0, 1),
+}
+"""Keys that change what a model computes, and the values with which they do not. One that an
+architecture below does not read must have such a value."""
+
 
 def config_from_gguf(gguf: GGUFFile) -> Any:
     """The config, an instance of the class that ``AutoConfig`` has for the model's type.
@@ -40,6 +58,10 @@ def config_from_gguf(gguf: GGUFFile) -> Any:
             f"{', '.join(sorted(_ARCHITECTURES))}"
         )
     kind, fields = make(meta)
+    for key, values in _NEUTRAL.items():
+        value = gguf.metadata.get(f"{meta.arch}.{key}", values[0])
+        if key not in meta.asked and value not in values:
+            meta.refuse(f"{meta.arch}.{key} is {value!r:.40}, which is not supported for it")
     fields = _common(meta) | fields
     layers, rope = fields["num_hidden_layers"], fields["rope_parameters"]
     log.debug("%s: %s, %d layers, rope %s", gguf.name, kind, layers, rope)
@@ -247,10 +269,13 @@ def _gemma3(meta: Metadata) -> tuple[str, dict[str, Any]]:
     local = {"rope_type": "default", "rope_theta": meta.real("rope.freq_base_swa", 10_000.0)}
     # By llama.cpp's graph: only the model of 62 layers scales by hidden size over heads.
     whole = layers == _GEMMA3_27B_LAYERS
+    scalar = meta.integer("embedding_length") // heads if whole else head_dim
+    if scale := meta.real("attention.scale", 0.0):
+        scalar = round(scale**-2)
     return "gemma3_text", _intermediate(meta) | {
         "num_key_value_heads": _kv_heads(meta),
         "head_dim": head_dim,
-        "query_pre_attn_scalar": meta.integer("embedding_length") // heads if whole else head_dim,
+        "query_pre_attn_scalar": scalar,
         "sliding_window": _at_least_one(meta, "attention.sliding_window"),
         "layer_types": _alternating(meta, 6),
         "rope_parameters": {"full_attention": scaled, "sliding_attention": local},

@@ -31,6 +31,8 @@ class Metadata:
                 "not say what model it is"
             )
         self.arch = arch
+        self.asked: set[str] = set()
+        """Keys that were read or looked for, without the architecture's name."""
 
     def fail(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self.gguf.name}: {why}")
@@ -39,6 +41,7 @@ class Metadata:
         raise UnsupportedModelError(f"{self.gguf.name}: {why}")
 
     def has(self, key: str) -> bool:
+        self.asked.add(key)
         return f"{self.arch}.{key}" in self.gguf.metadata
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -81,6 +84,7 @@ class Metadata:
         return value[:length]
 
     def _value(self, key: str, default: Any) -> Any:
+        self.asked.add(key)
         full = f"{self.arch}.{key}"
         value = self.gguf.metadata.get(full, default)
         if value is None:

@@ -268,6 +268,14 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "qwen3", {"qwen3.rope.scaling.type": "yarn"}, CheckpointError,
         "qwen3.rope.scaling.factor is missing",
     ),
+    "a scale": (
+        "llama", {"llama.attention.scale": 0.5}, UnsupportedModelError,
+        "llama.attention.scale is 0.5, which is not supported",
+    ),
+    "softcapping": (
+        "qwen3", {"qwen3.final_logit_softcapping": 30.0}, UnsupportedModelError,
+        "final_logit_softcapping is 30.0, which is not supported",
+    ),
     "no window": (
         "gpt_oss", {"gpt-oss.attention.sliding_window": None}, CheckpointError,
         "gpt-oss.attention.sliding_window is missing",

@@ -122,16 +122,17 @@ def test_sentencepiece_gives_its_tokens(tmp_path: Path, sp: Any) -> None:
     assert marked == [sp.piece_to_id("<mark>")]
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.fixture(scope="module")
+def sp_tokenizer(tmp_path_factory: pytest.TempPathFactory, sp: Any) -> Any:
+    return load_tokenizer(write(tmp_path_factory.mktemp("sp") / "f", **sp_keys(sp)))
+
+
+@settings(max_examples=200, deadline=None)
 @given(text=st.text(string.ascii_lowercase + " .,'\n" + "éß日🙂", max_size=40))
-def test_sentencepiece_on_any_text(
-    tmp_path_factory: pytest.TempPathFactory, sp: Any, text: str
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "sp.gguf"
-    tokenizer = load_tokenizer(read_gguf(path) if path.exists() else write(path, **sp_keys(sp)))
-    got = tokenizer(text, add_special_tokens=False).input_ids
+def test_sentencepiece_on_any_text(sp: Any, sp_tokenizer: Any, text: str) -> None:
+    got = sp_tokenizer(text, add_special_tokens=False).input_ids
     assert got == sp.encode(text)
-    assert tokenizer.decode(got) == text
+    assert sp_tokenizer.decode(got) == text
 
 
 def test_without_space_prefix(tmp_path: Path, sp: Any) -> None:
