@@ -159,6 +159,9 @@ def _metadata(w: gguf.GGUFWriter, config: Any, *, mla: bool) -> None:
         w.add_rope_dimension_count(config.qk_rope_head_dim)
     elif kind in ("llama", "mistral", "mixtral"):
         w.add_rope_dimension_count(head_dim)
+        if head_dim * config.num_attention_heads != config.hidden_size:
+            w.add_key_length(head_dim)
+            w.add_value_length(head_dim)
     elif head_dim:
         w.add_key_length(head_dim)
         w.add_value_length(head_dim)
