@@ -1,0 +1,431 @@
+"""A model written as GGUF and read back: the same config, the same weights, the same logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from families import randomise, tiny_config
+from gguf import GGMLQuantizationType as Kind
+from gguf_fixtures import write_gguf
+from gguf_support import dequantised, load_model, state_dict
+from safetensors.torch import load_file
+
+from offload.errors import CheckpointError, UnsupportedModelError
+from offload.io.gguf import GGUFFile, read_gguf
+from offload.models.gguf_config import config_from_gguf
+from offload.models.gguf_generation import generation_defaults
+from offload.models.gguf_names import GGUFEntry, Transform, entries_from_gguf
+from offload.models.gguf_tokenizer import load_tokenizer
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # name: family, config overrides, how it is written
+    "llama": ("llama", {}, {}),
+    "llama with wide heads": ("llama", {"head_dim": 32}, {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama 3.1": (
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        {},
+    ),
+    "llama linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {},
+    ),
+    "mistral": ("mistral", {}, {}),
+    "mixtral": ("mixtral", {"sliding_window": None}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3 yarn": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {},
+    ),
+    "qwen2_moe": ("qwen2_moe", {}, {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
+    "qwen3_moe fused": ("qwen3_moe", {"norm_topk_prob": True}, {"fuse": True}),
+    "gpt_oss": ("gpt_oss", {}, {}),
+    "gpt_oss fused": ("gpt_oss", {}, {"fuse": True}),
+    "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": 1}, {}),
+    "deepseek_v2 without q_lora": ("deepseek_v2", {"q_lora_rank": None}, {}),
+    "deepseek_v2 groups": (
+        "deepseek_v2",
+        {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
+         "routed_scaling_factor": 16.0},
+        {"split_kv_b": True},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 1, "n_group": 2, "routed_scaling_factor": 2.5,
+         "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0,
+             "mscale_all_dim": 1.0, "original_max_position_embeddings": 64,
+             "beta_fast": 32.0, "beta_slow": 1.0,
+         }},
+        {"split_kv_b": True},
+    ),
+    "glm4_moe": ("glm4_moe", {"first_k_dense_replace": 1, "use_qk_norm": True}, {}),
+    "glm4_moe with biases": ("glm4_moe", {"attention_bias": True}, {}),
+    "gemma3": ("gemma3_text", {}, {}),
+    "gemma3 linear": (
+        "gemma3_text",
+        {"rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }},
+        {},
+    ),
+}  # fmt: skip
+
+
+def tiny(family: str, seed: int = 0, **overrides: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family, **overrides)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    randomise(model, seed)
+    with torch.no_grad():
+        for name, p in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                p.copy_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
+    return model.float().eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.arange(2, 34).view(2, 16) * 7 % model.config.vocab_size
+    out: torch.Tensor = model(tokens).logits
+    return out
+
+
+# Fields that no computation reads, or that restate others.
+_IDLE = {
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "eos_token_id",
+    "pad_token_id", "dtype", "id2label", "initializer_range", "label2id", "max_window_layers",
+    "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "transformers_version",
+    "use_cache", "_sliding_window_pattern", "num_nextn_predict_layers", "router_jitter_noise",
+    "_attn_implementation", "head_dim", "qkv_bias",
+}  # fmt: skip
+
+
+def fields(config: Any) -> dict[str, Any]:
+    out = {k: v for k, v in config.to_dict().items() if k not in _IDLE}
+    if not out.get("sliding_window"):
+        out.pop("sliding_window", None)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_model(tmp_path: Path, case: str) -> None:
+    family, overrides, how = CASES[case]
+    model = tiny(family, **overrides)
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", model, **how))
+    config = config_from_gguf(file)
+    assert type(config) is type(model.config)
+    read = load_model(tmp_path / "hf", file, config, entries_from_gguf(file, config))
+    want, got = model.state_dict(), read.state_dict()
+    assert want.keys() == got.keys()
+    for name in want:
+        if family == "gemma3_text" and name.endswith("norm.weight"):
+            torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-7)
+        else:
+            assert torch.equal(got[name], want[name]), name
+    mine, theirs = fields(config), fields(model.config)
+    rope = mine.pop("rope_parameters"), theirs.pop("rope_parameters")
+    assert mine == theirs
+    for key, value in rope[1].items():
+        assert rope[0][key] == value
+    torch.testing.assert_close(logits(read), logits(model), rtol=1e-5, atol=1e-5)
+    if family != "gemma3_text":
+        assert torch.equal(logits(read), logits(model))
+
+
+QUANTISED = [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda k: k.name)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_pieces_of_quantised_tensors(tmp_path: Path, family: str, kind: Kind) -> None:
+    """Slices, permuted rows and parts land on whole blocks: what is read is what each of the
+    model's matrices gives when it is quantised on its own, in the file's orientation."""
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "head_dim": 32}
+    if family == "deepseek_v3":
+        sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "kv_lora_rank": 32,
+                 "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32}  # fmt: skip
+    model = tiny(family, **sizes)
+    how = {"split_kv_b": True} if family == "deepseek_v3" else {}
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", model, kind, **how))
+    config = config_from_gguf(file)
+    entries = entries_from_gguf(file, config)
+    assert {e.type for e in entries} == {"f32", kind.name.lower()}
+    plain = read_gguf(write_gguf(tmp_path / "plain.gguf", model, Kind.F32, **how))
+    exact = entries_from_gguf(plain, config_from_gguf(plain))
+    for mine, original in zip(entries, exact, strict=True):
+        assert mine.hf_name == original.hf_name
+        assert mine.hf_index == original.hf_index
+        got, want = dequantised(file, mine), dequantised(plain, original)
+        if mine.type == "f32":
+            assert torch.equal(got, want)
+            continue
+        if mine.transform is Transform.TRANSPOSE:  # blocks run along the stored rows
+            got, want = got.T, want.T
+        alone = gguf.quants.quantize(want.contiguous().numpy(), kind)
+        assert torch.equal(got, torch.from_numpy(gguf.quants.dequantize(alone, kind)))
+
+
+# What the metadata and the tensors must not be
+
+
+def damaged(tmp_path: Path, family: str = "qwen3_moe", /, **changes: Any) -> GGUFFile:
+    """A sound file with metadata keys replaced, or removed where the value is None, and tensors
+    renamed, reshaped or removed."""
+    rename = changes.pop("tensors", {})
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", tiny(family)))
+    metadata = {k: v for k, v in (file.metadata | changes).items() if v is not None}
+    tensors = {}
+    for name, t in file.tensors.items():
+        new = rename.get(name, name)
+        if isinstance(new, tuple):
+            tensors[name] = t._replace(shape=new)
+        elif new is not None:
+            tensors[new] = t._replace(name=new)
+    return replace(file, metadata=metadata, tensors=tensors)
+
+
+def opened(file: GGUFFile) -> list[GGUFEntry]:
+    return entries_from_gguf(file, config_from_gguf(file))
+
+
+BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
+    "architecture": (
+        "llama", {"general.architecture": "mamba"}, UnsupportedModelError,
+        "architecture 'mamba' is not supported; supported are deepseek2, gemma3, glm4moe, gpt-oss, "
+        "llama, qwen2, qwen2moe, qwen3, qwen3moe",
+    ),
+    "no architecture": (
+        "llama", {"general.architecture": None}, CheckpointError, "general.architecture is missing",
+    ),
+    "no blocks": (
+        "qwen3_moe", {"qwen3moe.block_count": None}, CheckpointError,
+        "metadata key qwen3moe.block_count is missing",
+    ),
+    "no eps": (
+        "llama", {"llama.attention.layer_norm_rms_epsilon": None}, CheckpointError,
+        "llama.attention.layer_norm_rms_epsilon is missing",
+    ),
+    "no heads": (
+        "llama", {"llama.attention.head_count": 0}, CheckpointError,
+        "llama.attention.head_count is 0, at least 1",
+    ),
+    "text": (
+        "llama", {"llama.block_count": "4"}, CheckpointError, "block_count is '4', not a count",
+    ),
+    "no number": (
+        "llama", {"llama.rope.freq_base": "x"}, CheckpointError, "freq_base is 'x', not a number",
+    ),
+    "layers differ": (
+        "llama", {"llama.attention.head_count_kv": [2, 2, 1, 2]}, UnsupportedModelError,
+        "head_count_kv differs from layer to layer",
+    ),
+    "hidden size": (
+        "qwen2", {"qwen2.embedding_length": 32}, CheckpointError,
+        "token_embd.weight has rows of 64, qwen2.embedding_length is 32",
+    ),
+    "experts": (
+        "qwen3_moe", {"qwen3moe.expert_used_count": 9}, CheckpointError,
+        "expert_used_count is 9 of only 4 experts",
+    ),
+    "value heads": (
+        "qwen3", {"qwen3.attention.value_length": 24}, UnsupportedModelError,
+        "keys of 16 and values of 24 elements",
+    ),
+    "partial rotation": (
+        "qwen3", {"qwen3.rope.dimension_count": 8}, UnsupportedModelError, "rotating 8 of the 16",
+    ),
+    "scaling": (
+        "qwen3", {"qwen3.rope.scaling.type": "longrope"}, UnsupportedModelError,
+        "scaling of type 'longrope' is not supported",
+    ),
+    "scaling without factor": (
+        "qwen3", {"qwen3.rope.scaling.type": "yarn"}, CheckpointError,
+        "qwen3.rope.scaling.factor is missing",
+    ),
+    "a scale": (
+        "llama", {"llama.attention.scale": 0.5}, UnsupportedModelError,
+        "llama.attention.scale is 0.5, which is not supported",
+    ),
+    "softcapping": (
+        "qwen3", {"qwen3.final_logit_softcapping": 30.0}, UnsupportedModelError,
+        "final_logit_softcapping is 30.0, which is not supported",
+    ),
+    "no window": (
+        "gpt_oss", {"gpt-oss.attention.sliding_window": None}, CheckpointError,
+        "gpt-oss.attention.sliding_window is missing",
+    ),
+    "no rank": (
+        "deepseek_v2", {"deepseek2.attention.kv_lora_rank": None}, CheckpointError,
+        "deepseek2.attention.kv_lora_rank is missing",
+    ),
+    "gates": (
+        "deepseek_v2", {"deepseek2.expert_weights_norm": True}, UnsupportedModelError,
+        "softmax gates that are normalised",
+    ),
+    "missing tensor": (
+        "qwen3_moe", {"tensors": {"blk.2.ffn_up_exps.weight": None}}, CheckpointError,
+        r"tensor blk.2.ffn_up_exps.weight is missing, .* \[4, 32, 64\]",
+    ),
+    "shape": (
+        "qwen3_moe", {"tensors": {"blk.1.attn_v.weight": (64, 32)}}, CheckpointError,
+        r"blk.1.attn_v.weight has the shape \[64, 32\], by the metadata it is \[32, 64\]",
+    ),
+    "no embedding": (
+        "llama", {"tensors": {"token_embd.weight": None}}, CheckpointError, "no matrix token_embd",
+    ),
+    "a tensor more": (
+        "qwen3_moe", {"qwen3moe.block_count": 3}, CheckpointError,
+        r"tensor blk\.3\.\w+\.weight is not understood for the architecture 'qwen3moe'",
+    ),
+    "unknown tensor": (
+        "llama", {"tensors": {"output.weight": "output.extra"}}, CheckpointError,
+        "tensor output.extra is not understood",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_refused(tmp_path: Path, what: str) -> None:
+    family, changes, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        opened(damaged(tmp_path, family, **changes))
+
+
+def test_layers_that_only_predict_ahead_are_left_out(tmp_path: Path) -> None:
+    model = tiny("glm4_moe")
+    extra = {
+        "blk.4.nextn.eh_proj.weight": torch.zeros(64, 128),
+        "blk.4.attn_norm.weight": torch.zeros(64),
+    }
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", model, extra=extra))
+    count = {"glm4moe.block_count": 5, "glm4moe.nextn_predict_layers": 1}
+    file = replace(file, metadata=file.metadata | count)
+    config = config_from_gguf(file)
+    assert config.num_hidden_layers == 4
+    assert not any("nextn" in e.gguf_name for e in entries_from_gguf(file, config))
+
+
+def test_one_tensor_per_expert(tmp_path: Path) -> None:
+    """Mixtral files of 2023."""
+    model = tiny("mixtral")
+    stacked = read_gguf(write_gguf(tmp_path / "a.gguf", model))
+    extra = {}
+    for name in stacked.tensors:
+        if (at := name.find("_exps.weight")) > 0:
+            stack = torch.frombuffer(bytearray(stacked.read(name)), dtype=torch.float32)
+            for e, one in enumerate(stack.view(stacked.tensors[name].shape)):
+                extra[f"{name[:at]}.{e}.weight"] = one.contiguous()
+    file = read_gguf(write_gguf(tmp_path / "b.gguf", model, extra=extra))
+    tensors = {k: v for k, v in file.tensors.items() if "_exps" not in k}
+    file = replace(file, tensors=tensors)
+    want = state_dict(stacked, opened(stacked))
+    got = state_dict(file, opened(file))
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_widths_by_the_tensors_alone(tmp_path: Path) -> None:
+    """Qwen MoE files from before the expert keys."""
+    file = damaged(
+        tmp_path, "qwen2_moe",
+        **{"qwen2moe.expert_feed_forward_length": None,
+           "qwen2moe.expert_shared_feed_forward_length": None},
+    )  # fmt: skip
+    config = config_from_gguf(file)
+    assert config.moe_intermediate_size == 32
+    assert config.shared_expert_intermediate_size == 32
+    entries_from_gguf(file, config)
+
+
+def test_any_rope_factors_keep_their_values(tmp_path: Path) -> None:
+    """Divisors that no published Llama has: applied as they are."""
+    factors = torch.linspace(1, 3, 8)
+    model = tiny("llama")
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", model, extra={"rope_freqs.weight": factors}))
+    config = config_from_gguf(file)
+    read = load_model(tmp_path / "hf", file, config, entries_from_gguf(file, config))
+    plain: torch.Tensor = model.model.rotary_emb.inv_freq
+    torch.testing.assert_close(read.model.rotary_emb.inv_freq, plain / factors)
+    assert read.model.rotary_emb.attention_scaling == 1.0
+
+
+def test_split_model(tmp_path: Path) -> None:
+    model = tiny("qwen3_moe", norm_topk_prob=True)
+    write_gguf(tmp_path / "m.gguf", model, split_max_tensors=20)
+    first = min(tmp_path.glob("m-00001-of-*.gguf"))
+    file = read_gguf(first)
+    assert len(file.files) > 2
+    config = config_from_gguf(file)
+    read = load_model(tmp_path / "hf", file, config, entries_from_gguf(file, config))
+    assert torch.equal(logits(read), logits(model))
+
+
+# The repository's own model, with its tokenizer
+
+TINY_MOE = Path(__file__).parents[2] / "examples" / "tiny_moe"
+
+
+def test_tiny_moe(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32)
+    path = write_gguf(tmp_path / "m.gguf", model, Kind.BF16, tokenizer=(TINY_MOE, "gpt-2"))
+    file = read_gguf(path)
+    config, original = config_from_gguf(file), AutoConfig.from_pretrained(TINY_MOE)
+    assert fields(config) == fields(original)
+    assert config.dtype == original.dtype == torch.bfloat16
+    assert config.architectures == original.architectures
+    assert config.eos_token_id == original.eos_token_id
+
+    published = load_file(TINY_MOE / "model.safetensors")
+    got = state_dict(file, entries_from_gguf(file, config))
+    assert got.keys() == published.keys()
+    for name, value in published.items():
+        assert torch.equal(got[name].to(value.dtype), value), name
+
+    mine, theirs = load_tokenizer(file), AutoTokenizer.from_pretrained(TINY_MOE)
+    texts = [
+        "",
+        "Once upon a time",
+        " a  b\n\n\tc",
+        "naïve café 日本 🙂",
+        "don't 12345<|endoftext|>x",
+    ]
+    texts += (TINY_MOE / "heldout.txt").read_text().split("\n\n")
+    for text in texts:
+        assert mine(text).input_ids == theirs(text).input_ids, text
+        ids = theirs(text).input_ids
+        assert mine.decode(ids) == theirs.decode(ids)
+    assert (mine.eos_token, mine.pad_token) == (theirs.eos_token, theirs.pad_token)
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    assert mine.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+    published_defaults = GenerationConfig.from_pretrained(TINY_MOE)
+    defaults = generation_defaults(file)
+    assert defaults["eos_token_id"] == published_defaults.eos_token_id
+    assert defaults["pad_token_id"] == published_defaults.pad_token_id
