@@ -12,8 +12,8 @@ inside a memory cgroup of baseline + budget + 128 MiB; the disk is probed before
   on a right guess is a miss; what wrong guesses read is not in the bound.
 
 ``B_ssd`` reads into a few buffers that stay in the processor's cache, which is the most a disk can
-do. The prediction is made from the rate at which the same files arrive in memory (``io.tune``)
-around the run, and is printed beside the one that the run itself has made before it began.
+do. The prediction is made from what ``offload generate`` measures before it plans
+(``runtime.probe_together``), measured again around the run, and is printed beside the one that the run itself has made before it began.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def measure(
 ) -> dict[str, Any]:
     """One budget: probe, generate, probe."""
     before = ssd_rate(model)
-    landing = [arrival_rate(model)]
+    machine = [conditions(args, model)]
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "result.json"
         ids = ",".join(str(5 + i) for i in range(args.prompt_tokens))
@@ -140,10 +140,11 @@ def measure(
         if code != 0 or not out.exists():
             return {"ram_budget_bytes": budget, "error": f"exit {code}: {err.strip()[-300:]}"}
         run = json.loads(out.read_text())
-    landing.append(arrival_rate(model))
+    machine.append(conditions(args, model))
     after = ssd_rate(model)
     rate = statistics.fmean([before, after])
-    predicted = predict(args, model, budget, statistics.fmean(landing))
+    rates = [predict(args, model, budget, m) for m in machine if m is not None]
+    predicted = harmonic_mean(rates)
     reserves = run.get("plan", {}).get("reserves", {})
     apart = sum(reserves.get(k, 0) for k in ("KV cache", "activations", "logits"))
     streamed = max(0, weights - (budget - apart))
@@ -164,7 +165,7 @@ def measure(
         "in_cgroup": limited,
         "ssd_before_bytes_per_s": before,
         "ssd_after_bytes_per_s": after,
-        "arrival_bytes_per_s": landing,
+        "machine": [together(m) for m in machine],
         "disk_bytes_per_token": decode_bytes,
         "bound_bytes_per_token": bound_bytes,
         "cache_share": tier["slots"] / experts if experts and tier["slots"] else None,
@@ -174,31 +175,54 @@ def measure(
     }
 
 
-def arrival_rate(model: Path) -> float:
-    """Bytes per second at which pieces of the checkpoint arrive in memory."""
-    from offload.io.tune import sample
+def harmonic_mean(rates: list[float | None]) -> float | None:
+    """The mean of the times, as a rate; None if one is missing."""
+    known = [r for r in rates if r]
+    return len(known) / sum(1 / r for r in known) if known and len(known) == len(rates) else None
 
-    return statistics.median(sample(sorted(model.glob("*.safetensors")), seconds=1.0))
+
+def together(hardware: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What of the machine's rates is measured anew before each run."""
+    names = ("ssd_read", "gemv", "product_s", "read_beside", "gemv_beside")
+    return None if hardware is None else {name: hardware[name] for name in names}
 
 
-def predict(args: argparse.Namespace, model: Path, budget: int, rate: float) -> float | None:
-    """The plan's prediction for a disk of this rate, made in a process of its own."""
+def conditions(args: argparse.Namespace, model: Path) -> dict[str, Any] | None:
+    """The machine as it is now, as ``offload generate`` measures it before it plans."""
     code = """
-import dataclasses, json, sys, torch
+import json, sys, torch
 from pathlib import Path
-model, budget, rate, prompt, tokens, threads = json.loads(sys.argv[1])
+model, threads = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+from offload.cli.planning import find_hardware, on_these_files
+print(json.dumps(on_these_files(find_hardware(Path(model)), Path(model)).to_json()))
+"""
+    found: dict[str, Any] | None = in_process(code, [str(model), args.threads])
+    return found
+
+
+def predict(
+    args: argparse.Namespace, model: Path, budget: int, hardware: dict[str, Any]
+) -> float | None:
+    """Tokens per second that the plan predicts on ``hardware``."""
+    code = """
+import json, sys, torch
+from pathlib import Path
+model, budget, hardware, prompt, tokens, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
 from offload.models.load import Options, prepare
-from offload.runtime.hardware_cache import load_cached
-from offload.scheduler.hardware import Rate
-known = load_cached(Path(model), threads=threads)
-disk = Rate.of([rate], known.ssd_read.unit)
-hardware = dataclasses.replace(known, ssd_read=disk)
-plan = prepare(model, Options(ram=budget, hardware=hardware, prompt_tokens=prompt,
-                              context=prompt + tokens)).plan
+from offload.scheduler.hardware import Hardware
+plan = prepare(Path(model), Options(ram=budget, hardware=Hardware.from_json(hardware),
+                                    prompt_tokens=prompt, context=prompt + tokens)).plan
 print(1 / plan.predicted_pass_s.mid)
 """
-    job = [str(model), budget, rate, args.prompt_tokens, args.tokens, args.threads]
+    job = [str(model), budget, hardware, args.prompt_tokens, args.tokens, args.threads]
+    found: float | None = in_process(code, job)
+    return found
+
+
+def in_process(code: str, job: list[Any]) -> Any:
+    """What ``code`` prints as JSON in a process of its own; None if it fails."""
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(job)],
         capture_output=True,
@@ -210,7 +234,7 @@ print(1 / plan.predicted_pass_s.mid)
     if done.returncode:
         print(done.stderr[-500:])
         return None
-    return float(done.stdout.strip().splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def prepare_peers(args: argparse.Namespace, model: Path) -> dict[str, Path]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 from offload.cli.console import note, share_progress
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
-from offload.io.tune import sample
+from offload.io.safetensors import read_header
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
 from offload.models.recipes import spill_directory
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
-from offload.scheduler.hardware import Hardware, Rate
+from offload.runtime.probe_together import measure
+from offload.scheduler.hardware import Hardware
 
 logger = logging.getLogger(__name__)
 
@@ -133,18 +135,31 @@ def make_plan(
 
 
 def on_these_files(hardware: Hardware | None, directory: Path) -> Hardware | None:
-    """The same machine with the read rate of the checkpoint's own files, as the disk is now."""
+    """The same machine as it is now: the read rate of the checkpoint's own files, the rate of
+    products with matrices of its dtype, and what is left of either beside the other."""
     if hardware is None:
         return None
+    files = sorted(directory.glob("*.safetensors"))
     try:
         with signals_wait():
-            rates = sample(sorted(directory.glob("*.safetensors")))
+            found = measure(files, dtype := main_dtype(files))
     except OffloadError as error:
         logger.info("the checkpoint's files are not sampled: %s", error)
         return hardware
-    if not rates:
-        return hardware
-    return dataclasses.replace(hardware, ssd_read=Rate.of(rates, hardware.ssd_read.unit))
+    return hardware if found is None else found.on(hardware, dtype)
+
+
+def main_dtype(files: Sequence[Path]) -> str:
+    """The floating-point dtype of most of the first file's bytes, by torch's name.
+
+    Raises:
+        OffloadError: its header cannot be read.
+    """
+    nbytes = Counter({"float32": 0})
+    for tensor in read_header(files[0]).tensors.values() if files else ():
+        if tensor.dtype in ("float32", "bfloat16", "float16"):
+            nbytes[tensor.dtype] += tensor.nbytes
+    return nbytes.most_common(1)[0][0]
 
 
 def find_hardware(directory: Path) -> Hardware | None:

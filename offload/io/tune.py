@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -195,74 +195,125 @@ def _stream(
     return sum(f.result() for f in futures), at
 
 
-def sample(
-    paths: Sequence[str | os.PathLike[str]],
-    *,
-    seconds: float = 0.6,
-    queue_depth: int = 4,
-    request_bytes: int = 4 << 20,
-) -> list[float]:
-    """Bytes per second of several short bursts at places spread over ``paths``, which are read.
+class Bursts:
+    """Short bursts of reads at places spread over ``files``, into as much memory as will take them
+    (``16 * request_bytes`` for a queue of 4): into a few buffers that never leave the processor's
+    cache a virtual disk is 10 % faster."""
 
-    A probe on a file of its own measures a part of the disk that was just written, and on a
-    virtual disk whatever the host has cached of it; this measures the very bytes that will be
-    streamed, on their way to as much memory as will take them (``16 * request_bytes`` for a queue
-    of 4): into a few buffers that never leave the processor's cache a virtual disk is 10 % faster.
-    Empty if the files are too short to say anything.
+    def __init__(
+        self, files: Sequence[DirectFile], queue_depth: int, request_bytes: int, engine: Engine
+    ) -> None:
+        self._files = files
+        self._request_bytes = request_bytes
+        self._per_burst = 4 * queue_depth
+        self._engine = engine
+        self._area = Staging(self._per_burst, request_bytes)
+        self._n = 0
+
+    def begin(self) -> Burst:
+        """Ask for the next burst: four requests per worker. One at a time."""
+        file, offsets = self._place()
+        chunks = ExitStack()
+        views = [chunks.enter_context(self._area.chunk()).view for _ in offsets]
+        began = time.perf_counter()
+        jobs = [
+            self._engine.submit(partial(file.read, offset, view))
+            for offset, view in zip(offsets, views, strict=True)
+        ]
+        return Burst(began, jobs, chunks)
+
+    def finish(self, burst: Burst) -> float:
+        """Wait for it; returns its bytes per second."""
+        with burst.chunks:
+            return sum(job.result() for job in burst.jobs) / (burst.end() - burst.began)
+
+    def rate(self) -> float:
+        """One burst, alone."""
+        return self.finish(self.begin())
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._area.close()
+
+    def _place(self) -> tuple[DirectFile, list[int]]:
+        """Places follow the golden ratio, which spreads any number of them evenly."""
+        at = int(sum(f.size for f in self._files) * ((self._n * 0.6180339887) % 1.0))
+        self._n += 1
+        file = self._files[-1]
+        for candidate in self._files:
+            if at < candidate.size:
+                file = candidate
+                break
+            at -= candidate.size
+        whole = file.size // ALIGN * ALIGN
+        room = max(0, whole - self._per_burst * self._request_bytes)
+        start = min(at // ALIGN * ALIGN, room)
+        last = whole - self._request_bytes
+        return file, [min(start + i * self._request_bytes, last) for i in range(self._per_burst)]
+
+
+class Burst:
+    """Requests under way."""
+
+    def __init__(self, began: float, jobs: list[Future[int]], chunks: ExitStack) -> None:
+        self.began = began
+        self.jobs = jobs
+        self.chunks = chunks
+        self._ended: list[float] = []
+        for job in jobs:
+            job.add_done_callback(lambda _: self._ended.append(time.perf_counter()))
+
+    def done(self) -> bool:
+        """Whether all requests have ended."""
+        return len(self._ended) == len(self.jobs)
+
+    def end(self) -> float:
+        """When the last one ended; waits for it."""
+        wait(self.jobs)
+        return max([*self._ended, self.began + 1e-9])
+
+
+@contextmanager
+def bursts(
+    paths: Sequence[str | os.PathLike[str]], *, queue_depth: int = 4, request_bytes: int = 4 << 20
+) -> Iterator[Bursts | None]:
+    """Bursts over the files ``paths``; None if they are too short to say anything.
 
     Raises:
         StoreError: a file cannot be read.
     """
-    files = [DirectFile.open(p) for p in paths]
-    try:
+    with ExitStack() as stack:
+        files = []
+        for path in paths:
+            files.append(DirectFile.open(path))
+            stack.callback(files[-1].close)
         long = [f for f in files if f.size >= 4 * request_bytes]
-        total = sum(f.size for f in long)
-        if total < 64 * request_bytes:
+        if sum(f.size for f in long) < 64 * request_bytes:
+            yield None
+            return
+        engine = make_engine(queue_depth=queue_depth)
+        stack.callback(engine.close)
+        found = Bursts(long, queue_depth, request_bytes, engine)
+        stack.callback(found.close)
+        yield found
+
+
+def sample(paths: Sequence[str | os.PathLike[str]], *, seconds: float = 0.6) -> list[float]:
+    """Bytes per second of several short bursts at places spread over ``paths``, which are read.
+
+    A probe on a file of its own measures a part of the disk that was just written, and on a
+    virtual disk whatever the host has cached of it; this measures the very bytes that will be
+    streamed. Empty if the files are too short to say anything.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    with bursts(paths) as reads:
+        if reads is None:
             return []
-        return _bursts(long, seconds, queue_depth, request_bytes)
-    finally:
-        for file in files:
-            file.close()
-
-
-def _bursts(
-    files: Sequence[DirectFile], seconds: float, queue_depth: int, request_bytes: int
-) -> list[float]:
-    """One rate per burst of four requests per worker; burst places follow the golden ratio, which
-    spreads any number of them evenly."""
-    rates: list[float] = []
-    total = sum(f.size for f in files)
-    per_burst = 4 * queue_depth
-    engine = make_engine(queue_depth=queue_depth)
-    area = Staging(per_burst, request_bytes)
-
-    end = time.perf_counter() + seconds
-    burst = 0
-    try:
-        while time.perf_counter() < end or len(rates) < 4:
-            at = int(total * ((burst * 0.6180339887) % 1.0))
-            burst += 1
-            file = files[-1]
-            for candidate in files:
-                if at < candidate.size:
-                    file = candidate
-                    break
-                at -= candidate.size
-            room = max(0, file.size // ALIGN * ALIGN - per_burst * request_bytes)
-            start = min(at // ALIGN * ALIGN, room)
-            last = file.size // ALIGN * ALIGN - request_bytes
-            offsets = [min(start + i * request_bytes, last) for i in range(per_burst)]
-            with ExitStack() as stack:
-                chunks = [stack.enter_context(area.chunk()) for _ in offsets]
-                began = time.perf_counter()
-                jobs = [
-                    engine.submit(partial(file.read, offset, chunk.view))
-                    for offset, chunk in zip(offsets, chunks, strict=True)
-                ]
-                moved = sum(job.result() for job in jobs)
-                rates.append(moved / (time.perf_counter() - began))
-        # The first burst has also paid for touching the memory.
-        return rates[1:]
-    finally:
-        engine.close()
-        area.close()
+        reads.rate()  # pays for touching the memory
+        rates: list[float] = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(rates) < 3:
+            rates.append(reads.rate())
+        return rates

@@ -101,6 +101,8 @@ class CostModel:
         for spec in specs:
             for tensor in spec.tensors:
                 gemv_s += tensor.nbytes / self._gemv(tensor.dtype)
+                if len(tensor.shape) > 1:
+                    gemv_s += self.hardware.product_s
                 if tokens > 1:
                     matmul_s += _flops(tensor) * tokens / self._matmul(tensor.dtype)
         return max(gemv_s, matmul_s)

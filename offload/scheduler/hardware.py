@@ -83,6 +83,10 @@ class Hardware:
         memcpy: bytes copied per second (each is read once and written once).
         matmul: FLOP per second by torch's name of the dtype.
         gemv: bytes of weights per second of a linear layer at one token, by dtype.
+        product_s: seconds that a product with a matrix takes besides reading it (threads that
+            meet), more than the smallest one.
+        read_beside: share of ``ssd_read`` that is left while the CPU computes.
+        gemv_beside: share of ``gemv`` that is left while the disk is read.
         h2d, d2h: copies to and from a device; None without one.
         cores: threads the CPU rates were measured with.
         ram_bytes: RAM this process can have at most.
@@ -97,6 +101,9 @@ class Hardware:
     # Mappings have no hash; the rest identifies the machine well enough for one.
     matmul: Mapping[str, Rate] = field(hash=False)
     gemv: Mapping[str, Rate] = field(hash=False)
+    product_s: float = 0.0
+    read_beside: float = 1.0
+    gemv_beside: float = 1.0
     h2d: Rate | None = None
     d2h: Rate | None = None
     cores: int
@@ -106,6 +113,13 @@ class Hardware:
     def __post_init__(self) -> None:
         if self.cores < 1 or self.ram_bytes < 1:
             raise ValueError(f"{self.cores} cores and {self.ram_bytes} bytes of RAM are no machine")
+        if not (0 < self.read_beside <= 1 and 0 < self.gemv_beside <= 1):
+            raise ValueError(
+                f"shares of a rate left beside other work are in (0, 1], got {self.read_beside} "
+                f"and {self.gemv_beside}"
+            )
+        if not 0 <= self.product_s < math.inf:
+            raise ValueError(f"a product cannot take {self.product_s} s besides its bytes")
         for table in ("matmul", "gemv"):
             rates: Mapping[str, Rate] = getattr(self, table)
             if not rates:
@@ -135,6 +149,9 @@ class Hardware:
             "memcpy": self.memcpy.to_json(),
             "matmul": {dtype: rate.to_json() for dtype, rate in self.matmul.items()},
             "gemv": {dtype: rate.to_json() for dtype, rate in self.gemv.items()},
+            "product_s": self.product_s,
+            "read_beside": self.read_beside,
+            "gemv_beside": self.gemv_beside,
             "h2d": None if self.h2d is None else self.h2d.to_json(),
             "d2h": None if self.d2h is None else self.d2h.to_json(),
             "cores": self.cores,
@@ -154,6 +171,9 @@ class Hardware:
             memcpy=_rate(d, "memcpy"),
             matmul=_rates_by_dtype(d, "matmul"),
             gemv=_rates_by_dtype(d, "gemv"),
+            product_s=_optional(d, "product_s", 0.0),
+            read_beside=_optional(d, "read_beside", 1.0),
+            gemv_beside=_optional(d, "gemv_beside", 1.0),
             h2d=None if d.get("h2d") is None else _rate(d, "h2d"),
             d2h=None if d.get("d2h") is None else _rate(d, "d2h"),
             cores=_field(d, "cores", int),
@@ -178,6 +198,10 @@ def _rate(data: Mapping[str, object], key: str) -> Rate:
 def _rates_by_dtype(data: Mapping[str, object], key: str) -> dict[str, Rate]:
     table = _mapping(data.get(key), key)
     return {dtype: _rate(table, dtype) for dtype in table}
+
+
+def _optional(data: Mapping[str, object], key: str, default: float) -> float:
+    return _field(data, key, float) if key in data else default
 
 
 def _field(data: Mapping[str, object], key: str, kind: type[T]) -> T:

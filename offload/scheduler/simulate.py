@@ -7,6 +7,10 @@ ahead of time, ``queue_depth`` of them in flight, so that their latencies overla
 device likewise; computation is the host thread, which asks for a unit's blocks, waits until they
 are there, runs, and routes to experts one after the other in ascending order.
 
+Where the disk's bytes arrive in the memory that compute reads, either slows the other down: what
+is computed while a read is under way, by the measured share; reads, which are priced when they
+begin, by the share of time that compute has been busy so far.
+
 What is pinned in the compute tier never moves and is left out, which makes the cost of a
 simulation that of the streamed blocks: about 15 µs for each.
 """
@@ -38,6 +42,9 @@ from offload.scheduler.residency import Fetch, Instruction, Residency
 
 Routing = Callable[[int, str], Sequence[str]]
 """(pass number, group) → the experts that the pass uses there, in the order of use."""
+
+_INSTANT_S = 1e-12
+"""Less is rounding."""
 
 MAX_EXPERTS = 4096
 """Beyond, the default routing simulates the same share of fewer experts."""
@@ -127,13 +134,18 @@ class _Lane:
     def add(self, fetch: Fetch, nbytes: int) -> None:
         (self._demand if fetch.demand else self._prefetch).append((fetch, nbytes))
 
-    def begin(self, now: float) -> tuple[float, Fetch] | None:
-        """Start the next request: (time of arrival, request), or None if none can start."""
+    def busy_until(self) -> float:
+        """When what has begun will have been served."""
+        return self._free_at
+
+    def begin(self, now: float, pace: float = 1.0) -> tuple[float, Fetch] | None:
+        """Start the next request: (time of arrival, request), or None if none can start. ``pace``:
+        the share of its rate that the lane has."""
         queue = self._demand or self._prefetch
         if not queue or self.flying >= self._depth:
             return None
         fetch, nbytes = queue.popleft()
-        busy_s = self._busy_s(nbytes)
+        busy_s = self._busy_s(nbytes) / pace
         self._free_at = max(self._free_at, now) + busy_s
         self.flying += 1
         self.nbytes += nbytes
@@ -161,12 +173,16 @@ class _Run:
             Tier.RAM: _Lane(costs.read_busy_s, costs.read_latency_s, costs.queue_depth),
             Tier.DEVICE: _Lane(costs.copy_up_busy_s, costs.copy_latency_s, costs.queue_depth),
         }
+        beside = top is Tier.RAM
+        self._compute_beside = costs.hardware.gemv_beside if beside else 1.0
+        self._read_beside = costs.hardware.read_beside if beside else 1.0
         self._arrivals: list[tuple[float, int, Fetch]] = []
         self._sequence = 0
         self._at_once = False  # experts arrive in no time (warm-up)
         self._owed: dict[str, float] = {}  # fractions of misses by group
         self._drawn: dict[str, list[str]] = {}  # what a layer will use, drawn ahead to be guessed
         self._now = self._computed_s = self._stalled_s = 0.0
+        self._active_s = 0.0  # spent computing, what the disk's traffic adds included
         self._resident_uses = 0.0
         dense_s = dense_seconds(plan, costs, tokens)
         self._steps = [
@@ -311,7 +327,20 @@ class _Run:
 
     def _compute(self, seconds: float) -> None:
         self._computed_s += seconds
-        self._pass(seconds)
+        began, left = self._now, seconds
+        disk = self._lanes[Tier.RAM]
+        while left > _INSTANT_S:
+            busy = disk.busy_until() > self._now
+            speed = self._compute_beside if busy else 1.0
+            end = self._now + left / speed
+            change = disk.busy_until() if busy else end
+            due = self._arrivals[0][0] if self._arrivals else end
+            stop = max(self._now, min(end, change, due))
+            left -= (stop - self._now) * speed
+            self._now = stop
+            while self._arrivals and self._arrivals[0][0] <= stop:
+                self._arrive()
+        self._active_s += self._now - began
 
     def _pause(self, seconds: float) -> None:
         self._stalled_s += seconds
@@ -358,8 +387,10 @@ class _Run:
         )
 
     def _pump(self) -> None:
-        for lane in self._lanes.values():
-            while (begun := lane.begin(self._now)) is not None:
+        busy = self._active_s / self._now if self._now > 0.0 else 0.0
+        pace = 1.0 - (1.0 - self._read_beside) * min(1.0, busy)
+        for tier, lane in self._lanes.items():
+            while (begun := lane.begin(self._now, pace if tier is Tier.RAM else 1.0)) is not None:
                 self._sequence += 1
                 heapq.heappush(self._arrivals, (begun[0], self._sequence, begun[1]))
 

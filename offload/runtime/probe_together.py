@@ -1,0 +1,170 @@
+"""Reading a checkpoint's files and multiplying its matrices: alone, and beside each other.
+
+A machine that reads at 3 GB/s and multiplies at 20 GB/s does neither while it does both: the
+disk's bytes arrive through the same memory, and the threads that fetch them run on the same cores.
+On two cores each loses a fifth to a third. A plan that adds up the rates of each alone would
+promise an overlap that does not happen, so the three states are measured in turns, in short
+bursts, on the very files that will be streamed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.blocks import DTYPE_BYTES
+from offload.io.tune import Bursts, bursts
+from offload.runtime.memory import HostMemory
+from offload.scheduler.hardware import BYTES_PER_S, Hardware, Rate
+
+SIZES = ((2048, 2048), (1024, 512))
+"""Rows and columns of the two matrices whose times give a rate and a cost per product: a large
+layer's and a small expert's."""
+
+AREA_BYTES = 64 << 20
+"""Matrices in turn, more than the caches hold of them."""
+
+ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What was measured.
+
+    Attributes:
+        read: bytes per second from the files, alone.
+        gemv: bytes of weights per second at one token, without what each product costs besides.
+        product_s: seconds that a product takes besides its bytes, more than the smallest does.
+        read_beside, gemv_beside: shares of those rates that are left while the other runs.
+    """
+
+    read: Rate
+    gemv: Rate
+    product_s: float
+    read_beside: float
+    gemv_beside: float
+
+    def on(self, hardware: Hardware, dtype: str) -> Hardware:
+        """``hardware`` as it is now, for weights of ``dtype``; other dtypes keep their rates."""
+        return replace(
+            hardware,
+            ssd_read=self.read,
+            gemv={**hardware.gemv, dtype: self.gemv},
+            product_s=self.product_s,
+            read_beside=self.read_beside,
+            gemv_beside=self.gemv_beside,
+        )
+
+
+def measure(paths: Sequence[str | os.PathLike[str]], dtype: str) -> Together | None:
+    """Measure in about a second, with as many threads as torch has now.
+
+    Args:
+        paths: files to read from, a checkpoint's.
+        dtype: of the weights, by torch's name.
+
+    Returns:
+        None if the files are too short to say anything.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    with ExitStack() as stack:
+        reads = stack.enter_context(bursts(paths))
+        if reads is None:
+            return None
+        memory = HostMemory(AREA_BYTES, "weights of the probe")
+        stack.callback(memory.close)
+        return _measure(reads, _Products(memory, dtype))
+
+
+class _Products:
+    """Matrix products at one token, over distinct matrices in turn."""
+
+    def __init__(self, memory: HostMemory, dtype: str) -> None:
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        numbers = memory.tensor().view(self._dtype)
+        # As a GEMV's time does not depend on values other than denormals, any will do.
+        numbers.fill_(1 / 64)
+        self.nbytes = [rows * columns * DTYPE_BYTES[dtype] for rows, columns in SIZES]
+        self._sets = [
+            list(numbers[: numbers.numel() // (r * c) * r * c].view(-1, r, c)) for r, c in SIZES
+        ]
+        self._x = [torch.ones(1, c, dtype=self._dtype) for _, c in SIZES]
+        self._tiny = torch.ones(16, 16, dtype=self._dtype)
+        self._turns = [self._in_turn(size) for size in range(len(SIZES))]
+
+    def _in_turn(self, size: int) -> Iterator[torch.Tensor]:
+        while True:
+            yield from self._sets[size]
+
+    def one(self, size: int) -> None:
+        torch.nn.functional.linear(self._x[size], next(self._turns[size]))
+
+    def seconds(self, size: int, count: int) -> float:
+        """The mean time of one product."""
+        began = time.perf_counter()
+        for _ in range(count):
+            self.one(size)
+        return (time.perf_counter() - began) / count
+
+    def tiny_s(self, count: int = 100) -> float:
+        """The mean time of a product of next to nothing: Python and dispatch."""
+        x = self._tiny[:1]
+        began = time.perf_counter()
+        for _ in range(count):
+            torch.nn.functional.linear(x, self._tiny)
+        return (time.perf_counter() - began) / count
+
+
+def _measure(reads: Bursts, products: _Products) -> Together:
+    read: list[float] = []
+    read_both: list[float] = []
+    times: list[list[float]] = [[] for _ in SIZES]
+    slower: list[float] = []
+    with torch.inference_mode():
+        products.tiny_s()
+        reads.finish(reads.begin())  # touches the memory, starts the threads
+        for size in range(len(SIZES)):
+            products.seconds(size, len(SIZES))
+        for _ in range(ROUNDS):
+            read.append(reads.rate())
+            for size, out in enumerate(times):
+                out.append(products.seconds(size, 16 if size == 0 else 64))
+            busy = reads.begin()
+            alone_s = times[0][-1]
+            began, done = time.perf_counter(), 0
+            while not busy.done():
+                products.one(0)
+                done += 1
+            spent = time.perf_counter() - began
+            read_both.append(reads.finish(busy))
+            if done:
+                slower.append(min(1.0, done * alone_s / spent))
+        tiny_s = products.tiny_s()
+    mid = [statistics.median(t) for t in times]
+    rate = _slope(products.nbytes, mid)
+    extra_s = max(0.0, mid[0] - products.nbytes[0] / rate - tiny_s)
+    scale = rate * mid[0] / products.nbytes[0]
+    return Together(
+        read=Rate.of(read, BYTES_PER_S),
+        gemv=Rate.of([scale * products.nbytes[0] / t for t in times[0]], BYTES_PER_S),
+        product_s=extra_s,
+        read_beside=min(1.0, statistics.median(read_both) / statistics.median(read)),
+        gemv_beside=statistics.median(slower) if slower else 1.0,
+    )
+
+
+def _slope(nbytes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Bytes per second of what the larger product has more than the smaller one; bounded where
+    noise hides the difference."""
+    large, small = nbytes
+    more_s = seconds[0] - seconds[1]
+    whole = large / seconds[0]
+    return min((large - small) / more_s, 2 * whole) if more_s > 0 else whole
