@@ -38,6 +38,9 @@ class Wanted:
     threads: int | None
     predict: bool
     guess: bool
+    expert_policy: str | None = None
+    routing: Path | None = None
+    record_routing: Path | None = None
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -54,6 +57,9 @@ class Wanted:
             disk=self.disk,
             dtype=self.dtype,
             guess=self.guess,
+            expert_policy=self.expert_policy,
+            routing=self.routing,
+            record_routing=self.record_routing,
         )
 
 
