@@ -76,7 +76,6 @@ def cache(
         typer.Option(metavar="FILE", help="Draw the hit rates, too, as PNG; needs matplotlib."),
     ] = None,
     json_file: flags.JsonFile = None,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Replay a recorded routing through every eviction policy.
 

@@ -50,7 +50,7 @@ class Attachment:
         head_rows_verified: Callable[[int], bool] = lambda _: True,
         recorder: RoutingRecorder | None = None,
     ) -> None:
-        """``recorder``: gets what every MoE layer routes to; closed by ``detach``."""
+        """``recorder``: gets what every MoE layer routes to; closed by ``publish``."""
         self.model = model
         self.cut = cut
         self.plan = plan
@@ -85,13 +85,16 @@ class Attachment:
         self._refuse_to_move(model)
 
     def detach(self) -> None:
-        """Remove hooks and proxies, publish what was recorded. Parameters are left to the caller.
-
-        Raises:
-            StoreError: the recorded routing cannot be written; everything is detached all the same.
-        """
+        """Remove hooks and proxies. Parameters are left to the caller."""
         while self._undo:
             self._undo.pop()()
+
+    def publish(self) -> None:
+        """Give what was recorded its name; the last thing to do, because it can fail.
+
+        Raises:
+            StoreError: the routing cannot be written.
+        """
         if self._recorder is not None:
             self._recorder.close()
 

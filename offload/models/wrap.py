@@ -144,6 +144,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     handle.executor.close()
     handle.closed = True
     del model.__dict__["offload"]
+    handle.attachment.publish()
     return model
 
 

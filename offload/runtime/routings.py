@@ -36,14 +36,16 @@ class RecordedRouting:
         self.path = Path(path)
         self.as_run = as_run
         if blocks is not None:
-            for layer, n in zip(header.layers, header.experts, strict=True):
-                if len(blocks.get(layer, ())) != n:
+            here = {layer: len(ids) for layer, ids in blocks.items()}
+            there = dict(zip(header.layers, header.experts, strict=True))
+            for layer in [*there, *here]:
+                if here.get(layer) != there.get(layer):
                     raise OffloadError(
                         f"the routing {path} is of another model"
                         + (f" ({header.model})" if header.model else "")
-                        + f": its layer {layer} has {n} experts, here "
-                        + (f"it has {len(blocks[layer])}" if layer in blocks else "there is none")
-                        + "; record one of this model with --record-routing"
+                        + f": layer {layer} has {there.get(layer, 'no')} experts there and "
+                        f"{here.get(layer, 'none')} here; record one of this model with "
+                        "--record-routing"
                     )
         self._blocks = [
             list(blocks[layer]) if blocks else [f"{i}.{e}" for e in range(n)]

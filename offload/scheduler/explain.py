@@ -127,15 +127,15 @@ def _cliff(plan: Plan, slots: int, per_token: int, experts: int) -> str:
     """Slots for less than one token's experts: LRU evicts each just before its next use."""
     size = max(a.slot_bytes for a in plan.tiers.values())
     short = (
-        f"{WARNING} {slots} slots hold less than the {per_token} experts that one token uses "
+        f"{WARNING} {slots} slots hold less than the {per_token} experts of one token "
         f"({format_bytes(per_token * size)})"
     )
     more = f"{format_bytes((per_token - slots) * size)} more RAM would pass this cliff"
     if plan.expert_policy in CYCLIC:
         return (
             f"{short}, so with {plan.expert_policy} none is there when it comes round again (hit "
-            f"rate 0): drop --expert-policy, whose default keeps some from token to token (about "
-            f"{slots / experts:.0%} of uses hit), or {more}"
+            "rate about 0): drop --expert-policy, whose default keeps some from token to token "
+            f"(about {slots / experts:.0%} of uses hit), or {more}"
         )
     return (
         f"{short}: LRU would never hit; {plan.expert_policy} keeps some of them from token to "

@@ -31,8 +31,9 @@ SCORED = frozenset({"mrs"})
 """Those that learn from the router's scores, and not from the choices alone."""
 
 CYCLIC = frozenset({"lru", "lfu", "clock"})
-"""Those that never hit with slots for less than one token's experts: whatever the layers use once
-per token is evicted before it comes round again. The others hold on to something."""
+"""Those that hardly hit with slots for less than one token's experts, and never with a layer's
+fewer than that: whatever the layers use once per token is evicted before it comes round again. The
+others hold on to something."""
 
 
 class ExpertPolicy(Protocol):

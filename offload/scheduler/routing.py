@@ -1,9 +1,9 @@
 """Experts: what a MoE layer has routed to, in which order it comes, what it displaces.
 
 Experts live in equal slots. Across passes an eviction ``policy`` decides what stays; inside a pass
-the order of use is known exactly, so a wanted expert displaces one that is wanted later, which makes
-a route longer than the slots run in waves. Each expert has a *rank*, its place in that order; one
-that compute waits for goes before all that it does not wait for yet, whatever the route said.
+the order of use is known exactly, so a wanted expert displaces one that is wanted later, which
+makes a route longer than the slots run in waves. Each expert has a *rank*, its place in that order;
+one that compute waits for goes before all that it does not wait for yet, whatever the route said.
 """
 
 from __future__ import annotations
