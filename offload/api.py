@@ -47,6 +47,8 @@ def load(
             when the disk has nothing else to do; the results are the same. False: only experts
             that were routed to are ever read.
         progress: called as ``progress(what, done_bytes, total_bytes)``.
+        options: more of ``offload.models.options.Options``: ``expert_policy``, ``routing`` and
+            ``record_routing`` for experts, ``queue_depth`` and others for the disk.
 
     Raises:
         OffloadError: with one clear message; see ``offload.errors``.

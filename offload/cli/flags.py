@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from offload.errors import OffloadError
+from offload.scheduler.policy import NAMES
 from offload.units import parse_bytes
 
 _DTYPES = {
@@ -33,6 +34,13 @@ def dtype(text: str) -> str:
         names = ", ".join(dict.fromkeys(_DTYPES.values()))
         raise typer.BadParameter(f"{text!r} is not one of {names}")
     return found
+
+
+def expert_policy(text: str) -> str:
+    """A policy's name from a flag's text."""
+    if text not in NAMES:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(NAMES)}")
+    return text
 
 
 Model = Annotated[
@@ -104,6 +112,21 @@ Guess = Annotated[
         "The text is the same.",
     ),
 ]
+ExpertPolicy = Annotated[
+    str | None,
+    typer.Option(
+        parser=expert_policy, metavar="NAME",
+        help="Which cached expert makes room for another: laps (default), lru, lfu, clock, mrs or "
+        "pinned (needs --routing). The text is the same.",
+    ),
+]  # fmt: skip
+RoutingFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--routing", metavar="FILE",
+        help="For --expert-policy pinned: a recorded routing, whose most used experts stay.",
+    ),
+]  # fmt: skip
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON, too."),

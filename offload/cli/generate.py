@@ -71,6 +71,15 @@ def generate(
     dtype: flags.Dtype = None,
     predict: flags.Predict = True,
     guess: flags.Guess = True,
+    expert_policy: flags.ExpertPolicy = None,
+    routing: flags.RoutingFile = None,
+    record_routing: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record which experts every token uses, for 'offload bench cache' and --routing.",
+        ),
+    ] = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -86,7 +95,8 @@ def generate(
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if stop is not None and "" in stop:
         raise OffloadError("--stop '' would stop before the first token; give some text")
-    output.check_json_target(json_file)
+    output.check_target(json_file, "--json")
+    output.check_target(record_routing, "--record-routing")
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
@@ -102,6 +112,9 @@ def generate(
         threads=threads,
         predict=predict,
         guess=guess,
+        expert_policy=expert_policy,
+        routing=routing,
+        record_routing=record_routing,
     )
     run_session(
         Wish(

@@ -13,6 +13,11 @@ from offload.errors import OffloadError
 
 
 def check_json_target(path: Path | None) -> None:
+    """``check_target`` of ``--json``."""
+    check_target(path, "--json")
+
+
+def check_target(path: Path | None, flag: str) -> None:
     """Refuse a file that cannot be written now, not after the work is done.
 
     Raises:
@@ -22,11 +27,11 @@ def check_json_target(path: Path | None) -> None:
         return
     folder = path.expanduser().resolve().parent
     if path.is_dir():
-        raise OffloadError(f"--json {path} is a directory; give a file")
+        raise OffloadError(f"{flag} {path} is a directory; give a file")
     if not folder.is_dir():
-        raise OffloadError(f"--json {path}: there is no directory {folder}; make it first")
+        raise OffloadError(f"{flag} {path}: there is no directory {folder}; make it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OffloadError(f"--json {path}: the directory {folder} is not writable")
+        raise OffloadError(f"{flag} {path}: the directory {folder} is not writable")
 
 
 def write_json(path: Path | None, data: Mapping[str, Any]) -> None:

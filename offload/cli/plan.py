@@ -25,6 +25,8 @@ def plan(
     threads: flags.Threads = None,
     predict: flags.Predict = True,
     guess: flags.Guess = True,
+    expert_policy: flags.ExpertPolicy = None,
+    routing: flags.RoutingFile = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -53,6 +55,8 @@ def plan(
         threads=threads,
         predict=predict,
         guess=guess,
+        expert_policy=expert_policy,
+        routing=routing,
     )
     options = wanted.options()
     if threads is not None:

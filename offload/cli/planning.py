@@ -40,6 +40,9 @@ class Wanted:
     threads: int | None
     predict: bool
     guess: bool
+    expert_policy: str | None = None
+    routing: Path | None = None
+    record_routing: Path | None = None
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -56,6 +59,9 @@ class Wanted:
             disk=self.disk,
             dtype=self.dtype,
             guess=self.guess,
+            expert_policy=self.expert_policy,
+            routing=self.routing,
+            record_routing=self.record_routing,
         )
 
 

@@ -149,6 +149,8 @@ def _report(
         # The next line should start at the left. A pipe gets the text as it is.
         _show("\n", lambda: None)
     console.note(report.stats_line(run, prepared), "stats")
+    if (recorded := prepared.options.record_routing) is not None:
+        console.note(f"what every token was routed to is in {recorded}", "routing")
     if not view.streams(prepared.plan):
         console.note(report.RESIDENT)
     output.write_json(

@@ -13,6 +13,7 @@ from offload.blocks import Tier
 from offload.cli.console import heading, rows
 from offload.models.load import Prepared
 from offload.scheduler import describe
+from offload.scheduler.explain import WARNING
 from offload.scheduler.plan import Home, Interval, Plan
 from offload.units import format_bytes
 
@@ -93,6 +94,9 @@ def show_summary(console: Console, prepared: Prepared) -> None:
                 f"{format_bytes(plan.streamed_bytes_per_pass)} per token from disk"
             )
         )
+    for sentence in plan.reasons:
+        if sentence.startswith(WARNING):
+            console.print(_indented(Text(sentence, "yellow")))
     for sentence in prepared.notes:
         console.print(_indented(Text.assemble(("note: ", "dim"), sentence)))
 
@@ -132,6 +136,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
         "streamed_bytes_per_token": plan.streamed_bytes_per_pass,
         "expected_hit_rate": plan.expected_hit_rate,
         "guesses": plan.guesses,
+        "expert_policy": plan.expert_policy,
         "predicted_decode_tok_s": None if predicted is None else tokens_per_s(predicted),
         "bound_decode_tok_s": 1 / plan.bound_pass_s if plan.bound_pass_s else None,
         "lane_s": dict(plan.lane_s),

@@ -26,9 +26,11 @@ from offload.models.absent import absent, row_table
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, ExpertSession, routing
 from offload.models.params import Param
+from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
 from offload.runtime.executor import Executor
 from offload.scheduler.plan import Plan
+from offload.scheduler.policy import SCORED
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +48,15 @@ class Attachment:
         executor: Executor,
         *,
         head_rows_verified: Callable[[int], bool] = lambda _: True,
+        recorder: RoutingRecorder | None = None,
     ) -> None:
+        """``recorder``: gets what every MoE layer routes to; closed by ``publish``."""
         self.model = model
         self.cut = cut
         self.plan = plan
         self.executor = executor
         self._head_rows_verified = head_rows_verified
+        self._recorder = recorder
         self._undo: list[Undo] = []
         pinned = plan.tiers[plan.compute_tier].pinned
         self._resident = {b for b in plan.blocks if b in pinned}
@@ -83,6 +88,15 @@ class Attachment:
         """Remove hooks and proxies. Parameters are left to the caller."""
         while self._undo:
             self._undo.pop()()
+
+    def publish(self) -> None:
+        """Give what was recorded its name; the last thing to do, because it can fail.
+
+        Raises:
+            StoreError: the routing cannot be written.
+        """
+        if self._recorder is not None:
+            self._recorder.close()
 
     def bury(self) -> None:
         """Replace every parameter that lived in the arenas: their memory goes away."""
@@ -174,10 +188,20 @@ class Attachment:
             group.module.__dict__[attr] = proxy
             self._undo.append(partial(group.module.__dict__.pop, attr, None))
 
+        scored = self.plan.expert_policy in SCORED
+        recorder = self._recorder
+        tap = RouterTap(group) if scored or recorder is not None else None
+        if tap is not None:
+            self._undo.append(tap.detach)
+
         def route(module: nn.Module, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs.get("hidden_states")
             known = isinstance(hidden, torch.Tensor) and hidden.is_floating_point()
-            session.begin(routing(args, kwargs, group), hidden if known else None)
+            said = tap.read(args, kwargs) if tap is not None else None
+            if said is not None and recorder is not None:
+                recorder.add(group.name, said)
+            scores = said.rows(group.blocks) if said is not None and scored else None
+            session.begin(routing(args, kwargs, group), hidden if known else None, scores)
 
         def finish(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             session.end()

@@ -16,6 +16,7 @@ from offload.models.expert_groups import ExpertGroup
 from offload.models.params import Param
 from offload.runtime.executor import Executor
 from offload.scheduler.guesses import guess_count
+from offload.scheduler.policy import Scores
 
 GUESS_ROWS = 4
 """Tokens at once up to which the next layer's experts are guessed: a prompt uses most of them."""
@@ -35,11 +36,17 @@ class ExpertSession:
         self._views: dict[str, torch.Tensor] = {}
         self._open = False
 
-    def begin(self, experts: list[int], hidden: torch.Tensor | None = None) -> None:
-        """The layer routes to ``experts``; ``hidden`` [..., H] is what they are applied to."""
+    def begin(
+        self,
+        experts: list[int],
+        hidden: torch.Tensor | None = None,
+        scores: Scores | None = None,
+    ) -> None:
+        """The layer routes to ``experts``; ``hidden`` [..., H] is what they are applied to, and
+        ``scores`` what its router says, for eviction policies that listen."""
         self._let_go()  # left by a Ctrl-C in the loop before
         self._open = True
-        self.executor.route(self.group.name, [self.group.blocks[e] for e in experts])
+        self.executor.route(self.group.name, [self.group.blocks[e] for e in experts], scores)
         if self._after is not None and hidden is not None:
             likely = guess(self._after, hidden, guess_count(len(experts)))
             self.executor.guess(self._after.name, [self._after.blocks[e] for e in likely])

@@ -61,10 +61,15 @@ class OffloadHandle:
 
     def close(self) -> None:
         """Wait for what is in flight, free memory, files and threads. The model cannot run any
-        more; its parameters' memory is gone. Idempotent."""
+        more; its parameters' memory is gone. Idempotent.
+
+        Raises:
+            StoreError: a recorded routing cannot be written; all the rest is closed.
+        """
         if self.closed:
             return
         self.closed = True
         self.attachment.detach()
         self.attachment.bury()
         self.executor.close()
+        self.attachment.publish()

@@ -21,6 +21,7 @@ from offload.errors import PlanError
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models.expert_groups import expert_groups
+from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.experts import check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
@@ -153,6 +154,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         if overhead is None:
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
+        overhead += listening_bytes(options, chosen, prompt * options.batch)
         return reserves_of(
             meta,
             chosen,
@@ -178,11 +180,13 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         recipes = make_recipes(chosen, meta.mapping)
 
     staged = recipes.staged
+    policy = policy_of(options, chosen)
+    check_recordable(options, chosen)
 
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
         aside = set_aside(chosen, ram, staged)
-        return request_of(meta, chosen, options, warm, budgets, aside, top, staged)
+        return request_of(meta, chosen, options, warm, budgets, aside, top, staged, policy)
 
     request = ask(ram)
     try:

@@ -17,11 +17,13 @@ from offload.io.engines import make_engine
 from offload.io.memory import Staging
 from offload.io.stores import RangeStore
 from offload.models.attach import Attachment
+from offload.models.expert_options import recorder_of
 from offload.models.handle import OffloadHandle
 from offload.models.head_check import ROWS_TRIED, verified_rows
 from offload.models.meta import materialise_buffers
 from offload.models.options import Options, Progress
 from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, spill_directory
+from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import HeadSlices
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
@@ -56,7 +58,9 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
     store: Any = None
     device: Device | None = None
     executor: Executor | None = None
+    recorder: RoutingRecorder | None = None
     try:
+        recorder = recorder_of(options, prepared.cut, meta.directory.resolve().name)
         reader = TensorReader(meta.index, engine, staging)
         try:
             materialise_buffers(meta.model, meta.mapping, reader.read)
@@ -98,8 +102,11 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
             plan,
             executor,
             head_rows_verified=rows_check(prepared.head_rows, prepared.cut.head),
+            recorder=recorder,
         )
     except BaseException:
+        if recorder is not None:
+            recorder.abandon()
         if executor is not None:
             executor.close()
         elif store is not None:
@@ -124,6 +131,8 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
     finish_model(model, meta.directory)
     model.__dict__["offload"] = handle
     weakref.finalize(model, executor.close)
+    if recorder is not None:
+        weakref.finalize(model, recorder.close)
     gc.collect()
     return model
 

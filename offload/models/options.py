@@ -12,6 +12,7 @@ import torch
 from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
 from offload.scheduler.hardware import Hardware
+from offload.scheduler.policy import NAMES
 from offload.units import parse_bytes
 
 DEFAULT_CONTEXT = 1024
@@ -47,6 +48,13 @@ class Options:
     guess: bool = True
     """Whether experts may be read on a guess into disk time that nothing else can use; without,
     only experts that were routed to are ever read. The results are the same."""
+    expert_policy: str | None = None
+    """What decides which expert leaves memory for another: a name of ``offload.scheduler.policy``;
+    None: the default. The results are the same."""
+    routing: str | Path | None = None
+    """For the policy ``pinned``: a recorded routing, whose most used experts stay."""
+    record_routing: str | Path | None = None
+    """A file to record into what every layer routes to, published when the model is closed."""
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
@@ -55,6 +63,24 @@ class Options:
 
     def __post_init__(self) -> None:
         check_device(self)
+        check_policy(self)
+
+
+def check_policy(options: Options) -> None:
+    """Raises OffloadError: an unknown policy, or one that lacks its routing."""
+    name = options.expert_policy
+    if name is not None and name not in NAMES:
+        raise OffloadError(f"expert policy {name!r} is not one of {', '.join(NAMES)}")
+    if name == "pinned" and options.routing is None:
+        raise OffloadError(
+            "the expert policy pinned keeps the experts that a recorded routing used most: record "
+            "one with --record-routing FILE, then give it with --routing FILE"
+        )
+    if name != "pinned" and options.routing is not None:
+        raise OffloadError(
+            f"a routing ({options.routing}) is only for the expert policy pinned; drop --routing "
+            "or add --expert-policy pinned"
+        )
 
 
 def check_device(options: Options) -> str:

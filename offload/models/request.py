@@ -14,6 +14,7 @@ from offload.models.units import Cut, head_shape
 from offload.models.workspace import Workspace, kernel_bytes, workspace_bytes
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
+from offload.scheduler.policy import DEFAULT
 from offload.scheduler.trace import Step, Trace
 
 BOUNCE_BYTES = 256 * 2**10
@@ -94,7 +95,9 @@ def request_of(
     reserves: dict[Tier, dict[str, int]],
     top: Tier,
     staged: bool,
+    policy: tuple[str, tuple[str, ...]] = (DEFAULT, ()),
 ) -> PlanRequest:
+    """``policy``: which experts leave, see ``offload.models.expert_options.policy_of``."""
     blocks, by_row = rows_of(chosen)
     top_k = expert_top_k(meta.model.config)
     costs = None
@@ -118,6 +121,8 @@ def request_of(
         costs=costs,
         overhead_s=_overheads(chosen, warm),
         guesses=options.guess,
+        expert_policy=policy[0],
+        hot=policy[1],
     )
 
 

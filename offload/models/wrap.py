@@ -24,6 +24,7 @@ from offload.io.memory import Staging
 from offload.io.pack import PackStore
 from offload.io.store import Store
 from offload.models.attach import Attachment
+from offload.models.expert_options import check_recordable, policy_of, recorder_of
 from offload.models.handle import OffloadHandle
 from offload.models.load import drop_unloopable, try_head
 from offload.models.opening import make_device, rows_check
@@ -31,6 +32,7 @@ from offload.models.options import Options, Progress
 from offload.models.params import Param, parameters
 from offload.models.recipes import RoutedStore, spill_directory
 from offload.models.request import expert_top_k, rows_of, staging_shape, trace_of
+from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import Cut, cut
 from offload.runtime.executor import Executor
 from offload.runtime.memory import HostMemory
@@ -82,7 +84,9 @@ def wrap(
     gc.collect()
     store = RoutedStore([pack], engine, staging)
     executor: Executor | None = None
+    recorder: RoutingRecorder | None = None
     try:
+        recorder = recorder_of(options, chosen, type(model).__name__)
         executor = Executor(plan, store, make_device(options, plan.budgets.get(Tier.DEVICE)))
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = Attachment(
@@ -91,8 +95,11 @@ def wrap(
             plan,
             executor,
             head_rows_verified=rows_check(head_rows, chosen.head),
+            recorder=recorder,
         )
     except BaseException:
+        if recorder is not None:
+            recorder.abandon()
         originals.restore(chosen, pack)
         if executor is not None:
             executor.close()
@@ -110,6 +117,8 @@ def wrap(
     )
     model.__dict__["offload"] = handle
     weakref.finalize(model, executor.close)
+    if recorder is not None:
+        weakref.finalize(model, recorder.close)
     return model
 
 
@@ -135,6 +144,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     handle.executor.close()
     handle.closed = True
     del model.__dict__["offload"]
+    handle.attachment.publish()
     return model
 
 
@@ -189,6 +199,8 @@ def _plan(
     config = getattr(model, "config", None)
     top_k = expert_top_k(config) if config is not None else 2
     blocks, by_row = rows_of(chosen)
+    policy, hot = policy_of(options, chosen)
+    check_recordable(options, chosen)
     request = PlanRequest(
         blocks=blocks,
         trace=Trace(trace_of(chosen)),
@@ -200,6 +212,8 @@ def _plan(
         reserves=reserves,
         compute_tier=top,
         guesses=options.guess,
+        expert_policy=policy,
+        hot=hot,
     )
     return chosen, make_plan(request), head_rows
 

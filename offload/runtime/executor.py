@@ -29,6 +29,7 @@ from offload.runtime.device import Device, Event
 from offload.runtime.interrupts import Shield
 from offload.runtime.order import OrderWatcher
 from offload.scheduler.plan import Plan
+from offload.scheduler.policy import Scores
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
 
 logger = logging.getLogger(__name__)
@@ -194,12 +195,13 @@ class Executor:
 
     # -- experts --------------------------------------------------------------------------
 
-    def route(self, group: str, experts: Sequence[str]) -> None:
-        """A MoE layer needs these experts, in this order: start reading what is not there."""
+    def route(self, group: str, experts: Sequence[str], scores: Scores | None = None) -> None:
+        """A MoE layer needs these experts, in this order: start reading what is not there.
+        ``scores``: what its router says of them, for eviction policies that listen."""
         with self._shield, self._changed:
             self._check_open()
             self._forgive(experts)
-            self._submit(self._residency.route(group, experts))
+            self._submit(self._residency.route(group, experts, scores))
             self.stats.hits = self._residency.hits
             self.stats.misses = self._residency.misses
             self.stats.guessed, self.stats.guessed_right = self._residency.guessed

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from offload.blocks import BlockSpec, Tier
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import Home, Plan
+from offload.scheduler.policy import CYCLIC, DEFAULT
 from offload.scheduler.trace import Step
 
 READ, H2D, COMPUTE = "read", "h2d", "compute"
@@ -35,13 +36,16 @@ def row_bytes(spec: BlockSpec) -> int:
     return sum(t.nbytes // max(t.shape[0], 1) for t in spec.tensors if t.shape)
 
 
-def hit_rate(slots: int, experts: int) -> float:
-    """A cache's share of the experts, by number: what even routing hits.
+def hit_rate(slots: int, experts: int, policy: str = DEFAULT, cycle: int = 0) -> float:
+    """A cache's share of the experts, by number: what even routing hits. 0 for a policy that
+    loses everything between two tokens because it has less than one token's ``cycle`` of slots.
 
     A RAM slot keeps its copy when the expert goes up to the device, so of two caches the larger
     one counts and not the sum.
     """
-    return min(1.0, slots / experts) if experts else 1.0
+    if not experts:
+        return 1.0
+    return 0.0 if policy in CYCLIC and slots < min(cycle, experts) else min(1.0, slots / experts)
 
 
 def traffic(plan: Plan, tokens: float = 1.0) -> dict[Tier, float]:
@@ -63,6 +67,7 @@ def traffic(plan: Plan, tokens: float = 1.0) -> dict[Tier, float]:
             elif plan.homes[block] is Home.BY_ROW:
                 into[Tier.RAM] += row_bytes(spec) * tokens
     cached = sum(h is Home.CACHED for h in plan.homes.values())
+    cycle = sum(k * times for _, k, times in _routing(plan))
     for block_ids, k, times in _routing(plan):
         if plan.homes[block_ids[0]] is not Home.CACHED:
             continue
@@ -72,7 +77,8 @@ def traffic(plan: Plan, tokens: float = 1.0) -> dict[Tier, float]:
         for tier in reversed(tiers):
             if block_ids[0] in plan.tiers[tier].pinned:
                 break
-            missed = min(missed, 1.0 - hit_rate(plan.tiers[tier].slots, cached))
+            slots = plan.tiers[tier].slots
+            missed = min(missed, 1.0 - hit_rate(slots, cached, plan.expert_policy, cycle))
             into[tier] += used * each * missed
     return into
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from offload.scheduler.policy import Scores
+
 
 class ExpertCache:
     """Recency of cached experts, grouped by layer. The caller owns slots and states."""
@@ -45,8 +47,8 @@ class ExpertCache:
     def __contains__(self, block: str) -> bool:
         return block in self._group_of
 
-    def begin_pass(self, group: str) -> None:
-        """A layer runs: what it does not use now has missed a chance."""
+    def begin_pass(self, group: str, scores: Scores | None = None) -> None:
+        """A layer runs: what it does not use now has missed a chance. Scores do not count."""
         g = self._now = self._order[group]
         self._passes[g] += 1
         if self._entries[g]:

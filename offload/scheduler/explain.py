@@ -9,7 +9,11 @@ from offload.scheduler.bounds import H2D, READ, experts_of
 from offload.scheduler.costs import CostModel
 from offload.scheduler.guesses import spare_slots
 from offload.scheduler.plan import Home, Plan
+from offload.scheduler.policy import CYCLIC, DEFAULT
 from offload.units import format_bytes
+
+WARNING = "warning:"
+"""How a sentence begins that a user should see even in a summary."""
 
 _NAME = {Tier.RAM: "RAM", Tier.DEVICE: "the device"}
 _LANE = {READ: "the disk", H2D: "copies to the device"}
@@ -108,14 +112,35 @@ def _experts(plan: Plan) -> list[str]:
             f"{spare} of the slots are kept free for experts of the next layer, read on a guess "
             "when the disk has nothing else to do"
         )
-    if (plan.expected_hit_rate or 0.0) < 1.0 and slots < per_token:
-        size = max(a.slot_bytes for a in plan.tiers.values())
+    kept = max(map(len, plan.kept.values()), default=0)
+    if plan.expert_policy != DEFAULT:
         lines.append(
-            f"warning: {slots} slots hold less than the {per_token} experts of one token, so "
-            "hardly any is there when it comes round again; "
-            f"{format_bytes((per_token - slots) * size)} more would pass this cliff"
+            f"the expert policy {plan.expert_policy} was asked for"
+            + (f": the {kept} most used experts of the recorded routing stay" if kept else "")
         )
+    if (plan.expected_hit_rate or 0.0) < 1.0 and slots < per_token:
+        lines.append(_cliff(plan, slots, per_token, len(cached)))
     return lines
+
+
+def _cliff(plan: Plan, slots: int, per_token: int, experts: int) -> str:
+    """Slots for less than one token's experts: LRU evicts each just before its next use."""
+    size = max(a.slot_bytes for a in plan.tiers.values())
+    short = (
+        f"{WARNING} {slots} slots hold less than the {per_token} experts of one token "
+        f"({format_bytes(per_token * size)})"
+    )
+    more = f"{format_bytes((per_token - slots) * size)} more RAM would pass this cliff"
+    if plan.expert_policy in CYCLIC:
+        return (
+            f"{short}, so with {plan.expert_policy} none is there when it comes round again (hit "
+            "rate about 0): drop --expert-policy, whose default keeps some from token to token "
+            f"(about {slots / experts:.0%} of uses hit), or {more}"
+        )
+    return (
+        f"{short}: LRU would never hit; {plan.expert_policy} keeps some of them from token to "
+        f"token, and about {plan.expected_hit_rate or 0.0:.0%} of uses hit; {more}"
+    )
 
 
 def _rows(plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from offload.blocks import BlockSpec, Tier
 from offload.scheduler.costs import CostModel
+from offload.scheduler.policy import DEFAULT, NAMES
 from offload.scheduler.trace import Trace
 
 MIN_LOOKAHEAD = 8 * 2**20
@@ -32,6 +33,8 @@ class PlanRequest:
         costs: without them the plan is made by rule and predicts nothing.
         overhead_s: seconds of each step besides weights and I/O; for all units, or by unit.
         guesses: whether a layer's experts may be read on a guess (see ``guesses``).
+        expert_policy: what decides which expert leaves a slot (see ``policy``).
+        hot: for the policy ``pinned``: experts, the most used first.
         min_lookahead_bytes: a ring holds at least that much more than one step where the
             budget allows; capped by what is streamed at all.
 
@@ -51,6 +54,8 @@ class PlanRequest:
     costs: CostModel | None = None
     overhead_s: float | Mapping[str, float] = 0.0
     guesses: bool = False
+    expert_policy: str = DEFAULT
+    hot: tuple[str, ...] = ()
     min_lookahead_bytes: int = MIN_LOOKAHEAD
 
     def __post_init__(self) -> None:
@@ -70,6 +75,10 @@ class PlanRequest:
         for step in self.trace:
             if step.group and step.group not in self.experts:
                 raise ValueError(f"step {step.unit} routes to unknown group {step.group!r}")
+        if self.expert_policy not in NAMES or (self.hot and self.expert_policy != "pinned"):
+            raise ValueError(f"policy {self.expert_policy!r} with {len(self.hot)} hot experts")
+        if not set(self.hot) <= set(routed):
+            raise ValueError("hot experts are experts")
         for group, blocks in self.experts.items():
             if not 1 <= self.top_k.get(group, 0) <= len(blocks):
                 raise ValueError(f"group {group} needs a top_k between 1 and {len(blocks)}")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.blocks import BlockSpec, Tier
+from offload.scheduler.policy import DEFAULT
 from offload.scheduler.trace import Trace
 
 
@@ -81,6 +82,10 @@ class Plan:
     """Experts that one token uses in each group."""
     guesses: bool = False
     """Whether the next layer's experts are read on a guess when the disk has nothing else to do."""
+    expert_policy: str = DEFAULT
+    """What decides which expert leaves a slot: a name of ``policy``."""
+    kept: Mapping[Tier, frozenset[str]] = field(default_factory=dict)
+    """Under the policy ``pinned``: the experts that stay in a tier's slots once they are there."""
     by_row: frozenset[str] = frozenset()
     """Blocks that are looked up and not multiplied with, pinned ones included."""
     overhead_s: float | Mapping[str, float] = 0.0

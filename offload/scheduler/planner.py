@@ -19,6 +19,7 @@ from offload.scheduler.guesses import spare_slots
 from offload.scheduler.inventory import Inventory, PlanRequest
 from offload.scheduler.placement import NoRoomError, Placement, least_bytes, placements
 from offload.scheduler.plan import Home, Interval, Plan, TierLayout
+from offload.scheduler.policy import kept_experts
 from offload.scheduler.simulate import simulate
 from offload.units import format_bytes
 
@@ -159,6 +160,12 @@ def _assemble(request: PlanRequest, inv: Inventory, placement: Placement) -> Pla
         weight_bytes=sum(s.nbytes for s in request.blocks.values()),
         streamed_bytes_per_pass=0,
         expected_hit_rate=_hits(inv, tiers, request),
+        expert_policy=request.expert_policy,
+        kept={
+            t: frozenset(request.hot[: kept_experts(a.slots, request.top_k, _spare(a, request))])
+            for t, a in tiers.items()
+            if request.hot
+        },
         top_k=request.top_k,
         by_row=request.by_row,
         overhead_s=request.overhead_s,
@@ -172,10 +179,15 @@ def _hits(inv: Inventory, tiers: Mapping[Tier, TierLayout], request: PlanRequest
         return None
     if any(inv.experts[0] in layout.pinned for layout in tiers.values()):
         return 1.0
-    slots = max(a.slots for a in tiers.values())
-    if request.guesses and len(tiers) == 1:
-        slots -= spare_slots(slots, request.top_k)
-    return hit_rate(slots, len(inv.experts))
+    largest = max(tiers.values(), key=lambda a: a.slots)
+    slots = largest.slots - _spare(largest, request)
+    return hit_rate(slots, len(inv.experts), request.expert_policy, inv.per_token)
+
+
+def _spare(layout: TierLayout, request: PlanRequest) -> int:
+    """Slots that are kept free for guesses."""
+    guesses = request.guesses and len(request.memory_tiers) == 1
+    return spare_slots(layout.slots, request.top_k) if guesses else 0
 
 
 def _predict(plan: Plan, costs: CostModel) -> Plan:

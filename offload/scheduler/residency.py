@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from offload.blocks import Tier
 from offload.errors import SchedulerError
 from offload.scheduler.plan import Plan
+from offload.scheduler.policy import Scores
 from offload.scheduler.routing import Routes
 from offload.scheduler.shelf import Drop, Fetch, Instruction, Pool, Stock
 from offload.scheduler.streaming import Streams
@@ -73,9 +74,14 @@ class Residency:
         self._streams.retrace(trace)
         return self._advance()
 
-    def route(self, group: str, experts: Sequence[str]) -> list[Instruction]:
-        """A MoE layer routes to ``experts``, which will be acquired in this order."""
-        self._routes.route(group, experts)
+    def route(
+        self, group: str, experts: Sequence[str], scores: Scores | None = None
+    ) -> list[Instruction]:
+        """A MoE layer routes to ``experts``, which will be acquired in this order.
+
+        ``scores``: what its router says of them, for eviction policies that listen.
+        """
+        self._routes.route(group, experts, scores)
         return self._advance_experts()
 
     def acquire(self, expert: str) -> tuple[bool, list[Instruction]]:

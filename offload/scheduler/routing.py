@@ -1,9 +1,9 @@
 """Experts: what a MoE layer has routed to, in which order it comes, what it displaces.
 
-Experts live in equal slots. Across passes ``ExpertCache`` decides what stays; inside a pass the
-order of use is known exactly, so a wanted expert displaces one that is wanted later, which makes
-a route longer than the slots run in waves. Each expert has a *rank*, its place in that order; one
-that compute waits for goes before all that it does not wait for yet, whatever the route said.
+Experts live in equal slots. Across passes an eviction ``policy`` decides what stays; inside a pass
+the order of use is known exactly, so a wanted expert displaces one that is wanted later, which
+makes a route longer than the slots run in waves. Each expert has a *rank*, its place in that order;
+one that compute waits for goes before all that it does not wait for yet, whatever the route said.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from offload.blocks import BlockKind
 from offload.errors import SchedulerError
 from offload.scheduler.guesses import Guesses
 from offload.scheduler.plan import Home, Plan
+from offload.scheduler.policy import Scores
 from offload.scheduler.shelf import NEVER, Pool, Shelf, Stock
 
 _URGENT = -(1 << 62)
@@ -44,8 +45,9 @@ class Routes:
 
     # -- events ---------------------------------------------------------------------------
 
-    def route(self, group: str, experts: Sequence[str]) -> None:
-        """A layer will use ``experts`` in this order. What was wanted before is not any more."""
+    def route(self, group: str, experts: Sequence[str], scores: Scores | None = None) -> None:
+        """A layer will use ``experts`` in this order. What was wanted before is not any more.
+        ``scores``: what its router says of them, for policies that listen."""
         if group not in self._groups:
             raise SchedulerError(f"the plan has no layer {group!r} with experts")
         entries, blocks, cache = self._top.entries, self._blocks, self._top.cache
@@ -53,7 +55,7 @@ class Routes:
         if unknown:
             raise SchedulerError(f"{group} routes to {unknown[0]}, which the plan does not know")
         for shelf in self._stock.shelves.values():
-            shelf.cache.begin_pass(group)
+            shelf.cache.begin_pass(group, scores)
         self._wanted = wanted = {b: i for i, b in enumerate(dict.fromkeys(experts))}
         guessed = self.guesses.settle(wanted)
         self._queue = queue = []

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from offload.blocks import BlockKind, Tier
 from offload.errors import SchedulerError
-from offload.scheduler.expert_cache import ExpertCache
 from offload.scheduler.plan import Plan
+from offload.scheduler.policy import make_policy
 from offload.scheduler.ring import Ring
 
 NEVER = sys.maxsize
@@ -103,7 +103,7 @@ class Shelf:
         self.ring = Ring(layout.ring_base, layout.ring_bytes)
         # Lowest address first: a pool that is not full yet touches no more memory than it needs.
         self.slots = [layout.slot_base + i * layout.slot_bytes for i in range(layout.slots)][::-1]
-        self.cache = ExpertCache(plan.groups)
+        self.cache = make_policy(plan.expert_policy, plan.groups, plan.kept.get(tier, ()))
 
 
 class Stock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from residency_oracle import Harness, make_plan
 
 from offload.blocks import Tier
 from offload.scheduler.plan import Plan
+from offload.scheduler.policy import NAMES
 from offload.scheduler.trace import Step, Trace
 
 MAX_TICKETS = 3
@@ -52,7 +54,7 @@ def plans(draw: st.DrawFn, *, shared: bool = True) -> Plan:
         passing += [b for b in pinned[top] if b not in pinned[Tier.RAM]]
         spare = 0 if tight else draw(st.integers(1, 12))
         ring[Tier.RAM] = max([pages[b] for b in passing], default=0) + spare
-    return make_plan(
+    plan = make_plan(
         steps,
         pages,
         top=top,
@@ -61,6 +63,10 @@ def plans(draw: st.DrawFn, *, shared: bool = True) -> Plan:
         experts=experts,
         slots={t: draw(st.integers(1, 6)) for t in tiers} if experts else {},
         guess_top_k=draw(st.sampled_from([0, 1, 2, 5])) if experts else 0,
+    )
+    kept = draw(st.frozensets(st.sampled_from([e for es in experts.values() for e in es] or [""])))
+    return replace(
+        plan, expert_policy=draw(st.sampled_from(NAMES)), kept=dict.fromkeys(tiers, kept)
     )
 
 
