@@ -13,7 +13,8 @@ inside a memory cgroup of baseline + budget + 128 MiB; the disk is probed before
 
 ``B_ssd`` reads into a few buffers that stay in the processor's cache, which is the most a disk can
 do. The prediction is made from what ``offload generate`` measures before it plans
-(``runtime.probe_together``), measured again around the run, and is printed beside the one that the run itself has made before it began.
+(``runtime.probe_together``), measured again around the run, and is printed beside the one that the
+run itself has made before it began.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ for the block waiting for good. Inside a shield the signal is noted, and raised 
 
 from __future__ import annotations
 
-import _signal  # what `signal` wraps: its enums cost ten times the calls
+# What `signal` wraps: its enums cost ten times the calls.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from types import FrameType, TracebackType

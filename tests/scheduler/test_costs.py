@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from plan_support import machine, rate
 
@@ -50,6 +52,15 @@ def test_copies_use_the_device_rates_and_memcpy_without_them() -> None:
 
 def test_decode_reads_the_weights_once() -> None:
     assert COSTS.step_s([MATRIX, MATRIX], overhead_s=5e-4) == pytest.approx(2e-4 + 5e-4)
+
+
+def test_each_product_costs_something_besides_its_bytes() -> None:
+    costs = CostModel(hardware=replace(HARDWARE, product_s=5e-5))
+    vector = layout("v", BlockKind.WEIGHT, [("w", "bfloat16", (1000,))])
+    assert costs.weights_s([MATRIX, MATRIX]) - COSTS.weights_s([MATRIX, MATRIX]) == (
+        pytest.approx(1e-4)
+    )
+    assert costs.weights_s([vector]) == COSTS.weights_s([vector])
 
 
 def test_prefill_is_flops_but_never_less_than_decode() -> None:

@@ -28,6 +28,19 @@ def test_impossible_rates_are_refused(low: float, median: float) -> None:
         Rate(median=median, low=low, high=5.0, n=1, unit="B/s")
 
 
+@pytest.mark.parametrize("wrong", [{"read_beside": 0.0}, {"gemv_beside": 1.5}, {"product_s": -1.0}])
+def test_impossible_shares_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"\(0, 1\]|besides"):
+        replace(machine(), **wrong)
+
+
+def test_an_entry_of_before_has_neither_shares_nor_product_costs() -> None:
+    data = machine().to_json()
+    for key in ("product_s", "read_beside", "gemv_beside"):
+        del data[key]
+    assert Hardware.from_json(data) == machine()
+
+
 def test_units_must_match_the_field() -> None:
     with pytest.raises(ValueError, match="ssd_read must be in B/s"):
         replace(machine(), ssd_read=rate(1e9, unit=FLOP_PER_S))

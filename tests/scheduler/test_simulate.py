@@ -63,6 +63,38 @@ def test_a_ring_of_two_blocks_hides_the_shorter_lane(read_s: float, compute_s: f
     assert found.stall_s == pytest.approx(10 * max(0.0, read_s - compute_s))
 
 
+def test_compute_beside_a_read_is_slower_by_the_measured_share() -> None:
+    hardware = replace(machine(ssd=LAYER / 1e-3, gemv=LAYER / 2e-3), gemv_beside=0.5)
+    found = simulate(streaming(10, 256, 3), costs_on(hardware))
+    # 1 ms of each layer's 2 ms is computed beside the next read: half of it gets done meanwhile.
+    assert found.pass_s == pytest.approx(10 * 2.5e-3)
+    assert found.lane_s["compute"] == pytest.approx(10 * 2e-3)
+
+
+def test_reads_beside_compute_are_slower_by_the_share_of_time_that_computes() -> None:
+    hardware = replace(machine(ssd=LAYER / 2e-3, gemv=LAYER / 1e-3), read_beside=0.8)
+    found = simulate(streaming(10, 256, 3), costs_on(hardware), passes=40)
+    # A read takes t = 2 ms / (1 - 0.2 u), of which u = 1 ms / t is beside compute: t = 2.2 ms.
+    assert found.pass_s == pytest.approx(10 * 2.2e-3, rel=0.01)
+
+
+def test_a_device_computes_from_its_own_memory() -> None:
+    blocks, steps = dense(10, 1, 256)
+    hardware = machine(ssd=LAYER / 2e-3, gemv=LAYER / 1e-3)
+    slow = replace(hardware, read_beside=0.5, gemv_beside=0.5)
+    times = []
+    for machine_ in (hardware, slow):
+        request = PlanRequest(
+            blocks=blocks,
+            trace=Trace(steps),
+            budgets={Tier.RAM: 4 * LAYER, Tier.DEVICE: 4 * LAYER},
+            compute_tier=Tier.DEVICE,
+            costs=costs_on(machine_),
+        )
+        times.append(simulate(make_plan(request), costs_on(machine_)).pass_s)
+    assert times[0] == times[1]
+
+
 def test_requests_in_flight_share_their_latency() -> None:
     plan = streaming(20, 1, 16)
     hardware = machine(ssd=PAGE / 1e-5, gemv=1e15)
