@@ -22,27 +22,6 @@ _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy"
 
 
 @_jit
-def _largest(bits: Any) -> Any:
-    """Magnitude and value, as bits, of the element of largest magnitude; the first one of two.
-
-    Floats of one sign are ordered as their bits are, NaN behind infinity: no comparison of floats.
-    """
-    magnitude = np.int32(0)
-    top = np.int32(-0x80000000)
-    for i in range(_BLOCK):
-        b = np.int32(bits[i])
-        magnitude = max(magnitude, b & np.int32(0x7FFFFFFF))
-        top = max(top, b)
-    if top != magnitude:
-        return magnitude, magnitude | np.int32(-0x80000000)
-    for i in range(_BLOCK):
-        b = np.int32(bits[i])
-        if b & np.int32(0x7FFFFFFF) == magnitude:
-            return magnitude, b
-    return magnitude, magnitude
-
-
-@_jit
 def _load(source: Any, row: int, wide: bool, bits: Any) -> None:
     """One row as the bits of float32."""
     if wide:
@@ -54,58 +33,112 @@ def _load(source: Any, row: int, wide: bool, bits: Any) -> None:
 
 
 @_jit
+def _magnitudes(signed: Any, unsigned: Any, block: int, above: Any, below: Any) -> Any:
+    """Of each block of a row, as bits: the largest value, and the magnitude of the smallest.
+
+    Returns the largest magnitude of all. The row comes as int32 and as uint32: floats of one sign
+    are ordered as their bits are, NaN behind infinity; as signed numbers the positive ones are
+    the largest, as unsigned the negative ones. So nothing is compared as a float.
+
+    ``block`` is 32, but not for the compiler: a loop of constant length is unrolled before it
+    could be vectorised, and a maximum of 32 scalars is seven times slower.
+    """
+    largest = np.int32(0)
+    for b in range(above.shape[0]):
+        high, low = np.int32(0), np.uint32(0)
+        for i in range(b * block, b * block + block):
+            high = signed[i] if signed[i] > high else high
+            low = unsigned[i] if unsigned[i] > low else low
+        magnitude = np.int32(low & np.uint32(0x7FFFFFFF))
+        above[b] = high
+        below[b] = magnitude if low >= np.uint32(0x80000000) else np.int32(0)
+        largest = max(largest, max(high, magnitude))
+    return largest
+
+
+@_jit
+def _largest(bits: Any, start: int, high: Any, low: Any) -> Any:
+    """The element of largest magnitude of a block, as bits; the first one of two."""
+    if high == low and high != 0:
+        for i in range(start, start + _BLOCK):
+            if np.int32(bits[i] & np.int32(0x7FFFFFFF)) == high:
+                return bits[i]
+    return high if high > low else np.int32(low | np.int32(-0x80000000))
+
+
+@_jit
+def _put_scales(halves: Any, out: Any, block_bytes: int) -> None:
+    """16-bit scales, little-endian, in front of their blocks."""
+    for row in range(halves.shape[0]):
+        for b in range(halves.shape[1]):
+            half = halves[row, b]
+            out[row, b * block_bytes] = np.uint8(half & np.uint16(255))
+            out[row, b * block_bytes + 1] = np.uint8(half >> np.uint16(8))
+
+
+@_jit
 def _inverse(d: Any) -> Any:
     inverse = np.float32(1) / d
     return inverse if abs(inverse) < np.inf else np.float32(0)
 
 
 @_jit
+def _levels(x: Any, inverse: Any, level: Any) -> None:
+    """The levels of a row in q4_0: from 0.5 - eps to 16.5 + eps, so only the upper end is cut."""
+    for b in range(inverse.shape[0]):
+        by = inverse[b]
+        for i in range(b * _BLOCK, b * _BLOCK + _BLOCK):
+            q = np.int32(x[i] * by + np.float32(8.5))
+            level[i] = np.uint8(q if q < 15 else np.int32(15))
+
+
+@_jit
+def _nibbles(level: Any, out: Any, row: int) -> None:
+    for b in range(level.shape[0] // _BLOCK):
+        at, to = b * _BLOCK, b * 18 + 2
+        for i in range(_BLOCK // 2):
+            out[row, to + i] = level[at + i] | np.uint8(level[at + 16 + i] << np.uint8(4))
+
+
+@_jit
 def _q4_0(source: Any, wide: bool, out: Any, scales: Any) -> int:
     """Nibbles of every row; returns the first row with a value that is not finite, or -1."""
-    columns = source.shape[1]
+    columns, blocks = source.shape[1], scales.shape[1]
     x = np.empty(columns, np.float32)
-    bits = x.view(np.uint32)
-    value = np.empty(1, np.int32)
-    level = np.empty(_BLOCK, np.uint8)
+    level = np.empty(columns, np.uint8)
+    inverse = np.empty(blocks, np.float32)
+    above, below = np.empty(blocks, np.int32), np.empty(blocks, np.int32)
+    unsigned, signed, largest = x.view(np.uint32), x.view(np.int32), above.view(np.float32)
     for row in range(source.shape[0]):
-        _load(source, row, wide, bits)
-        for b in range(columns // _BLOCK):
-            at = b * _BLOCK
-            magnitude, value[0] = _largest(bits[at : at + _BLOCK].view(np.int32))
-            if magnitude >= _INFINITE:
-                return row
-            d = value.view(np.float32)[0] / np.float32(-8)
-            inverse = _inverse(d)
-            scales[row, b] = d
-            for i in range(_BLOCK):
-                q = x[at + i] * inverse + np.float32(8.5)
-                level[i] = np.uint8(np.int32(min(max(q, np.float32(0)), np.float32(15))))
-            for i in range(16):
-                out[row, b * 18 + 2 + i] = level[i] | (level[i + 16] << np.uint8(4))
+        _load(source, row, wide, unsigned)
+        if _magnitudes(signed, unsigned, columns // blocks, above, below) >= _INFINITE:
+            return row
+        for b in range(blocks):
+            above[b] = _largest(signed, b * _BLOCK, above[b], below[b])
+            scales[row, b] = largest[b] / np.float32(-8)
+            inverse[b] = _inverse(scales[row, b])
+        _levels(x, inverse, level)
+        _nibbles(level, out, row)
     return -1
 
 
 @_jit
 def _q8_0(source: Any, wide: bool, out: Any, scales: Any) -> int:
-    columns = source.shape[1]
+    """Integers of every row; returns as ``_q4_0`` does."""
+    columns, blocks = source.shape[1], scales.shape[1]
     x = np.empty(columns, np.float32)
-    bits = x.view(np.uint32)
-    value = np.empty(1, np.int32)
+    above, below = np.empty(blocks, np.int32), np.empty(blocks, np.int32)
+    unsigned, signed, largest = x.view(np.uint32), x.view(np.int32), above.view(np.float32)
     for row in range(source.shape[0]):
-        _load(source, row, wide, bits)
-        for b in range(columns // _BLOCK):
-            at = b * _BLOCK
-            magnitude = np.int32(0)
+        _load(source, row, wide, unsigned)
+        if _magnitudes(signed, unsigned, columns // blocks, above, below) >= _INFINITE:
+            return row
+        for b in range(blocks):
+            above[b] = max(above[b], below[b])
+            scales[row, b] = largest[b] / np.float32(127)
+            inverse = _inverse(scales[row, b])
             for i in range(_BLOCK):
-                magnitude = max(magnitude, np.int32(bits[at + i] & np.uint32(0x7FFFFFFF)))
-            if magnitude >= _INFINITE:
-                return row
-            value[0] = magnitude
-            d = value.view(np.float32)[0] / np.float32(127)
-            inverse = _inverse(d)
-            scales[row, b] = d
-            for i in range(_BLOCK):
-                scaled = x[at + i] * inverse
+                scaled = x[b * _BLOCK + i] * inverse
                 q = np.int32(abs(scaled) + np.float32(0.5))
                 out[row, b * 34 + 2 + i] = np.uint8(q if scaled > 0 else -q)
     return -1
@@ -142,7 +175,5 @@ def encode(format: Format, source_format: str, rows: Bytes, name: str) -> Bytes:
             f"{name} has weights up to {np.abs(scales).max():.3g} x the levels of {format.name}, "
             "beyond the 65504 of a float16 scale; pack with --quant none"
         )
-    out.reshape(n, blocks, format.block_bytes)[:, :, :2] = halves.view(np.uint8).reshape(
-        n, blocks, 2
-    )
+    _put_scales(halves.view(np.uint16), out, format.block_bytes)
     return out
