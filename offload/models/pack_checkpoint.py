@@ -276,7 +276,7 @@ def checkpoint_id(directory: Path, index: CheckpointIndex) -> SourceId:
     facts = [files, hashlib.sha256(config).hexdigest()]
     return SourceId(
         kind="safetensors",
-        path=str(directory),
+        path=os.path.abspath(directory),
         fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         files=files,
     )

@@ -63,17 +63,17 @@ def target(tensor: Tensor, native: str, quant: str) -> tuple[str, Layout, str]:
             raise OffloadError(f"{tensor} is in {native} but is no matrix; it cannot be packed")
         return plain, Layout.PLAIN, ""
     layout = Layout.ROWS if tensor.kind is Kind.ROWS else Layout.PACKED
-    if native in _QUANTISED:
-        if quant != "none":
-            raise OffloadError(
-                f"the source is quantised already ({tensor} is in {native}); --quant none keeps "
-                "its bits"
-            )
-        return native, layout, ""
     wanted = QUANTS[quant]
     if wanted is not None and tensor.kind in (Kind.HEAD, Kind.ROWS):
         # The first and the last product decide most of the error and little of the time.
         wanted = "q8_0"
+    if native in _QUANTISED:
+        if wanted not in (None, native):
+            raise OffloadError(
+                f"the source is quantised already ({tensor} is in {native}, {quant} would have it "
+                f"in {wanted}); --quant none keeps its bits"
+            )
+        return native, layout, ""
     if native not in FLOATS:
         return plain, Layout.PLAIN, f"{native} is not quantised" if wanted else ""
     why = ""

@@ -134,6 +134,11 @@ def parts_of(item: Tensor | Experts) -> tuple[Tensor, ...]:
     return item.parts if isinstance(item, Experts) else (item,)
 
 
+def float_row_bytes(format: str, columns: int) -> int:
+    """Bytes of a row of floats; any number of columns, where a GGUF row needs an even one."""
+    return columns * (4 if format == "f32" else 2)
+
+
 def as_float32(format: str, rows: Bytes) -> npt.NDArray[np.float32]:
     """Values of float rows, ``float32 [n, columns]``."""
     if format == "f32":
