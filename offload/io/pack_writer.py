@@ -437,4 +437,3 @@ def _replace(folder: int, name: str, content: bytes) -> None:
         os.close(fd)
     os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     os.fsync(folder)
-

@@ -103,7 +103,9 @@ class CheckpointSource:
         directory = self._built.directory
         now = checkpoint_id(directory, CheckpointIndex.open(directory))
         if now.fingerprint != self._id.fingerprint:
-            raise CheckpointError(f"{directory} was changed while it was being packed; run it again")
+            raise CheckpointError(
+                f"{directory} was changed while it was being packed; run it again"
+            )
 
     # Rows
 

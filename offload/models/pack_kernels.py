@@ -59,7 +59,7 @@ def _magnitudes(signed: Any, unsigned: Any, block: int, above: Any, below: Any) 
 @_jit
 def _largest(bits: Any, start: int, high: Any, low: Any) -> Any:
     """The element of largest magnitude of a block, as bits; the first one of two."""
-    if high == low and high != 0:
+    if high == low:
         for i in range(start, start + _BLOCK):
             if np.int32(bits[i] & np.int32(0x7FFFFFFF)) == high:
                 return bits[i]

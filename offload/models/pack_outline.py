@@ -24,7 +24,6 @@ from offload.models.pack_source import Experts, Outline, Slice, Tensor
 from offload.models.params import Param, parameters
 from offload.models.row_tables import rows_readable
 
-
 _ORDER = ("gate", "up", "down")
 
 
@@ -108,7 +107,9 @@ def _kind(param: Param, head: Any, embedding: Any) -> Kind:
 
 def _names(param: Param, head: Any) -> tuple[str, ...]:
     """All names of a parameter; the head's first, if it is the head's as well."""
-    order = sorted(zip(param.places, param.names, strict=True), key=lambda p: p[0].module is not head)
+    order = sorted(
+        zip(param.places, param.names, strict=True), key=lambda p: p[0].module is not head
+    )
     return tuple(name for _, name in order)
 
 

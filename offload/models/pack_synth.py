@@ -194,4 +194,3 @@ def _encode(name: str, values: Any) -> Bytes:
     tensor = torch.from_numpy(values).to(getattr(torch, TORCH_OF[name]))
     raw: Bytes = tensor.view(torch.uint8).numpy()
     return raw
-

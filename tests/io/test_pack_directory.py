@@ -101,7 +101,10 @@ def read(path: Path, io: tuple[Engine, Staging], verify: bool = True) -> list[by
             spec = store.spec(i)
             with AlignedBuffer(spec.slot_nbytes) as buf:
                 receipt = store.read_into(i, buf).result(timeout=30)
-                assert (receipt.requests, receipt.copied_bytes) == (-(-spec.slot_nbytes // 73728), 0)
+                assert (receipt.requests, receipt.copied_bytes) == (
+                    -(-spec.slot_nbytes // 73728),
+                    0,
+                )
                 assert receipt.physical_bytes == spec.slot_nbytes
                 out.append(bytes(buf[: spec.nbytes]))
         return out
@@ -201,9 +204,7 @@ def test_a_truncated_bundle_is_refused(tmp_path: Path, cut: int) -> None:
         read_manifest(tmp_path / "p")
 
 
-def test_a_bundle_cut_after_opening_is_an_error(
-    tmp_path: Path, io: tuple[Engine, Staging]
-) -> None:
+def test_a_bundle_cut_after_opening_is_an_error(tmp_path: Path, io: tuple[Engine, Staging]) -> None:
     manifest = write(tmp_path / "p")
     os.truncate(tmp_path / "p" / bundle_name(0), 4096)
     with pytest.raises(StoreError, match="truncated"):
@@ -330,9 +331,7 @@ def test_one_process_at_a_time(tmp_path: Path, io: tuple[Engine, Staging]) -> No
 
 
 @pytest.mark.parametrize("stop", range(len(SIZES) + 1))
-def test_a_stopped_run_continues(
-    tmp_path: Path, io: tuple[Engine, Staging], stop: int
-) -> None:
+def test_a_stopped_run_continues(tmp_path: Path, io: tuple[Engine, Staging], stop: int) -> None:
     with PackDirectory(tmp_path / "p", job()) as directory:
         fill(directory, stop)
         if stop < len(SIZES):
@@ -342,7 +341,7 @@ def test_a_stopped_run_continues(
                 directory.commit({})
     assert not is_pack(tmp_path / "p")
     with (tmp_path / "p" / JOURNAL).open("ab") as journal:
-        journal.write(b'[9,1')  # a line that was cut
+        journal.write(b"[9,1")  # a line that was cut
     with PackDirectory(tmp_path / "p", job()) as directory:
         assert [f.note for f in directory.finished] == [[i] for i in range(stop)]
         fill(directory)
@@ -392,7 +391,9 @@ def test_a_failed_commit_can_be_repeated(
         fill(directory)
         with monkeypatch.context() as patch:
             patch.setattr(os, step, fail)
-            with pytest.raises(StoreError, match=r"cannot finish .*Input/output error.*run it again"):
+            with pytest.raises(
+                StoreError, match=r"cannot finish .*Input/output error.*run it again"
+            ):
                 directory.commit({})
     # Before the manifest has its name it is no pack; after, it is one.
     assert is_pack(tmp_path / "p") == (step == "unlink")
