@@ -73,7 +73,8 @@ class Part:
 
     def spec(self) -> TensorSpec:
         """The part as stores know it: bytes, unless it is plain."""
-        dtype, shape = "uint8", (self.nbytes,)
+        dtype = "uint8"
+        shape: tuple[int, ...] = (self.nbytes,)
         if self.layout is Layout.PLAIN:
             dtype, shape = self.format, self.shape
         elif self.layout is Layout.ROWS:

@@ -352,14 +352,16 @@ class PackDirectory:
         if now is None or not now.pending:
             return
         now.file.sync()
-        lines = "".join(now.pending).encode()
+        # Taken out before they are written: a signal may raise in between, and close() comes here
+        # again. A block that is not in the journal is written again, one that is there twice
+        # would be damage.
+        lines, now.pending = "".join(now.pending).encode(), []
         try:
             if os.write(self._journal, lines) != len(lines):
                 raise StoreError(f"cannot write {self.path / JOURNAL}: the disk is full")
             os.fdatasync(self._journal)
         except OSError as e:
             raise StoreError(f"cannot write {self.path / JOURNAL}: {e.strerror}") from e
-        now.pending.clear()
         now.unsynced = 0
 
     def _finish_file(self) -> None:

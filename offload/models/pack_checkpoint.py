@@ -163,7 +163,7 @@ class CheckpointSource:
         itemsize = ranges.dtype.itemsize
         nbytes = ranges.numel() * itemsize
         out = np.empty(nbytes, np.uint8)
-        view, at = memoryview(out), 0
+        view, at = out.data, 0
         for run in ranges.runs:
             number, where = self._built.index.tensors[run.name]
             n = run.count * itemsize
@@ -231,7 +231,7 @@ class CheckpointSource:
     def _torch(self, ranges: Ranges) -> torch.Tensor:
         # Not through _read: it counts under the lock that is held here.
         out = torch.empty(tuple(ranges.shape), dtype=ranges.dtype)
-        view, at = memoryview(out.view(-1).view(torch.uint8).numpy()), 0
+        view, at = out.view(-1).view(torch.uint8).numpy().data, 0
         for run in ranges.runs:
             number, where = self._built.index.tensors[run.name]
             n = run.count * ranges.dtype.itemsize

@@ -89,15 +89,14 @@ class RowReader:
         Every format's values are exact in float32.
         """
         raw = np.frombuffer(data[: self.read_bytes], np.uint8)
-        part, at = self._part, 0
+        part = self._part
         if part.layout is Layout.PLAIN:
             plain = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[part.format]
-            return decode_rows(get_format(plain), raw.reshape(1, -1))[0]
+            return decode_rows(get_format(plain), raw.reshape(1, -1)).reshape(-1)
         format = get_format(part.format)
         if part.layout is Layout.PACKED:
-            at = row % ROWS_PER_GROUP
-            raw = unpack_rows(format, raw, ROWS_PER_GROUP, self.columns)[at]
-        return decode_rows(format, raw.reshape(1, -1))[0]
+            raw = unpack_rows(format, raw, ROWS_PER_GROUP, self.columns)[row % ROWS_PER_GROUP]
+        return decode_rows(format, raw.reshape(1, -1)).reshape(-1)
 
 
 class PackedModel:

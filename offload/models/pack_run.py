@@ -123,7 +123,7 @@ def pack(
                 if chunk.start == 0:
                     directory.begin()
                     deviation = Deviation()
-                directory.write(memoryview(data))
+                directory.write(data.data)
                 deviation.add(more)
                 if chunk.last:
                     directory.end([deviation.error, deviation.weight, deviation.rows])

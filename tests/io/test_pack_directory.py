@@ -471,3 +471,23 @@ def test_blocks_must_follow_each_other(tmp_path: Path) -> None:
         fill(directory, 1)
         with pytest.raises(ValueError, match="b1 is at 12288, not 8192"):
             directory.begin()
+
+
+def test_a_signal_between_journal_and_sync_is_no_damage(
+    tmp_path: Path, io: tuple[Engine, Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", stop)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            PackDirectory(tmp_path / "p", job(), sync_bytes=1) as directory,
+        ):
+            fill(directory)
+    with PackDirectory(tmp_path / "p", job()) as directory:
+        assert len(directory.finished) == 1
+        fill(directory)
+        directory.commit({})
+    assert read(tmp_path / "p", io) == [content(i) for i in range(len(SIZES))]

@@ -293,12 +293,15 @@ print((peak() - before) // 1024)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     """2.9 GiB of source arrays (which this source holds in memory), 1 GiB the largest."""
-    script = MEMORY
+    paths = f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "p")],
-        capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}"},
-    )  # fmt: skip
+        [sys.executable, "-c", MEMORY, str(tmp_path / "p")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 350
 
