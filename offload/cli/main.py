@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import offload
-from offload.cli import bench, doctor, generate, plan, probe, synth
+from offload.cli import bench, doctor, generate, pack, plan, probe, synth
 from offload.cli.signals import Interrupted, signals_raise
 from offload.errors import OffloadError
 
@@ -55,6 +55,7 @@ app.command("plan", short_help="Show what would live where, and how fast it woul
 app.command("probe", short_help="Measure the disk, the memory and the CPU.")(probe.probe)
 app.command("doctor", short_help="Check this machine; say what is missing.")(doctor.doctor)
 app.add_typer(bench.app, name="bench", short_help="Replay a recorded routing.")
+app.command("pack", short_help="Quantise a model, and lay it out for fast reading.")(pack.pack)
 app.command("synth", short_help="Write a random checkpoint of any model.")(synth.synth)
 
 

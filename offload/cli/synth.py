@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from offload.cli import flags
+from offload.cli.pack import Quant
+from offload.errors import OffloadError
 
 
 def synth(
@@ -34,6 +36,10 @@ def synth(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model that is there.")
     ] = False,
+    quant: Annotated[
+        Quant | None,
+        typer.Option(help="Write a pack in this format, without a checkpoint first."),
+    ] = None,
     verbose: flags.Verbose = False,
 ) -> None:
     """Write a random checkpoint in the shape and the names of a published one.
@@ -44,6 +50,16 @@ def synth(
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
+    if quant is not None:
+        if dtype is not None or overwrite:
+            flag = "--dtype" if dtype is not None else "--overwrite"
+            raise OffloadError(f"{flag} cannot be combined with --quant; leave one of them out")
+        from offload.cli.pack import run
+        from offload.models.pack_synth import SynthSource
+
+        source = SynthSource(config, quant=quant.value, seed=seed, layers=layers)
+        run(source, out, quant.value, shard_size, None)
+        return
     from offload.cli import console
     from offload.models.synth import SynthProgress
     from offload.models.synth import synth as write

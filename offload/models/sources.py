@@ -234,6 +234,8 @@ class Source:
     tensors: tuple[str, ...]
     placed: Ranges | None
     why_not: str = ""
+    found: Ranges | None = None
+    """Where its bytes are, also if they still have to be cast from the dtype they are in."""
 
 
 @dataclass(slots=True)
@@ -354,11 +356,11 @@ class CheckpointMap:
                 f"{target}: {tuple(result.shape)} in the checkpoint, {tuple(param.shape)} in the "
                 f"config's model"
             )
-        placed = result if isinstance(result, Ranges) else None
+        found = placed = result if isinstance(result, Ranges) else None
         if placed is not None and placed.dtype != param.dtype:
             why = f"cast from {_name(placed.dtype)} to {_name(param.dtype)}"
             placed = None
-        sources[target] = Source(target, param.shape, param.dtype, names, placed, why)
+        sources[target] = Source(target, param.shape, param.dtype, names, placed, why, found)
 
     def _range(self, name: str) -> Any:
         return self.index.tensors[name][1]

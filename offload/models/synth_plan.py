@@ -27,14 +27,14 @@ from offload.models.synth_values import ValueSource, derive_key
 if TYPE_CHECKING:
     import torch
 
-_TO_RESIDUAL = re.compile(
+TO_RESIDUAL = re.compile(
     r"\.(o_proj|out_proj|c_proj|down_proj|w2|wo|fc2|dense|dense_4h_to_h)(\.weight)?$"
 )
 """Matrices whose output a layer adds to the residual stream. Radford et al. (2019), "Language
 Models are Unsupervised Multitask Learners", section 2.3, scale them by 1/sqrt(2 * layers);
 without, what the layers add drowns the tokens, and a MoE sends them all to the same experts."""
 
-_RESIDUAL_SCALE = 0.125
+RESIDUAL_SCALE = 0.125
 """As for 32 layers, whatever their number: a model cut to fewer keeps the values of those."""
 
 _BUFFER_LIMIT = 64 * 2**20
@@ -80,9 +80,9 @@ def plan_tensors(source: Source, seed: int) -> list[PlannedTensor]:
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = _skeleton(source, seed)
+    model = skeleton(source, seed)
     state = _state_dict(model, getattr(torch, source.dtype))
-    kinds = {id(tensor): _std(model, key, tensor) for key, tensor in state.items()}
+    kinds = {id(tensor): spread(model, key, tensor) for key, tensor in state.items()}
     try:
         published = revert_weight_conversion(model, dict(state))
     except Exception as e:  # whatever a family's conversion raises
@@ -98,8 +98,8 @@ def plan_tensors(source: Source, seed: int) -> list[PlannedTensor]:
         if tensor.device.type == "meta":
             # What no conversion touched is the same object; the rest are split or merged matrices.
             std = kinds.get(id(tensor), _matrix_std(shape)) if tensor.is_floating_point() else 0.0
-            if _TO_RESIDUAL.search(name):
-                std *= _RESIDUAL_SCALE
+            if TO_RESIDUAL.search(name):
+                std *= RESIDUAL_SCALE
             planned.append(PlannedTensor(name=name, dtype=dtype, shape=shape, std=std))
         else:
             literal = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -122,7 +122,7 @@ def _expert_by_expert(planned: list[PlannedTensor]) -> list[PlannedTensor]:
     return [tensor for _, tensor in sorted(enumerate(planned), key=key)]
 
 
-def _skeleton(source: Source, seed: int) -> Any:
+def skeleton(source: Source, seed: int) -> Any:
     """The model on meta, with real, initialised vectors."""
     import torch
 
@@ -228,7 +228,7 @@ def _drop_tied(state: dict[str, torch.Tensor], model: Any) -> None:
                 del state[name]
 
 
-def _std(model: Any, key: str, tensor: torch.Tensor) -> float:
+def spread(model: Any, key: str, tensor: torch.Tensor) -> float:
     """The standard deviation of a matrix, by the module it belongs to.
 
     1/sqrt(fan in) keeps what a layer adds to the residual stream near 1 at any width, so bfloat16

@@ -1,0 +1,350 @@
+"""The manifest of a packed model directory: ``pack.json``, its records, how it is checked.
+
+    OUT/
+      pack.json           this manifest; written last, so a directory that has it is complete
+      bundle-00001.bin …  blocks, each at a multiple of 4096, zeros in between
+      config.json …       what a model directory has besides weights
+
+A block is what one read brings: an expert (its matrices one behind the other, at the same offsets
+for every expert of a layer), a matrix, a table of rows, or a handful of small tensors. The bytes
+of a part are in one of three layouts, see ``Layout``. Imports neither torch nor numba.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from offload.blocks import DTYPE_BYTES, BlockKind, BlockSpec, TensorSpec
+from offload.errors import StoreError
+
+MANIFEST = "pack.json"
+FORMAT = "offload-pack"
+VERSION = 1
+
+ROWS_PER_GROUP = 16
+"""Rows that the packed layout interleaves. A group's bytes are contiguous."""
+
+
+class Kind(enum.Enum):
+    """What a block of a packed model is."""
+
+    EXPERT = "expert"
+    MATRIX = "matrix"
+    HEAD = "head"
+    ROWS = "rows"
+    PLAIN = "plain"
+
+
+class Layout(enum.Enum):
+    """How the bytes of a part are arranged.
+
+    ``PACKED``: a matrix as the kernels take it, 16 rows interleaved. ``ROWS``: a matrix of GGUF
+    rows, each contiguous, for tables that are looked up. ``PLAIN``: a tensor as torch has it.
+    """
+
+    PACKED = "packed"
+    ROWS = "rows"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor of a block, ``offset`` bytes from its start.
+
+    ``format`` is GGUF's name in lower case (``"q4_0"``, ``"bf16"``) where the layout is packed or
+    rows, and torch's name of a dtype where it is plain. ``shape`` is the tensor's own: a matrix is
+    ``(outputs, inputs)``.
+    """
+
+    name: str
+    format: str
+    layout: Layout
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def spec(self) -> TensorSpec:
+        """The part as stores know it: bytes, unless it is plain."""
+        dtype = "uint8"
+        shape: tuple[int, ...] = (self.nbytes,)
+        if self.layout is Layout.PLAIN:
+            dtype, shape = self.format, self.shape
+        elif self.layout is Layout.ROWS:
+            shape = (self.shape[0], self.nbytes // self.shape[0] if self.shape[0] else 0)
+        return TensorSpec(name=self.name, dtype=dtype, shape=shape, offset=self.offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """``nbytes`` at ``offset`` of bundle number ``file``; ``group``: an expert's layer.
+
+    ``checksum`` (see ``pack_sums``) is None as long as the block is only planned.
+    """
+
+    name: str
+    kind: Kind
+    group: str
+    file: int
+    offset: int
+    nbytes: int
+    parts: tuple[Part, ...]
+    checksum: int | None = None
+
+    def spec(self) -> BlockSpec:
+        """The block as stores and the scheduler know it."""
+        kind = BlockKind.EXPERT if self.kind is Kind.EXPERT else BlockKind.WEIGHT
+        tensors = tuple(part.spec() for part in self.parts)
+        return BlockSpec(
+            id=self.name, kind=kind, tensors=tensors, nbytes=self.nbytes, group=self.group
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceId:
+    """What a pack was made from. ``fingerprint`` covers files and config, not the place."""
+
+    kind: str
+    path: str
+    fingerprint: str
+    files: tuple[tuple[str, int, int, str], ...] = ()
+    """Name, bytes, modification time in ns, digest of the header."""
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.kind} {self.fingerprint[:12]})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorStat:
+    """Quantisation error of one kind of block: RMS(error) / RMS(weights), over ``rows`` rows
+    that were taken from all over the model."""
+
+    relative_rms: float
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A packed model.
+
+    Attributes:
+        quant: ``none``, ``q8`` or ``q4``, as asked for; each part says what it is in.
+        model: ``model_type``, ``architecture`` and ``dtype`` of the source.
+        aliases: other names of a tensor; a tied embedding is stored once, as the head.
+        kept: matrices that stayed in source precision, and why.
+        files: bytes of each bundle.
+    """
+
+    source: SourceId
+    quant: str
+    offload: str
+    model: Mapping[str, str]
+    blocks: tuple[Block, ...]
+    files: tuple[int, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, ErrorStat] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.source} as {self.quant}"
+
+
+def bundle_name(number: int) -> str:
+    """``bundle-00001.bin`` is number 0."""
+    return f"bundle-{number + 1:05d}.bin"
+
+
+def to_json(manifest: Manifest) -> dict[str, Any]:
+    """A plain object. Experts of a layer share their parts, which are written once."""
+    layouts: list[list[Any]] = []
+    seen: dict[tuple[Part, ...], int] = {}
+    blocks = []
+    for b in manifest.blocks:
+        if b.parts not in seen:
+            seen[b.parts] = len(layouts)
+            layouts.append(
+                [
+                    [p.name, p.format, p.layout.value, list(p.shape), p.offset, p.nbytes]
+                    for p in b.parts
+                ]
+            )
+        at = [b.file, b.offset, b.nbytes, b.checksum]
+        blocks.append([b.name, b.kind.value, b.group, *at, seen[b.parts]])
+    source = manifest.source
+    return {
+        "offload": manifest.offload,
+        "source": {
+            "kind": source.kind,
+            "path": source.path,
+            "fingerprint": source.fingerprint,
+            "files": [list(f) for f in source.files],
+        },
+        "quant": manifest.quant,
+        "model": dict(manifest.model),
+        "aliases": dict(manifest.aliases),
+        "kept": dict(manifest.kept),
+        "errors": {
+            kind: {"relative_rms": e.relative_rms, "rows": e.rows}
+            for kind, e in manifest.errors.items()
+        },
+        "files": list(manifest.files),
+        "layout_columns": ["name", "format", "layout", "shape", "offset", "bytes"],
+        "layouts": layouts,
+        "block_columns": [
+            "name", "kind", "group", "file", "offset", "bytes", "checksum", "layout",
+        ],
+        "blocks": blocks,
+    }  # fmt: skip
+
+
+def _from_json(body: Mapping[str, Any]) -> Manifest:
+    layouts = [
+        tuple(
+            Part(name=n, format=f, layout=Layout(y), shape=tuple(s), offset=o, nbytes=b)
+            for n, f, y, s, o, b in parts
+        )
+        for parts in body["layouts"]
+    ]
+    blocks = tuple(
+        Block(
+            name=n, kind=Kind(k), group=g, file=f, offset=o, nbytes=b,
+            parts=layouts[parts], checksum=c,
+        )
+        for n, k, g, f, o, b, c, parts in body["blocks"]
+    )  # fmt: skip
+    source = dict(body["source"])
+    source["files"] = tuple((n, b, t, d) for n, b, t, d in source["files"])
+    return Manifest(
+        source=SourceId(**source),
+        quant=body["quant"],
+        offload=body["offload"],
+        model=dict(body["model"]),
+        blocks=blocks,
+        files=tuple(body["files"]),
+        aliases=dict(body["aliases"]),
+        kept=dict(body["kept"]),
+        errors={kind: ErrorStat(**e) for kind, e in body["errors"].items()},
+    )
+
+
+def digest(body: Mapping[str, Any]) -> str:
+    """SHA-256 of an object's canonical JSON."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The text of ``pack.json``."""
+    body = to_json(manifest)
+    whole = {"format": FORMAT, "version": VERSION, "sha256": digest(body), "pack": body}
+    return json.dumps(whole, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def is_pack(directory: str | os.PathLike[str]) -> bool:
+    """Whether ``directory`` is a complete packed model, as far as its name tells."""
+    return (Path(directory) / MANIFEST).is_file()
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """Read and check ``pack.json``, and that the bundles are there in full.
+
+    Raises:
+        StoreError: there is none, it is damaged or of another version, a bundle is missing or
+            has another length. Nothing is deleted.
+    """
+    folder = Path(directory)
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise StoreError(_absent(folder)) from None
+    except OSError as e:
+        raise StoreError(f"cannot read {path}: {e.strerror}") from e
+    try:
+        whole = json.loads(raw)
+        kind, version = whole["format"], whole["version"]
+    except (ValueError, TypeError, KeyError):
+        kind, version = None, None
+    if kind != FORMAT:
+        raise StoreError(f"{path} is not the manifest of a packed model, or is damaged")
+    if version != VERSION:
+        raise StoreError(
+            f"{path} is of pack format {version}, this offload reads format {VERSION}; "
+            "pack the model again into another directory"
+        )
+    try:
+        if digest(whole["pack"]) != whole["sha256"]:
+            raise StoreError(f"{path} is damaged: it does not match its checksum; pack again")
+        manifest = _from_json(whole["pack"])
+        _check(manifest)
+    except (ValueError, TypeError, KeyError, IndexError) as e:
+        raise StoreError(f"{path} cannot be understood: {e!r}; pack again") from e
+    for number, nbytes in enumerate(manifest.files):
+        check_bundle(folder / bundle_name(number), nbytes)
+    return manifest
+
+
+def _absent(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"there is no packed model {folder}: it is not a directory"
+    if (folder / JOURNAL).exists():
+        return (
+            f"{folder} is an unfinished pack; run 'offload pack' for it again, which continues "
+            "where it stopped"
+        )
+    return f"{folder} is not a packed model: it has no {MANIFEST}"
+
+
+JOURNAL = "pack.journal"
+"""What was finished so far, next to the bundles of an unfinished pack."""
+
+
+def check_bundle(path: Path, nbytes: int) -> None:
+    """Raise StoreError unless ``path`` has ``nbytes``."""
+    try:
+        found = path.stat().st_size
+    except OSError as e:
+        raise StoreError(f"bundle {path} is missing ({e.strerror}); pack again") from e
+    if found != nbytes:
+        what = "truncated" if found < nbytes else "too long"
+        raise StoreError(
+            f"bundle {path} is {what}: {found} bytes where the manifest says {nbytes}; pack again"
+        )
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError unless blocks lie in their files in order and parts in their blocks."""
+    ends = [0] * len(manifest.files)
+    names = set()
+    for b in manifest.blocks:
+        spec = b.spec()  # checks the parts against each other
+        if b.name in names or b.offset % 4096 or b.offset < ends[b.file] or b.checksum is None:
+            raise ValueError(f"block {b.name} is there twice, or at an impossible place")
+        names.add(b.name)
+        ends[b.file] = b.offset + spec.slot_nbytes
+        for p in b.parts:
+            if p.layout is Layout.PLAIN and p.nbytes != prod(p.shape) * DTYPE_BYTES[p.format]:
+                raise ValueError(f"{b.name}: {p.name} has {p.nbytes} bytes")
+    if any(end > size for end, size in zip(ends, manifest.files, strict=True)):
+        raise ValueError("blocks reach past their bundles")
+
+
+def require_source(manifest: Manifest, source: SourceId, quant: str, where: object) -> None:
+    """Raise StoreError, naming both, unless ``manifest`` was made from ``source`` as ``quant``."""
+    if manifest.source.fingerprint != source.fingerprint or manifest.quant != quant:
+        raise StoreError(
+            f"{where} is a pack of {manifest}, wanted is {source} as {quant}; "
+            "choose another directory, or delete that one yourself"
+        )
+
+
+def with_checksums(blocks: Iterable[Block], checksums: Iterable[int]) -> tuple[Block, ...]:
+    """Planned blocks with the checksums of what was written."""
+    return tuple(replace(b, checksum=c) for b, c in zip(blocks, checksums, strict=True))

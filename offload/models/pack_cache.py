@@ -1,0 +1,62 @@
+"""Packs that are made on first use, in the user's cache directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from offload.errors import StoreError
+from offload.io.pack_manifest import SourceId, is_pack
+from offload.models.pack_reader import PackedModel
+from offload.models.pack_run import PackProgress, pack
+from offload.models.pack_source import Source
+
+logger = logging.getLogger(__name__)
+
+
+def pack_cache_dir(source: SourceId, quant: str) -> Path:
+    """Where the pack of ``source`` as ``quant`` belongs: ``$XDG_CACHE_HOME/offload/packs/…``.
+
+    A changed source has another fingerprint, and so another directory.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification: what is not absolute is to be ignored.
+    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return base / "offload" / "packs" / f"{source.fingerprint[:32]}-{quant}"
+
+
+def packed(
+    source: Source,
+    quant: str,
+    *,
+    progress: Callable[[PackProgress], None] | None = None,
+    announce: Callable[[Path], None] | None = None,
+) -> PackedModel:
+    """The cached pack of ``source``, made now if it is not there.
+
+    Two processes that want it at once make it once: the second waits for the first.
+
+    Args:
+        announce: called with the directory before packing begins, so that a user is told why
+            nothing happens yet and what fills the disk.
+
+    Raises:
+        StoreError: the pack cannot be made or opened.
+        CheckpointError, OffloadError: see ``pack``.
+    """
+    path = pack_cache_dir(source.id, quant)
+    if not is_pack(path):
+        if announce is not None:
+            announce(path)
+        logger.info("packing %s into %s", source.id, path)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as e:
+            raise StoreError(
+                f"cannot make {path.parent}: {e.strerror}; set XDG_CACHE_HOME to another place, "
+                "or run 'offload pack' and give its directory"
+            ) from e
+        pack(source, path, quant=quant, progress=progress, wait=True)
+    return PackedModel.open(path, source=source.id, quant=quant)
