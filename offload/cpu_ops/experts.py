@@ -168,7 +168,7 @@ def _arguments(
         slot_weights = weights
     else:
         routed = weights.T != 0
-        slot_experts, slot_tokens = np.nonzero(routed)
+        slot_experts, slot_tokens = map(np.ascontiguousarray, np.nonzero(routed))
         starts = np.searchsorted(slot_experts, np.arange(experts + 1)).astype(np.int64)
         slot_weights = np.ascontiguousarray(weights.T[routed])
     slots = len(slot_tokens)
