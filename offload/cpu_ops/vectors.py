@@ -225,7 +225,7 @@ def prefetch(b: Any, address: Any) -> None:
     i32 = ir.Constant
     _call(
         b, "llvm.prefetch.p0i8", ir.VoidType(),
-        _at(b, address, _i8), i32(_i32, 0), i32(_i32, 3), i32(_i32, 1),
+        _at(b, address, _i8), i32(_i32, 0), i32(_i32, int(__import__("os").environ.get("XLOC","3"))), i32(_i32, 1),
     )  # fmt: skip
 
 
