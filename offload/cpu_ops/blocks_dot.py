@@ -10,9 +10,9 @@ the block adds ``d * s * (sum q p - zero * sum p)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from numba import float32
+from numba import float32, njit
 
 from offload.cpu_ops.activations import (
     K_SCALE,
@@ -24,7 +24,7 @@ from offload.cpu_ops.activations import (
 )
 from offload.cpu_ops.codecs import IQ4_NL_VALUES, MXFP4_VALUES
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS
-from offload.cpu_ops.tags import by_format, inline
+from offload.cpu_ops.tags import F, by_format, inline
 from offload.cpu_ops.vectors import (
     as_float,
     both,
@@ -186,6 +186,13 @@ def mxfp4(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 # ---- 256 columns, activations per 256
+#
+# One call per block and stream instead of inlining: at 64 instructions per block the call costs
+# nothing, and nine copies of such a body take long to compile.
+
+
+def _once(function: F) -> F:
+    return cast(F, njit(error_model="numpy")(function))
 
 
 @inline
@@ -239,7 +246,8 @@ def _q4_k_pairs(isa: Any, total: Any, scales: Any, w: int, x: int) -> Any:
     return total
 
 
-def q4_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+@_once
+def _q4_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
     total = _q4_k_pairs(isa, int_splat(0), scales, w + 256, x)
     total = _q4_k_pairs(isa, total, more, w + 256 + 1024, x + 128)
@@ -264,7 +272,8 @@ def _q5_k_pairs(isa: Any, total: Any, scales: Any, w: int, fifths: int, first: i
     return total
 
 
-def q5_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+@_once
+def _q5_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
     total = _q5_k_pairs(isa, int_splat(0), scales, w + 768, w + 256, 0, x)
     total = _q5_k_pairs(isa, total, more, w + 768 + 1024, w + 256, 4, x + 128)
@@ -272,9 +281,7 @@ def q5_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 @inline
-def _q6_k_half(
-    isa: Any, total: Any, scales: int, high: int, low: int, x: int, sums: int
-) -> Any:
+def _q6_k_half(isa: Any, total: Any, scales: int, high: int, low: int, x: int, sums: int) -> Any:
     """128 columns: four quarters of 32, whose halves of 16 have a scale each.
 
     ``scales``: two registers of signed bytes; ``high``: eight of upper bits; ``low``: sixteen of
@@ -289,14 +296,13 @@ def _q6_k_half(
                 up = right(load_i32(high + 64 * (4 * h + j)), 2 * quarter)
                 q = either(both(v, NIBBLES), left(both(up, 0x03030303), 4))
                 dot = dot4(isa, dot, q, splat_i32(x + 32 * quarter + 16 * h + 4 * j))
-            scale = right_signed(
-                left(load_i32(scales + 64 * (sub >> 2)), 24 - 8 * (sub & 3)), 24
-            )
+            scale = right_signed(left(load_i32(scales + 64 * (sub >> 2)), 24 - 8 * (sub & 3)), 24)
             total = iadd(total, imul(dot, scale))
     return total
 
 
-def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+@_once
+def _q6_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     high, low = w + 288, w + 1312
     total = _q6_k_half(isa, int_splat(0), w + 32, high, low, x, x + K_SUMS16)
     total = _q6_k_half(isa, total, w + 160, high + 512, low + 1024, x + 128, x + K_SUMS16 + 32)
@@ -304,6 +310,18 @@ def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 # ---- the table
+
+
+def q4_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    return _q4_k(isa, w, x, acc)
+
+
+def q5_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    return _q5_k(isa, w, x, acc)
+
+
+def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    return _q6_k(isa, w, x, acc)
 
 
 def block_dot(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:

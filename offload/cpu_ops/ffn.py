@@ -18,6 +18,8 @@ from offload.cpu_ops.functions import glu
 from offload.cpu_ops.tags import inline
 from offload.cpu_ops.tiles import (
     GROUP,
+    STREAMS,
+    SUMS,
     field,
     load_rows,
     products,
@@ -106,18 +108,22 @@ def _gate_up(a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sum
     for projection in range(2):
         w = base + field(a, Ffn.GATE + projection)
         bias = field(a, Ffn.GATE_BIAS + projection)
-        for tile in range(first, last):
-            n_rows = inner - 16 * tile
+        for tile in range(first, last, STREAMS):
+            count, at_w = min(STREAMS, last - tile), w + tile * tile_bytes
             for s0 in range(start, end, GROUP):
                 n = min(GROUP, end - s0)
                 inputs = field(a, Ffn.X_INPUTS) + 8 * s0
-                products(fmt, isa, w + tile * tile_bytes, blocks, inputs, n, sums)
-                for s in range(n):
-                    at = field(a, Ffn.H) + 4 * ((s0 + s) * inner + 16 * tile)
-                    v = _biased(load_f32(sums + 64 * s), base, bias, 16 * tile, n_rows)
+                products(fmt, isa, at_w, count, blocks, inputs, n, sums)
+                for i in range(count * n):
+                    t, s = i // n, s0 + i % n
+                    row = 16 * (tile + t)
+                    at = field(a, Ffn.H) + 4 * (s * inner + row)
+                    v = load_f32(sums + t * SUMS + 64 * (i % n))
+                    v = _biased(v, base, bias, row, inner - row)
                     if projection == 1:
-                        v = glu(field(a, Ffn.GLU), load_rows(at, n_rows), v, alpha, limit)
-                    store_rows(at, v, n_rows)
+                        g = load_rows(at, inner - row)
+                        v = glu(field(a, Ffn.GLU), g, v, alpha, limit)
+                    store_rows(at, v, inner - row)
 
 
 @inline
@@ -133,18 +139,21 @@ def _down(a: int, fmt: Any, isa: Any, first: int, last: int, sums: int) -> None:
         base = field(field(a, Ffn.BASES), expert)
         start, end = field(field(a, Ffn.STARTS), expert), field(field(a, Ffn.STARTS), expert + 1)
         w, bias = base + field(a, Ffn.DOWN), field(a, Ffn.DOWN_BIAS)
-        for tile in range(first, last):
-            n_rows = hidden - 16 * tile
+        for tile in range(first, last, STREAMS):
+            count, at_w = min(STREAMS, last - tile), w + tile * tile_bytes
             for s0 in range(start, end, GROUP):
                 n = min(GROUP, end - s0)
                 inputs = field(a, Ffn.H_INPUTS) + 8 * s0
-                products(fmt, isa, w + tile * tile_bytes, blocks, inputs, n, sums)
-                for s in range(n):
-                    token = field(field(a, Ffn.SLOT_TOKENS), s0 + s)
-                    at = out + token * stride + 64 * tile
-                    v = _biased(load_f32(sums + 64 * s), base, bias, 16 * tile, n_rows)
-                    weight = load_float(field(a, Ffn.SLOT_WEIGHTS) + 4 * (s0 + s))
-                    store_rows(at, fma(splat(weight), v, load_rows(at, n_rows)), n_rows)
+                products(fmt, isa, at_w, count, blocks, inputs, n, sums)
+                for i in range(count * n):
+                    t, s = i // n, s0 + i % n
+                    row = 16 * (tile + t)
+                    at = out + field(field(a, Ffn.SLOT_TOKENS), s) * stride + 4 * row
+                    v = load_f32(sums + t * SUMS + 64 * (i % n))
+                    v = _biased(v, base, bias, row, hidden - row)
+                    weight = load_float(field(a, Ffn.SLOT_WEIGHTS) + 4 * s)
+                    v = fma(splat(weight), v, load_rows(at, hidden - row))
+                    store_rows(at, v, hidden - row)
 
 
 @inline
@@ -152,9 +161,7 @@ def expert_ffn(gate_up: Any, down: Any, isa: Any, a: int) -> None:
     """Every thread of the region runs this; ``a`` is the address of the arguments (``Ffn``)."""
     if field(a, Ffn.X_RECORDS) != 0:
         blocks = field(a, Ffn.TOKENS) * field(a, Ffn.HIDDEN_BLOCKS)
-        quantize_all(
-            gate_up, field(a, Ffn.X), blocks, field(a, Ffn.X_RECORDS), a + 8 * Ffn.NEXT_X
-        )
+        quantize_all(gate_up, field(a, Ffn.X), blocks, field(a, Ffn.X_RECORDS), a + 8 * Ffn.NEXT_X)
         wait(field(a, Ffn.BARRIER))
     sums, experts = room(), field(a, Ffn.EXPERTS)
     step, tiles = field(a, Ffn.INNER_STEP), (field(a, Ffn.INNER) + 15) // 16
@@ -168,9 +175,7 @@ def expert_ffn(gate_up: Any, down: Any, isa: Any, a: int) -> None:
     if field(a, Ffn.H_RECORDS) != 0:
         slots = field(field(a, Ffn.STARTS), experts)
         blocks = slots * field(a, Ffn.INNER_BLOCKS)
-        quantize_all(
-            down, field(a, Ffn.H), blocks, field(a, Ffn.H_RECORDS), a + 8 * Ffn.NEXT_H
-        )
+        quantize_all(down, field(a, Ffn.H), blocks, field(a, Ffn.H_RECORDS), a + 8 * Ffn.NEXT_H)
         wait(field(a, Ffn.BARRIER))
     step, tiles = field(a, Ffn.HIDDEN_STEP), (field(a, Ffn.HIDDEN) + 15) // 16
     first = fetch_add(a + 8 * Ffn.NEXT_HIDDEN, step)

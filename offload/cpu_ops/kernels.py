@@ -21,7 +21,7 @@ from offload.cpu_ops.entries import gemm_entry
 from offload.cpu_ops.formats import TILE_ROWS, Format
 from offload.cpu_ops.isa import choose
 from offload.cpu_ops.packing import packed_bytes
-from offload.cpu_ops.tiles import Gemm
+from offload.cpu_ops.tiles import STREAMS, Gemm
 from offload.errors import OffloadError
 
 Floats = npt.NDArray[np.float32]
@@ -60,13 +60,17 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 def tiles_per_task(rows: int, row_bytes: int) -> int:
-    """About TASK_BYTES, but at least four tasks per thread if there are that many tiles."""
+    """About TASK_BYTES, but at least four tasks per thread if there are that many tiles; whole
+    STREAMS of them."""
     tiles = -(-rows // TILE_ROWS)
-    by_size = max(1, TASK_BYTES // (TILE_ROWS * row_bytes))
-    return max(1, min(by_size, tiles // (4 * threads.count())))
+    by_size = TASK_BYTES // (TILE_ROWS * row_bytes)
+    wanted = min(by_size, tiles // (4 * threads.count()))
+    return max(STREAMS, wanted // STREAMS * STREAMS)
 
 
-def check_floats(name: str, array: Floats, shape: tuple[int, ...], *, written: bool = False) -> None:
+def check_floats(
+    name: str, array: Floats, shape: tuple[int, ...], *, written: bool = False
+) -> None:
     """Raise OffloadError unless float32, C-contiguous and of that shape."""
     if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
         raise OffloadError(

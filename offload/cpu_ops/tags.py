@@ -18,8 +18,8 @@ from typing import Any, TypeVar, cast
 from numba import njit
 from numba.core import types
 from numba.core.datamodel.models import OpaqueModel
-from numba.extending import lower_builtin, overload, register_model, typeof_impl
 from numba.core.imputils import lower_constant
+from numba.extending import overload, register_model, typeof_impl
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -120,7 +120,9 @@ def _int(b: Any, value: Any) -> Any:
 
 def _part(b: Any, v: Any, first: int, count: int) -> Any:
     undefined = ir.Constant(v.type, ir.Undefined)
-    return b.shuffle_vector(v, undefined, _constants(_vec(count, _i32), range(first, first + count)))
+    return b.shuffle_vector(
+        v, undefined, _constants(_vec(count, _i32), range(first, first + count))
+    )
 
 
 def _join(b: Any, low: Any, high: Any) -> Any:
@@ -217,16 +219,6 @@ def store_float(b: Any, address: Any, value: Any) -> None:
 @_operation(types.void, _I, _I)
 def store_int32(b: Any, address: Any, value: Any) -> None:
     b.store(b.trunc(value, _i32), _at(b, address, _i32), align=1)
-
-
-@_operation(types.void, _I)
-def prefetch(b: Any, address: Any) -> None:
-    """Into all caches. A hint: any address will do, also one that is not mapped."""
-    i32 = ir.Constant
-    _call(
-        b, "llvm.prefetch.p0i8", ir.VoidType(),
-        _at(b, address, _i8), i32(_i32, 0), i32(_i32, int(__import__("os").environ.get("XLOC","3"))), i32(_i32, 1),
-    )  # fmt: skip
 
 
 @_operation(_I, _I, _I)
@@ -495,8 +487,11 @@ def look_up(values: tuple[int, ...]) -> Any:
                 b,
                 *(
                     _call(
-                        b, "llvm.x86.avx2.pshuf.b", half,
-                        _constants(half, entries * 2), _part(b, v, first, 32),
+                        b,
+                        "llvm.x86.avx2.pshuf.b",
+                        half,
+                        _constants(half, entries * 2),
+                        _part(b, v, first, 32),
                     )  # fmt: skip
                     for first in (0, 32)
                 ),
