@@ -69,7 +69,8 @@ def _largest(x: int, n: int) -> int:
     top = int_splat(0)
     for i in range(0, n, 16):
         top = imax(top, both(as_int(load_f32(x + 4 * i)), 0x7FFFFFFF))
-    return max_lanes(top)
+    bits: int = max_lanes(top)
+    return bits
 
 
 @inline

@@ -10,9 +10,9 @@ the block adds ``d * s * (sum q p - zero * sum p)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-from numba import float32, njit
+from numba import float32
 
 from offload.cpu_ops.activations import (
     K_SCALE,
@@ -24,7 +24,7 @@ from offload.cpu_ops.activations import (
 )
 from offload.cpu_ops.codecs import IQ4_NL_VALUES, MXFP4_VALUES
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS
-from offload.cpu_ops.tags import F, by_format, inline
+from offload.cpu_ops.tags import by_format, inline, outline
 from offload.cpu_ops.vectors import (
     as_float,
     both,
@@ -191,10 +191,6 @@ def mxfp4(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 # nothing, and nine copies of such a body take long to compile.
 
 
-def _once(function: F) -> F:
-    return cast(F, njit(error_model="numpy")(function))
-
-
 @inline
 def _byte(v: Any, i: int) -> Any:
     return both(right(v, 8 * i), 255)
@@ -246,7 +242,7 @@ def _q4_k_pairs(isa: Any, total: Any, scales: Any, w: int, x: int) -> Any:
     return total
 
 
-@_once
+@outline
 def _q4_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
     total = _q4_k_pairs(isa, int_splat(0), scales, w + 256, x)
@@ -272,7 +268,7 @@ def _q5_k_pairs(isa: Any, total: Any, scales: Any, w: int, fifths: int, first: i
     return total
 
 
-@_once
+@outline
 def _q5_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
     total = _q5_k_pairs(isa, int_splat(0), scales, w + 768, w + 256, 0, x)
@@ -301,7 +297,7 @@ def _q6_k_half(isa: Any, total: Any, scales: int, high: int, low: int, x: int, s
     return total
 
 
-@_once
+@outline
 def _q6_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     high, low = w + 288, w + 1312
     total = _q6_k_half(isa, int_splat(0), w + 32, high, low, x, x + K_SUMS16)

@@ -113,7 +113,8 @@ def e8m0_half(e: Array) -> Array:
     """2^(e - 128) as float32, subnormal for e < 2: half an E8M0 scale."""
     e32 = e.astype(np.uint32)
     small = np.uint32(0x00200000) << e32.clip(0, 1)
-    return np.where(e32 < 2, small, (e32.clip(1) - 1) << 23).astype(np.uint32).view(np.float32)
+    bits: Array = np.where(e32 < 2, small, (e32.clip(1) - 1) << 23).astype(np.uint32)
+    return bits.view(np.float32)
 
 
 def _k_scales(scales: Array) -> tuple[Array, Array]:
@@ -133,7 +134,8 @@ def _k_nibbles(qs: Array) -> Array:
 def _k_affine(p: dict[str, Array], q: Array) -> Array:
     sc, m = _k_scales(p["scales"])
     d, dmin = _half(p["d"]) * sc, _half(p["dmin"]) * m
-    return d[..., None] * _float(q) - dmin[..., None]
+    values: Array = d[..., None] * _float(q) - dmin[..., None]
+    return values
 
 
 def _q5_k(p: dict[str, Array]) -> Array:
@@ -201,7 +203,8 @@ def _search_q4_0(x: Array, largest: Array, best: Array, q: Array) -> tuple[Array
 
     def squared_error(half: Array, q: Array) -> Array:
         difference = x - half.astype(np.float32) * _signed(q, 8)
-        return np.square(difference, dtype=np.float64).sum(axis=1, keepdims=True)
+        errors: Array = np.square(difference, dtype=np.float64).sum(axis=1, keepdims=True)
+        return errors
 
     error = squared_error(best, q)
     for level in (-9.0, -8.6, -8.3, -7.7, -7.4, -7.0, -6.5, 6.6, 7.0, 7.4):

@@ -43,8 +43,8 @@ class Entry:
 
 def _compile(body: Callable[[int], None], what: str) -> Entry:
     began = time.perf_counter()
-    compiled = cfunc(_SIGNATURE, cache=True, error_model="numpy")(body)
-    cached = compiled._cache_hits > 0
+    compiled: Any = cfunc(_SIGNATURE, cache=True, error_model="numpy")(body)
+    cached = compiled.cache_hits > 0
     seconds = time.perf_counter() - began
     log.debug("%s %s in %.2f s", "loaded" if cached else "compiled", what, seconds)
     return Entry(compiled.address, compiled.ctypes, cached, compiled)

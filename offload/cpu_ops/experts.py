@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +114,7 @@ def expert_layout(
 
 def expert_ffn(
     layout: ExpertLayout,
-    bases: npt.NDArray[np.int64] | npt.NDArray[np.uint64],
+    bases: npt.NDArray[Any],
     x: Floats,
     weights: Floats,
     out: Floats,
@@ -148,16 +149,15 @@ def expert_ffn(
     if experts == 0:
         out[:] = 0
         return out
-    bases = np.ascontiguousarray(bases)
     entry = ffn_entry(layout.gate_up.name, layout.down.name, choose(isa))
-    a, keep = _arguments(layout, bases, x, weights, out)
+    a, keep = _arguments(layout, np.ascontiguousarray(bases), x, weights, out)
     threads.run(entry.call, entry.address, a)
     del keep
     return out
 
 
 def _arguments(
-    layout: ExpertLayout, bases: npt.NDArray[np.int64] | npt.NDArray[np.uint64], x: Floats,
+    layout: ExpertLayout, bases: npt.NDArray[Any], x: Floats,
     weights: Floats, out: Floats,
 ) -> tuple[npt.NDArray[np.int64], object]:  # fmt: skip
     """The kernel's arguments, and what must stay alive while it runs."""

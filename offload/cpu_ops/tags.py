@@ -23,6 +23,10 @@ from numba.extending import overload, register_model, typeof_impl
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Numba's own annotations are partial and differ between versions.
+_lower_constant: Any = lower_constant
+_overload: Any = overload
+
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "forceinline": True}
 
 
@@ -48,7 +52,7 @@ def tag(kind: str, name: str) -> Tag:
     return Tag(kind, name, sources_digest())
 
 
-class TagType(types.Type):  # type: ignore[misc]
+class TagType(types.Type):  # type: ignore[misc, unused-ignore]
     """Numba's type of a tag."""
 
     def __init__(self, kind: str, choice: str) -> None:
@@ -68,12 +72,17 @@ def _constant(context: Any, _builder: Any, _type: Any, _value: Tag) -> Any:
 
 
 typeof_impl.register(Tag)(_typeof)
-lower_constant(TagType)(_constant)
+_lower_constant(TagType)(_constant)
 
 
 def inline(function: F) -> F:
     """A function of the kernels, always inlined by LLVM."""
     return cast(F, njit(**OPTIONS)(function))
+
+
+def outline(function: F) -> F:
+    """A function of the kernels that is compiled once per kernel and called."""
+    return cast(F, njit(error_model="numpy")(function))
 
 
 def by_format(stub: F) -> Callable[[Callable[[str], Callable[..., Any]]], None]:
@@ -83,6 +92,6 @@ def by_format(stub: F) -> Callable[[Callable[[str], Callable[..., Any]]], None]:
         def implementation(fmt: TagType, *_: Any) -> Callable[..., Any]:
             return choose(fmt.choice)
 
-        overload(stub, jit_options=OPTIONS, strict=False)(implementation)
+        _overload(stub, jit_options=OPTIONS, strict=False)(implementation)
 
     return register

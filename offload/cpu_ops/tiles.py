@@ -10,12 +10,10 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from numba import njit
-
 from offload.cpu_ops.activations import quantize_blocks
 from offload.cpu_ops.blocks_dot import block_bytes, block_dot, record_stride
 from offload.cpu_ops.formats import TILE_ROWS
-from offload.cpu_ops.tags import inline
+from offload.cpu_ops.tags import inline, outline
 from offload.cpu_ops.vectors import (
     call,
     fetch_add,
@@ -134,13 +132,13 @@ def _tile(fmt: Any, isa: Any, w: int, blocks: int, inputs: int, n: int, out: int
             t += 4
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@outline
 def products(
     fmt: Any, isa: Any, w: int, tiles: int, blocks: int, inputs: int, n: int, out: int
 ) -> None:
-    """float32 [tiles, GROUP, 16] at ``out``: the products of at most STREAMS tiles at ``w`` and n <=
-    GROUP tokens, whose activations' addresses are at ``inputs``. A token's result depends neither
-    on ``n`` nor on ``tiles``."""
+    """float32 [tiles, GROUP, 16] at ``out``: the products of at most STREAMS tiles at ``w`` and of
+    n <= GROUP tokens, whose activations' addresses are at ``inputs``. A token's result depends
+    neither on ``n`` nor on ``tiles``."""
     if n == 1 and tiles == STREAMS:
         _streams(fmt, isa, w, blocks, load_int(inputs), out)
     else:
@@ -188,7 +186,8 @@ def quantize_all(fmt: Any, x: int, blocks: int, out: int, counter: int) -> None:
 
 @inline
 def field(arguments: int, i: int) -> int:
-    return load_int(arguments + 8 * i)
+    value: int = load_int(arguments + 8 * i)
+    return value
 
 
 @inline

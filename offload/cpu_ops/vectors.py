@@ -17,6 +17,9 @@ from numba.core import cgutils, types
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
+# Numba's own annotations are partial and differ between versions.
+_cgutils: Any = cgutils
+
 LANES = 16
 
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
@@ -30,7 +33,7 @@ def _vec(n: int, element: Any) -> Any:
 _v16i, _v16f, _v64b = _vec(16, _i32), _vec(16, _f32), _vec(64, _i8)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):  # type: ignore[misc, unused-ignore]
     """A register; ``llvm``: its type there."""
 
     def __init__(self, name: str, llvm_type: Any) -> None:
@@ -38,9 +41,9 @@ class Vector(types.Type):  # type: ignore[misc]
         super().__init__(name=name)
 
 
-class _VectorModel(PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(PrimitiveModel):  # type: ignore[misc, unused-ignore]
     def __init__(self, manager: Any, vector: Vector) -> None:
-        super().__init__(manager, vector, vector.llvm)
+        super().__init__(manager, vector, vector.llvm)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 register_model(Vector)(_VectorModel)
@@ -87,7 +90,7 @@ def _operation(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 
 def _call(b: Any, name: str, returns: Any, *arguments: Any) -> Any:
     function = ir.FunctionType(returns, [a.type for a in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, function, name), arguments)
+    return b.call(_cgutils.get_or_insert_function(b.module, function, name), arguments)
 
 
 def _at(b: Any, address: Any, of: Any) -> Any:
@@ -242,7 +245,7 @@ def stack(nbytes: int) -> Any:
 
     @_operation(_I)
     def place(b: Any) -> Any:
-        room = cgutils.alloca_once(b, ir.ArrayType(_i8, nbytes))
+        room = _cgutils.alloca_once(b, ir.ArrayType(_i8, nbytes))
         room.align = 64
         return b.ptrtoint(room, _i64)
 
@@ -482,20 +485,10 @@ def look_up(values: tuple[int, ...]) -> Any:
                 b, "llvm.x86.avx512.pshuf.b.512", _v64b, _constants(_v64b, entries * 4), v
             )
         elif isa == "avx2":
-            half = _vec(32, _i8)
-            found = _join(
-                b,
-                *(
-                    _call(
-                        b,
-                        "llvm.x86.avx2.pshuf.b",
-                        half,
-                        _constants(half, entries * 2),
-                        _part(b, v, first, 32),
-                    )  # fmt: skip
-                    for first in (0, 32)
-                ),
-            )
+            half, name = _vec(32, _i8), "llvm.x86.avx2.pshuf.b"
+            twice = _constants(half, entries * 2)
+            low, high = (_call(b, name, half, twice, _part(b, v, at, 32)) for at in (0, 32))
+            found = _join(b, low, high)
         else:
             found = _all(_v64b, entries[0])
             for i, entry in enumerate(entries[1:], 1):
