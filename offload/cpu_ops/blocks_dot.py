@@ -228,73 +228,89 @@ def _k_add(isa: Any, w: int, x: int, scaled: Any, acc: Any) -> Any:
 
 
 @inline
-def _q4_k_pairs(isa: Any, total: Any, scales: Any, w: int, x: int) -> Any:
-    """Two pairs of sub-blocks: 2 x 8 registers of nibbles at ``w``."""
-    for c in range(2):
-        low, high = int_splat(0), int_splat(0)
-        for j in range(8):
-            v = load_i32(w + 512 * c + 64 * j)
-            at = x + 64 * c + 4 * j
-            low = dot4(isa, low, both(v, NIBBLES), splat_i32(at))
-            high = dot4(isa, high, both(right(v, 4), NIBBLES), splat_i32(at + 32))
-        total = iadd(total, imul(low, _byte(scales, 2 * c)))
-        total = iadd(total, imul(high, _byte(scales, 2 * c + 1)))
-    return total
+def _q4_k_pair(isa: Any, total: Any, scales: Any, c: int, w: int, x: int) -> Any:
+    """Two sub-blocks: eight registers of nibbles at ``w``, scales in bytes 2c and 2c + 1.
+
+    ``c`` is a constant where this is called, here and below: shifts by constants are one
+    instruction, and LLVM does not unroll a loop around so much.
+    """
+    low, high = int_splat(0), int_splat(0)
+    for j in range(8):
+        v = load_i32(w + 64 * j)
+        low = dot4(isa, low, both(v, NIBBLES), splat_i32(x + 4 * j))
+        high = dot4(isa, high, both(right(v, 4), NIBBLES), splat_i32(x + 4 * j + 32))
+    total = iadd(total, imul(low, _byte(scales, 2 * c)))
+    return iadd(total, imul(high, _byte(scales, 2 * c + 1)))
 
 
 @outline
 def _q4_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
-    total = _q4_k_pairs(isa, int_splat(0), scales, w + 256, x)
-    total = _q4_k_pairs(isa, total, more, w + 256 + 1024, x + 128)
+    total = _q4_k_pair(isa, int_splat(0), scales, 0, w + 256, x)
+    total = _q4_k_pair(isa, total, scales, 1, w + 768, x + 64)
+    total = _q4_k_pair(isa, total, more, 0, w + 1280, x + 128)
+    total = _q4_k_pair(isa, total, more, 1, w + 1792, x + 192)
     return _k_add(isa, w, x, total, acc)
 
 
 @inline
-def _q5_k_pairs(isa: Any, total: Any, scales: Any, w: int, fifths: int, first: int, x: int) -> Any:
-    """As ``_q4_k_pairs``; bit ``first + i`` of the bytes at ``fifths`` belongs to sub-block i."""
-    for c in range(2):
-        low, high = int_splat(0), int_splat(0)
-        for j in range(8):
-            v = load_i32(w + 512 * c + 64 * j)
-            bits = load_i32(fifths + 64 * j)
-            at = x + 64 * c + 4 * j
-            even = either(both(v, NIBBLES), _fifth(bits, first + 2 * c))
-            odd = either(both(right(v, 4), NIBBLES), _fifth(bits, first + 2 * c + 1))
-            low = dot4(isa, low, even, splat_i32(at))
-            high = dot4(isa, high, odd, splat_i32(at + 32))
-        total = iadd(total, imul(low, _byte(scales, 2 * c)))
-        total = iadd(total, imul(high, _byte(scales, 2 * c + 1)))
-    return total
+def _q5_k_pair(
+    isa: Any, total: Any, scales: Any, c: int, w: int, fifths: int, bit: int, x: int
+) -> Any:
+    """As ``_q4_k_pair``; bits ``bit`` and ``bit + 1`` of the bytes at ``fifths`` belong to it."""
+    low, high = int_splat(0), int_splat(0)
+    for j in range(8):
+        v, bits = load_i32(w + 64 * j), load_i32(fifths + 64 * j)
+        even = either(both(v, NIBBLES), _fifth(bits, bit))
+        odd = either(both(right(v, 4), NIBBLES), _fifth(bits, bit + 1))
+        low = dot4(isa, low, even, splat_i32(x + 4 * j))
+        high = dot4(isa, high, odd, splat_i32(x + 4 * j + 32))
+    total = iadd(total, imul(low, _byte(scales, 2 * c)))
+    return iadd(total, imul(high, _byte(scales, 2 * c + 1)))
 
 
 @outline
 def _q5_k(isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
-    total = _q5_k_pairs(isa, int_splat(0), scales, w + 768, w + 256, 0, x)
-    total = _q5_k_pairs(isa, total, more, w + 768 + 1024, w + 256, 4, x + 128)
+    fifths = w + 256
+    total = _q5_k_pair(isa, int_splat(0), scales, 0, w + 768, fifths, 0, x)
+    total = _q5_k_pair(isa, total, scales, 1, w + 1280, fifths, 2, x + 64)
+    total = _q5_k_pair(isa, total, more, 0, w + 1792, fifths, 4, x + 128)
+    total = _q5_k_pair(isa, total, more, 1, w + 2304, fifths, 6, x + 192)
     return _k_add(isa, w, x, total, acc)
 
 
 @inline
-def _q6_k_half(isa: Any, total: Any, scales: int, high: int, low: int, x: int, sums: int) -> Any:
-    """128 columns: four quarters of 32, whose halves of 16 have a scale each.
+def _q6_k_sixteen(
+    isa: Any, total: Any, sub: int, scales: int, high: int, low: int, x: int, sums: int
+) -> Any:
+    """Sub-block ``sub`` (a constant, 0..7) of 128 columns: 16 of them with a scale.
 
     ``scales``: two registers of signed bytes; ``high``: eight of upper bits; ``low``: sixteen of
-    nibbles, quarters 0 and 1 in the low halves, 2 and 3 in the high ones.
+    nibbles, of columns 0..63 in the low halves, of 64..127 in the high ones.
     """
-    for quarter in range(4):
-        for h in range(2):
-            sub = 2 * quarter + h
-            dot = int_splat(-32 * load_int32(sums + 4 * sub))
-            for j in range(4):
-                v = right(load_i32(low + 64 * (8 * (quarter & 1) + 4 * h + j)), 4 * (quarter >> 1))
-                up = right(load_i32(high + 64 * (4 * h + j)), 2 * quarter)
-                q = either(both(v, NIBBLES), left(both(up, 0x03030303), 4))
-                dot = dot4(isa, dot, q, splat_i32(x + 32 * quarter + 16 * h + 4 * j))
-            scale = right_signed(left(load_i32(scales + 64 * (sub >> 2)), 24 - 8 * (sub & 3)), 24)
-            total = iadd(total, imul(dot, scale))
-    return total
+    quarter, h = sub >> 1, sub & 1
+    dot = int_splat(-32 * load_int32(sums + 4 * sub))
+    for j in range(4):
+        v = right(load_i32(low + 64 * (8 * (quarter & 1) + 4 * h + j)), 4 * (quarter >> 1))
+        up = right(load_i32(high + 64 * (4 * h + j)), 2 * quarter)
+        q = either(both(v, NIBBLES), left(both(up, 0x03030303), 4))
+        dot = dot4(isa, dot, q, splat_i32(x + 16 * sub + 4 * j))
+    word = load_i32(scales + 64 * (sub >> 2))
+    return iadd(total, imul(dot, right_signed(left(word, 24 - 8 * (sub & 3)), 24)))
+
+
+@inline
+def _q6_k_half(isa: Any, total: Any, scales: int, high: int, low: int, x: int, sums: int) -> Any:
+    """128 columns."""
+    total = _q6_k_sixteen(isa, total, 0, scales, high, low, x, sums)
+    total = _q6_k_sixteen(isa, total, 1, scales, high, low, x, sums)
+    total = _q6_k_sixteen(isa, total, 2, scales, high, low, x, sums)
+    total = _q6_k_sixteen(isa, total, 3, scales, high, low, x, sums)
+    total = _q6_k_sixteen(isa, total, 4, scales, high, low, x, sums)
+    total = _q6_k_sixteen(isa, total, 5, scales, high, low, x, sums)
+    total = _q6_k_sixteen(isa, total, 6, scales, high, low, x, sums)
+    return _q6_k_sixteen(isa, total, 7, scales, high, low, x, sums)
 
 
 @outline
