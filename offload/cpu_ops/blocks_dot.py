@@ -24,13 +24,14 @@ from offload.cpu_ops.activations import (
 )
 from offload.cpu_ops.codecs import IQ4_NL_VALUES, MXFP4_VALUES
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS
-from offload.cpu_ops.tags import by_format, inline, outline
+from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     as_float,
     both,
     dot4,
     dot4_wide,
     either,
+    fence,
     fma,
     fmul,
     iadd,
@@ -186,9 +187,6 @@ def mxfp4(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 # ---- 256 columns, activations per 256
-#
-# One call per block and stream instead of inlining: at 64 instructions per block the call costs
-# nothing, and nine copies of such a body take long to compile.
 
 
 @inline
@@ -234,6 +232,7 @@ def _q4_k_pair(isa: Any, total: Any, scales: Any, c: int, w: int, x: int) -> Any
     ``c`` is a constant where this is called, here and below: shifts by constants are one
     instruction, and LLVM does not unroll a loop around so much.
     """
+    fence()
     low, high = int_splat(0), int_splat(0)
     for j in range(8):
         v = load_i32(w + 64 * j)
@@ -243,8 +242,7 @@ def _q4_k_pair(isa: Any, total: Any, scales: Any, c: int, w: int, x: int) -> Any
     return iadd(total, imul(high, _byte(scales, 2 * c + 1)))
 
 
-@outline
-def _q4_k(isa: Any, w: int, x: int, acc: Any) -> Any:
+def q4_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
     total = _q4_k_pair(isa, int_splat(0), scales, 0, w + 256, x)
     total = _q4_k_pair(isa, total, scales, 1, w + 768, x + 64)
@@ -258,6 +256,7 @@ def _q5_k_pair(
     isa: Any, total: Any, scales: Any, c: int, w: int, fifths: int, bit: int, x: int
 ) -> Any:
     """As ``_q4_k_pair``; bits ``bit`` and ``bit + 1`` of the bytes at ``fifths`` belong to it."""
+    fence()
     low, high = int_splat(0), int_splat(0)
     for j in range(8):
         v, bits = load_i32(w + 64 * j), load_i32(fifths + 64 * j)
@@ -269,8 +268,7 @@ def _q5_k_pair(
     return iadd(total, imul(high, _byte(scales, 2 * c + 1)))
 
 
-@outline
-def _q5_k(isa: Any, w: int, x: int, acc: Any) -> Any:
+def q5_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
     fifths = w + 256
     total = _q5_k_pair(isa, int_splat(0), scales, 0, w + 768, fifths, 0, x)
@@ -289,6 +287,7 @@ def _q6_k_sixteen(
     ``scales``: two registers of signed bytes; ``high``: eight of upper bits; ``low``: sixteen of
     nibbles, of columns 0..63 in the low halves, of 64..127 in the high ones.
     """
+    fence()
     quarter, h = sub >> 1, sub & 1
     dot = int_splat(-32 * load_int32(sums + 4 * sub))
     for j in range(4):
@@ -313,8 +312,7 @@ def _q6_k_half(isa: Any, total: Any, scales: int, high: int, low: int, x: int, s
     return _q6_k_sixteen(isa, total, 7, scales, high, low, x, sums)
 
 
-@outline
-def _q6_k(isa: Any, w: int, x: int, acc: Any) -> Any:
+def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     high, low = w + 288, w + 1312
     total = _q6_k_half(isa, int_splat(0), w + 32, high, low, x, x + K_SUMS16)
     total = _q6_k_half(isa, total, w + 160, high + 512, low + 1024, x + 128, x + K_SUMS16 + 32)
@@ -322,18 +320,6 @@ def _q6_k(isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 # ---- the table
-
-
-def q4_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    return _q4_k(isa, w, x, acc)
-
-
-def q5_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    return _q5_k(isa, w, x, acc)
-
-
-def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    return _q6_k(isa, w, x, acc)
 
 
 def block_dot(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:

@@ -230,6 +230,17 @@ def fetch_add(b: Any, address: Any, n: Any) -> Any:
     return b.atomic_rmw("add", _at(b, address, _i64), n, "monotonic")
 
 
+@_operation(types.void)
+def fence(b: Any) -> None:
+    """For the compiler only: nothing loaded before is kept for after.
+
+    Without it LLVM finds that the tiles of a stream are multiplied with the same activations,
+    broadcasts them all once and spills hundreds of registers to memory.
+    """
+    function = ir.FunctionType(ir.VoidType(), [])
+    b.asm(function, "", "~{memory}", [], True)
+
+
 @_operation(types.void, _I)
 def call(b: Any, address: Any) -> None:
     """Call a C function without arguments."""
