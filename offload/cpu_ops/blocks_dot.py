@@ -279,43 +279,46 @@ def q5_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 @inline
-def _q6_k_sixteen(
-    isa: Any, total: Any, sub: int, scales: int, high: int, low: int, x: int, sums: int
-) -> Any:
-    """Sub-block ``sub`` (a constant, 0..7) of 128 columns: 16 of them with a scale.
-
-    ``scales``: two registers of signed bytes; ``high``: eight of upper bits; ``low``: sixteen of
-    nibbles, of columns 0..63 in the low halves, of 64..127 in the high ones.
-    """
-    fence()
-    quarter, h = sub >> 1, sub & 1
-    dot = int_splat(-32 * load_int32(sums + 4 * sub))
-    for j in range(4):
-        v = right(load_i32(low + 64 * (8 * (quarter & 1) + 4 * h + j)), 4 * (quarter >> 1))
-        up = right(load_i32(high + 64 * (4 * h + j)), 2 * quarter)
-        q = either(both(v, NIBBLES), left(both(up, 0x03030303), 4))
-        dot = dot4(isa, dot, q, splat_i32(x + 16 * sub + 4 * j))
-    word = load_i32(scales + 64 * (sub >> 2))
-    return iadd(total, imul(dot, right_signed(left(word, 24 - 8 * (sub & 3)), 24)))
+def _signed_byte(v: Any, i: int) -> Any:
+    return right_signed(left(v, 24 - 8 * i), 24)
 
 
 @inline
-def _q6_k_half(isa: Any, total: Any, scales: int, high: int, low: int, x: int, sums: int) -> Any:
+def _q6_k_pair(isa: Any, total: Any, part: int, scales: int, high: int, x: int, sums: int) -> Any:
+    """Two sub-blocks of 16 of a half's 128 columns: quarter ``part >> 1`` and the one two further,
+    in each the half ``part & 1``; ``part``, 0..3, is a constant.
+
+    ``scales``: two registers of signed bytes; ``high``: eight registers of upper bits, then
+    sixteen of nibbles, a quarter's in the low halves, of the one two further in the high ones.
+    """
+    fence()
+    quarter, h = part >> 1, part & 1
+    first, second = 2 * quarter + h, 2 * quarter + h + 4
+    low_dot = int_splat(-32 * load_int32(sums + 4 * first))
+    high_dot = int_splat(-32 * load_int32(sums + 4 * second))
+    for j in range(4):
+        v, up = load_i32(high + 512 + 64 * (4 * part + j)), load_i32(high + 64 * (4 * h + j))
+        low_up = left(both(right(up, 2 * quarter), 0x03030303), 4)
+        high_up = left(both(right(up, 2 * quarter + 4), 0x03030303), 4)
+        even, odd = either(both(v, NIBBLES), low_up), either(both(right(v, 4), NIBBLES), high_up)
+        low_dot = dot4(isa, low_dot, even, splat_i32(x + 16 * first + 4 * j))
+        high_dot = dot4(isa, high_dot, odd, splat_i32(x + 16 * second + 4 * j))
+    total = iadd(total, imul(low_dot, _signed_byte(load_i32(scales), first)))
+    return iadd(total, imul(high_dot, _signed_byte(load_i32(scales + 64), first)))
+
+
+@inline
+def _q6_k_half(isa: Any, total: Any, scales: int, high: int, x: int, sums: int) -> Any:
     """128 columns."""
-    total = _q6_k_sixteen(isa, total, 0, scales, high, low, x, sums)
-    total = _q6_k_sixteen(isa, total, 1, scales, high, low, x, sums)
-    total = _q6_k_sixteen(isa, total, 2, scales, high, low, x, sums)
-    total = _q6_k_sixteen(isa, total, 3, scales, high, low, x, sums)
-    total = _q6_k_sixteen(isa, total, 4, scales, high, low, x, sums)
-    total = _q6_k_sixteen(isa, total, 5, scales, high, low, x, sums)
-    total = _q6_k_sixteen(isa, total, 6, scales, high, low, x, sums)
-    return _q6_k_sixteen(isa, total, 7, scales, high, low, x, sums)
+    total = _q6_k_pair(isa, total, 0, scales, high, x, sums)
+    total = _q6_k_pair(isa, total, 1, scales, high, x, sums)
+    total = _q6_k_pair(isa, total, 2, scales, high, x, sums)
+    return _q6_k_pair(isa, total, 3, scales, high, x, sums)
 
 
 def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    high, low = w + 288, w + 1312
-    total = _q6_k_half(isa, int_splat(0), w + 32, high, low, x, x + K_SUMS16)
-    total = _q6_k_half(isa, total, w + 160, high + 512, low + 1024, x + 128, x + K_SUMS16 + 32)
+    total = _q6_k_half(isa, int_splat(0), w + 32, w + 288, x, x + K_SUMS16)
+    total = _q6_k_half(isa, total, w + 160, w + 1824, x + 128, x + K_SUMS16 + 32)
     return fma(to_float(total), fmul(_half(isa, w), splat_f32(x + K_SCALE)), acc)
 
 

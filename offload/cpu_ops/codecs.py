@@ -144,10 +144,10 @@ def _q5_k(p: dict[str, Array]) -> Array:
 
 
 def _q6_k(p: dict[str, Array]) -> Array:
-    ql = p["ql"].reshape(-1, 2, 1, 64)
+    ql = np.stack([p["ql0"], p["ql1"]], axis=1)[:, :, None]
     ql = np.concatenate([ql & 15, ql >> 4], axis=2).reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    qh = (p["qh"].reshape(-1, 2, 1, 32) >> shifts) & 3
+    qh = (np.stack([p["qh0"], p["qh1"]], axis=1)[:, :, None] >> shifts) & 3
     q = _signed(ql | (qh << 4), 32).reshape(-1, 16, 16)
     return (_half(p["d"]) * p["scales"].view(np.int8).astype(np.float32))[..., None] * q
 

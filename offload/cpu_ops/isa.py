@@ -58,22 +58,26 @@ def choose(name: str | None = None) -> Isa:
         OffloadError: the name is unknown, or this machine cannot run it.
     """
     asked = name or os.environ.get(VARIABLE) or None
-    if asked is None:
-        return next(isa for isa in Isa if features().issuperset(NEEDS[isa]))
+    return best(features()) if asked is None else _forced(asked, features())
+
+
+@functools.cache
+def best(has: frozenset[str]) -> Isa:
+    """The best set for a processor with these flags."""
+    return next(isa for isa in Isa if has.issuperset(NEEDS[isa]))
+
+
+@functools.cache
+def _forced(name: str, has: frozenset[str]) -> Isa:
     try:
-        isa = Isa(asked.lower())
+        isa = Isa(name.lower())
     except ValueError:
         known = ", ".join(i.value for i in Isa)
-        raise OffloadError(f"{VARIABLE}={asked!r} is no instruction set; use {known}") from None
-    missing = sorted(set(NEEDS[isa]) - features())
+        raise OffloadError(f"{VARIABLE}={name!r} is no instruction set; use {known}") from None
+    missing = sorted(set(NEEDS[isa]) - has)
     if missing:
         raise OffloadError(
             f"{VARIABLE}={isa.value} needs {', '.join(missing)}, which this processor or Numba's "
-            f"settings do not have; unset it to use {choose_best().value}"
+            f"settings do not have; unset it to use {best(has).value}"
         )
     return isa
-
-
-def choose_best() -> Isa:
-    """The best supported set, whatever the environment says."""
-    return next(isa for isa in Isa if features().issuperset(NEEDS[isa]))
