@@ -83,6 +83,8 @@ class Ffn(enum.IntEnum):
     ALPHA = 28
     """Bits of a float32."""
     LIMIT = 29
+    ADD = 30
+    """1: the experts are added to what OUT holds."""
     NEXT_X = 32
     NEXT_INNER = 40
     NEXT_H = 48
@@ -128,11 +130,12 @@ def _gate_up(a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sum
 
 @inline
 def _down(a: int, fmt: Any, isa: Any, first: int, last: int, sums: int) -> None:
-    """Rows of tiles ``first..last``: zero, then expert by expert in the given order."""
+    """Rows of tiles ``first..last``: zero (or what is there), then expert by expert in the given
+    order."""
     hidden, blocks = field(a, Ffn.HIDDEN), field(a, Ffn.INNER_BLOCKS)
     out, stride = field(a, Ffn.OUT), field(a, Ffn.OUT_STRIDE)
     tile_bytes = blocks * block_bytes(fmt)
-    for t in range(field(a, Ffn.TOKENS)):
+    for t in range(0 if field(a, Ffn.ADD) != 0 else field(a, Ffn.TOKENS)):
         for tile in range(first, last):
             store_rows(out + t * stride + 64 * tile, splat(float32(0.0)), hidden - 16 * tile)
     for expert in range(field(a, Ffn.EXPERTS)):

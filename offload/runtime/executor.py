@@ -230,6 +230,12 @@ class Executor:
             self._begin_use((expert,))
             return self.views(expert)
 
+    def present(self, expert: str) -> bool:
+        """Whether ``acquire`` would not wait."""
+        with self._lock:
+            lease = self._leases[self.plan.compute_tier].get(expert)
+            return lease is not None and lease.ready is not None and lease.ready.done()
+
     def release(self, expert: str) -> None:
         """The expert has been used."""
         with self._shield, self._changed:
