@@ -7,7 +7,7 @@ call of a kernel for as many experts as are there. Activations are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from offload.io.pack_manifest import Layout
 from offload.models.absent import absent
 from offload.models.experts import ExpertSession
 from offload.models.pack_reader import ExpertGroup as PackedGroup
+from offload.runtime.executor import Views
 
 GLU_TOLERANCE = 1e-5
 """Relative: what a kernel's activation may differ from the module's own, in float32."""
@@ -120,14 +121,15 @@ class PackedSession(ExpertSession):
         self.wanted = experts
         super().begin(experts, *args)
 
-    def batches(self) -> Any:
+    def batches(self) -> Iterator[tuple[list[int], list[Views]]]:
         """Yields (experts, their views): the next one, waited for, and those behind it that are
         there already. They are let go when the next batch is asked for."""
         left = list(self.wanted)
         executor, blocks = self.executor, self.group.blocks
         while left:
             self._let_go()
-            some, views = [], []
+            some: list[int] = []
+            views: list[Views] = []
             while left and len(some) < self._at_once:
                 block = blocks[left[0]]
                 if some and not executor.present(block):

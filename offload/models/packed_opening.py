@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -172,9 +172,9 @@ def fill_resident(prepared: PackedPrepared, store: Any) -> None:
     def convert(name: str, _read: Any) -> torch.Tensor:
         return values[name]
 
-    mapping = prepared.meta.mapping
-    mapping.convert = convert  # type: ignore[method-assign]
-    materialise_buffers(model, mapping, cast(Any, None))
+    mapping: Any = prepared.meta.mapping
+    mapping.convert = convert
+    materialise_buffers(model, mapping, None)
     for name, param in prepared.resident.items():
         real = nn.Parameter(values[name], requires_grad=False)
         for place in param.places:
