@@ -154,10 +154,12 @@ def plan_packed(pack: PackedModel, config: Any, options: Options, warm: Warm) ->
     policy = policy_of(options, chosen)
     check_recordable(options, chosen)
     fused = replace(warm, expert_s=DISPATCH_S)
+    budgets = {Tier.RAM: ram}
 
     def ask(ram: int) -> PlanRequest:
+        """The planner's question if staging and slack were those of a budget of ``ram``."""
         return request_of(
-            meta, chosen, options, fused, {Tier.RAM: ram}, set_aside(ram), Tier.RAM, False, policy
+            meta, chosen, options, fused, budgets, set_aside(ram), Tier.RAM, False, policy
         )
 
     request = ask(ram)
@@ -203,9 +205,8 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
     units = {id(m): Unit(path, m) for path, m in unit_modules(model)}
     groups = {g.name: g for g in expert_groups(model)}
     params = parameters(model)
-    in_group = {id(p.tensor) for g in groups.values() for p in g.params}
+    in_group = {id(t) for g in groups.values() for t in g.module.parameters()}
     result = Cut([], {}, {}, [], [], None, None, [])
-    resident: dict[str, Param] = {}
     outside: list[Unit] = []
     embedding = _embedding(model)
     for param in params.values():
@@ -222,7 +223,6 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
                 f"{list(param.tensor.shape)} in config.json; pack the model again"
             )
         if found.part.layout is Layout.PLAIN:
-            resident[found.part.name] = param
             continue
         spec = found.block.spec()
         for place in param.places:
@@ -250,6 +250,12 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
             if spec.id not in owner.blocks:
                 owner.blocks += (spec.id,)
     _cut_experts(model, pack, groups, units, result)
+    # Now: a linear layer's bias has moved to the module that took its place.
+    resident = {}
+    for param in parameters(model).values():
+        found = next((pack.tensors[n] for n in param.names if n in pack.tensors), None)
+        if found is not None and found.part.layout is Layout.PLAIN:
+            resident[found.part.name] = param
     result.units = [u for u in (*units.values(), *outside) if u.blocks or u.groups]
     return result, resident
 
@@ -276,11 +282,10 @@ def _cut_experts(
         if owner is None:
             raise UnsupportedModelError(f"the experts {name} are outside of every layer")
         group.gate = find_gate(model, group, known)
-        for param in group.params:
-            for place in param.places:
-                place.module._parameters[place.attr] = absent(
-                    param.name, param.tensor, torch.device("cpu")
-                )
+        own = group.module._parameters
+        for attr, tensor in list(own.items()):
+            if tensor is not None:
+                own[attr] = absent(f"{name}.{attr}", tensor, torch.device("cpu"))
         group.params = []
         group.blocks = packed.blocks
         owner.groups.append(group)
