@@ -180,8 +180,8 @@ def main() -> None:
         )
     costs = region_costs()
     print(
-        f"a region {costs['region_us']:.1f} us, a kernel {costs['kernel_us']:.1f} us, torch.mm {costs['torch_mm_us']:.1f} us, "
-        f"in turn {costs['in_turn_us']:.1f} us"
+        f"a region {costs['region_us']:.1f} us, a kernel {costs['kernel_us']:.1f} us, "
+        f"torch.mm {costs['torch_mm_us']:.1f} us, in turn {costs['in_turn_us']:.1f} us"
     )
     result = {
         "benchmark": "kernels",
