@@ -11,19 +11,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from offload.cpu_ops.experts import ExpertLayout, expert_ffn
 from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.functions import Glu
-from offload.cpu_ops.kernels import gemm
+from offload.cpu_ops.kernels import Floats, gemm
 from offload.errors import UnsupportedModelError
 from offload.io.pack_manifest import Layout
 from offload.models.absent import absent
+from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertSession
 from offload.models.pack_reader import ExpertGroup as PackedGroup
-from offload.runtime.executor import Views
+from offload.runtime.executor import Executor
 
 GLU_TOLERANCE = 1e-5
 """Relative: what a kernel's activation may differ from the module's own, in float32."""
@@ -71,12 +73,8 @@ class PackedLinear(nn.Module):
 class PackedExperts:
     """A MoE layer's experts: fetched in order, computed as many at a time as are there."""
 
-    def __init__(
-        self, layout: ExpertLayout, first: tuple[str, int], session: PackedSession
-    ) -> None:
-        """``first``: a part's name and its offset, to find a bundle's address by."""
+    def __init__(self, layout: ExpertLayout, session: PackedSession) -> None:
         self._layout = layout
-        self._first = first
         self._session = session
 
     def __call__(
@@ -90,60 +88,84 @@ class PackedExperts:
         x_TH = hidden.detach().reshape(-1, self._layout.hidden).float().contiguous().numpy()
         index_Tk = top_k_index.reshape(len(x_TH), -1).numpy()
         weights_Tk = top_k_weights.detach().reshape(len(x_TH), -1).float().numpy()
-        experts = self._session.wanted
+        return (
+            torch.from_numpy(self.run(x_TH, index_Tk, weights_Tk))
+            .view(hidden.shape)
+            .to(hidden.dtype)
+        )
+
+    def run(self, x_TH: Floats, index_Tk: Any, weights_Tk: Floats) -> Floats:
+        """The same on arrays, after the session has begun."""
         out_TH = np.empty_like(x_TH)
+        one = len(x_TH) == 1
+        by_expert = dict(zip(index_Tk[0].tolist(), weights_Tk[0].tolist(), strict=True))
         add = False
-        for some, views in self._session.batches():
-            weights_TE = np.zeros((len(x_TH), len(some)), np.float32)
-            for column, expert in enumerate(some):
-                chosen = index_Tk == expert
-                weights_TE[:, column] = np.where(chosen, weights_Tk, 0.0).sum(1)
-            name, offset = self._first
-            bases = np.array([v[name].data_ptr() - offset for v in views], np.int64)
+        for some, bases in self._session.batches():
+            if one:
+                weights_TE = np.array([[by_expert[e] for e in some]], np.float32)
+            else:
+                chosen_TEk = index_Tk[:, None, :] == np.array(some)[:, None]
+                weights_TE = np.where(chosen_TEk, weights_Tk[:, None, :], np.float32(0)).sum(2)
             expert_ffn(self._layout, bases, x_TH, weights_TE, out_TH, add=add)
             add = True
-        if not experts:
+        if not add:
             out_TH[:] = 0
-        return torch.from_numpy(out_TH).view(hidden.shape).to(hidden.dtype)
+        return out_TH
 
 
 class PackedSession(ExpertSession):
     """One MoE layer's run: its experts in order, several held at once."""
 
-    def __init__(self, *args: Any, at_once: int) -> None:
-        """``at_once``: experts held together; the others' slots are left for what comes next."""
-        super().__init__(*args)
-        self.wanted: list[int] = []
+    def __init__(
+        self,
+        executor: Executor,
+        group: ExpertGroup,
+        after: ExpertGroup | None,
+        *,
+        at_once: int,
+        pinned: bool,
+    ) -> None:
+        """``at_once``: experts held together; the others' slots are left for what comes next.
+        ``pinned``: all experts stay where they are, so that nobody has to be asked for them."""
+        super().__init__(executor, group, after)
+        self._wanted: list[int] = []
         self._at_once = at_once
         self._held: list[str] = []
+        self._bases: npt.NDArray[np.int64] | None = None
+        if pinned:
+            self._bases = np.array([executor.address(b) for b in group.blocks], np.int64)
 
     def begin(self, experts: list[int], *args: Any) -> None:
-        self.wanted = experts
-        super().begin(experts, *args)
+        self._wanted = experts
+        if self._bases is None:
+            super().begin(experts, *args)
+        else:
+            self.executor.stats.hits += len(experts)
 
-    def batches(self) -> Iterator[tuple[list[int], list[Views]]]:
-        """Yields (experts, their views): the next one, waited for, and those behind it that are
-        there already. They are let go when the next batch is asked for."""
-        left = list(self.wanted)
-        executor, blocks = self.executor, self.group.blocks
-        while left:
-            self._let_go()
-            some: list[int] = []
-            views: list[Views] = []
-            while left and len(some) < self._at_once:
-                block = blocks[left[0]]
-                if some and not executor.present(block):
-                    break
-                views.append(executor.acquire(block))
-                self._held.append(block)
-                some.append(left.pop(0))
-            yield some, views
+    def batches(self) -> Iterator[tuple[list[int], npt.NDArray[np.int64]]]:
+        """Yields experts and the addresses of their bundles: the next one, waited for, and those
+        behind it that are there already. They are let go when the next batch is asked for."""
+        wanted, blocks = self._wanted, self.group.blocks
+        at = 0
+        while at < len(wanted):
+            if self._bases is not None:
+                some = wanted[at : at + self._at_once]
+                bases = self._bases[some]
+            else:
+                self._let_go()
+                names = [blocks[e] for e in wanted[at : at + self._at_once]]
+                found = self.executor.acquire_run(names, self._at_once)
+                self._held = names[: len(found)]
+                some, bases = wanted[at : at + len(found)], np.array(found, np.int64)
+            yield some, bases
+            at += len(some)
         self._let_go()
 
     def _let_go(self) -> None:
         super()._let_go()
-        while self._held:
-            self.executor.release(self._held.pop())
+        if self._held:
+            held, self._held = self._held, []
+            self.executor.release_run(held)
 
 
 def expert_layout_of(group: PackedGroup, module: Any) -> ExpertLayout:

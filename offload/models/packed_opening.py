@@ -50,18 +50,12 @@ class PackedAttachment(Attachment):
         self._hook_table()
 
     def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> PackedSession:
-        packed = self.pack.experts[group.name]
-        cached = group.blocks[0] not in self._resident
-        slots = self.plan.tiers[Tier.RAM].slots if cached else None
-        top_k = min(self.plan.top_k[group.name], MOST_TOGETHER)
-        session = PackedSession(
-            self.executor, group, after, at_once=min(MOST_TOGETHER, held_at_once(slots, top_k))
-        )
-        layout = expert_layout_of(packed, group.module)
-        first = packed.parts[0]
-        group.module.__dict__["forward"] = PackedExperts(
-            layout, (first.name, first.offset), session
-        )
+        pinned = group.blocks[0] in self._resident
+        slots = None if pinned else self.plan.tiers[Tier.RAM].slots
+        at_once = min(MOST_TOGETHER, held_at_once(slots, self.plan.top_k[group.name]))
+        session = PackedSession(self.executor, group, after, at_once=at_once, pinned=pinned)
+        layout = expert_layout_of(self.pack.experts[group.name], group.module)
+        group.module.__dict__["forward"] = PackedExperts(layout, session)
         self._undo.append(partial(group.module.__dict__.pop, "forward", None))
         return session
 

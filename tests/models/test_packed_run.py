@@ -15,8 +15,13 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from offload.errors import OffloadError, PlanError, UnsupportedModelError
+from offload.models.meta import read_config
+from offload.models.options import Options
 from offload.models.pack_checkpoint import CheckpointSource
+from offload.models.pack_reader import PackedModel
 from offload.models.pack_run import pack
+from offload.models.packed_load import plan_packed
+from offload.models.toy import Warm
 
 RUNS = {
     "qwen3_moe": "experts, a norm on every head",
@@ -41,6 +46,20 @@ def packed(family: str, tmp_path: Path, quant: str) -> tuple[Path, Path]:
     finally:
         source.close()
     return tmp_path / "m", tmp_path / "p"
+
+
+def load(pack_dir: Path, ram: int = 2**30, **options: Any) -> Any:
+    """As ``offload.load`` in a process that is warm already."""
+    chosen = Options(ram=ram, context=32, overhead_bytes=0, **options)
+    pack_ = PackedModel.open(pack_dir)
+    return plan_packed(pack_, read_config(pack_dir), chosen, Warm(baseline_rss=0)).open()
+
+
+def least(pack_dir: Path) -> int:
+    """The smallest budget, in bytes, as the error for a smaller one says it."""
+    with pytest.raises(PlanError) as error:
+        load(pack_dir, ram=1)
+    return int(str(error.value).split("at least ")[1].split(" bytes")[0])
 
 
 def with_packed_values(directory: Path, pack_dir: Path) -> Any:
@@ -71,7 +90,7 @@ def with_packed_values(directory: Path, pack_dir: Path) -> Any:
 def test_logits_are_those_of_the_packed_values(family: str, quant: str, tmp_path: Path) -> None:
     directory, pack_dir = packed(family, tmp_path, quant)
     reference = with_packed_values(directory, pack_dir)
-    model = offload.load(pack_dir, ram="1GiB", context=32)
+    model = load(pack_dir)
     try:
         with torch.no_grad():
             ours = model(IDS).logits
@@ -93,13 +112,8 @@ def test_logits_are_those_of_the_packed_values(family: str, quant: str, tmp_path
 def test_the_budget_changes_no_bit(family: str, tmp_path: Path) -> None:
     _, pack_dir = packed(family, tmp_path, "q4")
     said, hits = [], []
-    for ram in (None, "1GiB"):
-        budget: Any = ram
-        if ram is None:
-            with pytest.raises(PlanError) as error:
-                offload.load(pack_dir, ram=1, context=32, overhead_bytes=0)
-            budget = int(str(error.value).split("at least ")[1].split(" bytes")[0])
-        model = offload.load(pack_dir, ram=budget, context=32, overhead_bytes=0)
+    for ram in (least(pack_dir), 2**30):
+        model = load(pack_dir, ram)
         try:
             with torch.no_grad():
                 logits = model(IDS).logits
@@ -117,12 +131,9 @@ def test_the_budget_changes_no_bit(family: str, tmp_path: Path) -> None:
 
 def test_guesses_and_policies_change_no_bit(tmp_path: Path) -> None:
     _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
-    with pytest.raises(PlanError) as error:
-        offload.load(pack_dir, ram=1, context=32, overhead_bytes=0)
-    least = int(str(error.value).split("at least ")[1].split(" bytes")[0])
     said = []
     for options in ({}, {"guess": False}, {"expert_policy": "lru"}, {"expert_policy": "mrs"}):
-        model = offload.load(pack_dir, ram=least + 40960, context=32, overhead_bytes=0, **options)
+        model = load(pack_dir, least(pack_dir) + 40960, **options)
         try:
             said.append(model.generate(IDS, max_new_tokens=16, do_sample=False, pad_token_id=0))
         finally:
@@ -133,7 +144,7 @@ def test_guesses_and_policies_change_no_bit(tmp_path: Path) -> None:
 def test_tokens_go_in_together_or_one_by_one(tmp_path: Path) -> None:
     """Each token's experts are computed as they would be alone."""
     _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
-    model = offload.load(pack_dir, ram="1GiB", context=32)
+    model = load(pack_dir)
     try:
         experts = model.model.layers[0].mlp.experts
         hidden = torch.randn(5, model.config.hidden_size)
@@ -151,7 +162,7 @@ def test_tokens_go_in_together_or_one_by_one(tmp_path: Path) -> None:
 def test_experts_without_a_gate_are_refused(tmp_path: Path) -> None:
     _, pack_dir = packed("nemotron_h", tmp_path, "q8")
     with pytest.raises(UnsupportedModelError, match="gate"):
-        offload.load(pack_dir, ram="1GiB")
+        load(pack_dir)
 
 
 @pytest.mark.parametrize(
@@ -193,5 +204,5 @@ def test_a_flipped_byte_is_named(tmp_path: Path) -> None:
     data[block.offset + 100] ^= 1
     bundle.write_bytes(data)
     with pytest.raises(OffloadError, match="damaged"):
-        offload.load(pack_dir, ram="1GiB", context=32)
+        load(pack_dir)
     assert bundle.stat().st_size == len(data)
