@@ -14,9 +14,9 @@ from typing import NoReturn
 from offload.errors import UnsupportedModelError
 from offload.io.pack_manifest import Kind
 from offload.models.gguf_entries import GGUFEntry, Transform
-from offload.models.pack_source import FLOATS, Experts, Outline, Tensor
+from offload.models.pack_source import FLOATS, Experts, Outline, Slice, Tensor
 from offload.models.recipes import split_rows
-from offload.models.sources import Ranges, Run, Source
+from offload.models.sources import Ranges, Source
 
 __all__ = ["Made", "Places", "Stored", "find_places"]
 
@@ -76,8 +76,10 @@ class _Finder:
     def __init__(self, sources: Mapping[str, Source], entries: Iterable[GGUFEntry]) -> None:
         self._sources = sources
         self._entries: dict[str, list[GGUFEntry]] = {}
+        self._of_expert: dict[tuple[str, int | None], list[GGUFEntry]] = {}
         for entry in entries:
             self._entries.setdefault(entry.hf_name, []).append(entry)
+            self._of_expert.setdefault((entry.hf_name, entry.expert), []).append(entry)
         self.converted: dict[str, str] = {}
 
     def _found(self, names: Sequence[str]) -> Ranges:
@@ -111,23 +113,26 @@ class _Finder:
             _refuse(str(tensor), "it has no place in the experts' stack")
         found = self._found((tensor.slice.param,))
         runs = split_rows(found)
-        places = [self._expert(tensor, e, found, runs[e]) for e in range(count)]
+        shape = found.shape[1:]
+        places = [
+            self._expert(tensor, tensor.slice, e, Ranges(shape, found.dtype, runs[e]))
+            for e in range(count)
+        ]
         formats = {place.format for place in places}
         if len(formats) > 1:
             _refuse(str(tensor), f"experts of one layer are in {', '.join(sorted(formats))}")
         return places
 
-    def _expert(self, tensor: Tensor, e: int, found: Ranges, runs: list[Run]) -> Stored:
-        where = tensor.slice
-        assert where is not None
+    def _expert(self, tensor: Tensor, where: Slice, e: int, found: Ranges) -> Stored:
+        """``found``: all of the expert that its parameter has."""
         outputs = tensor.shape[0] if tensor.shape else 1
-        entries = self._entries[runs[0].name]
-        if len(entries) > 1:  # a stack that is published as such: the expert's part of it
+        name = found.runs[0].name
+        if len(self._entries[name]) > 1:  # a stack that is published as such
             indices = range(where.base, where.base + where.step * (outputs - 1) + 1, where.step)
-            entries = [x for x in entries if x.expert == e and _outputs(x) == indices]
+            entries = [x for x in self._of_expert[name, e] if _outputs(x) == indices]
             first = 0
         else:
-            mine = Ranges(found.shape[1:], found.dtype, runs).narrow(0, where.base, outputs).runs
+            mine = found.narrow(0, where.base, outputs).runs
             if len(mine) != 1 or where.step != 1 or mine[0].start % tensor.columns:
                 _refuse(str(tensor), "its rows are not one behind the other")
             entries = self._entries[mine[0].name]
