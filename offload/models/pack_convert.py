@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from offload.cpu_ops.codecs import decode_rows
 from offload.cpu_ops.formats import get_format
-from offload.cpu_ops.packing import dequantize, pack_rows, packed_bytes
+from offload.cpu_ops.packing import dequantize, packed_bytes
 from offload.io.pack_manifest import ROWS_PER_GROUP, Block, Layout, Part
 from offload.models.gguf_requant import REQUANTISED, dequantize_rows
+from offload.models.pack_interleave import interleave
 from offload.models.pack_kernels import encode
 from offload.models.pack_plan import Piece
 from offload.models.pack_source import Bytes, Source, as_float32
@@ -126,7 +127,7 @@ def _fill(part: Part, piece: Piece, rows: Bytes, out: Bytes) -> Deviation:
     if part.layout is Layout.ROWS:
         out[:] = gguf.reshape(-1)
     else:
-        pack_rows(format, gguf, columns, out)
+        interleave(format, gguf, columns, out)
     if gguf is rows:
         return Deviation()
     weights = as_float32(native, rows[:ROWS_PER_GROUP])
