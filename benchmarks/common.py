@@ -164,7 +164,8 @@ def ssd_rate(directory: Path, limit_bytes: int = 4 << 30) -> float:
 
     with ExitStack() as stack:
         files = [
-            stack.enter_context(DirectFile.open(p)) for p in sorted(directory.glob("*.safetensors"))
+            stack.enter_context(DirectFile.open(p))
+            for p in sorted([*directory.glob("*.safetensors"), *directory.glob("bundle-*.bin")])
         ]
         places = [
             (file, offset)

@@ -31,15 +31,23 @@ def rate(work: Callable[[], int], samples: int) -> float:
     return statistics.median(found)
 
 
-def region_costs(threads: int) -> dict[str, float]:
-    """Microseconds per call of the smallest kernel, of a torch operation on all threads, and of
-    the two in turn: their sum if the two do not disturb each other."""
+def region_costs() -> dict[str, float]:
+    """Microseconds per call: of a region in which there is nothing to do, of the smallest kernel
+    (so of Python and checks), of a torch operation on all threads, and of the last two in turn:
+    their sum if they do not disturb each other."""
     import numpy as np
     import torch
 
+    from offload.cpu_ops import threads
+    from offload.cpu_ops.entries import gemm_entry
     from offload.cpu_ops.formats import FORMATS
+    from offload.cpu_ops.isa import choose
     from offload.cpu_ops.kernels import gemv
     from offload.cpu_ops.packing import packed_bytes
+    from offload.cpu_ops.tiles import Gemm
+
+    nothing, entry = np.zeros(Gemm.SIZE, np.int64), gemm_entry("f32", choose())
+    nothing[Gemm.TILES_PER_TASK] = 1
 
     fmt = FORMATS["f32"]
     packed = np.zeros(packed_bytes(fmt, 32, 16), np.uint8)
@@ -68,6 +76,7 @@ def region_costs(threads: int) -> dict[str, float]:
         return statistics.median(found)
 
     return {
+        "region_us": microseconds(lambda: threads.run(entry.call, entry.address, nothing)),
         "kernel_us": microseconds(kernel),
         "torch_mm_us": microseconds(product),
         "in_turn_us": microseconds(both),
@@ -169,10 +178,10 @@ def main() -> None:
             f"stream {before / 1e9:.1f}, {between / 1e9:.1f}, {after / 1e9:.1f}",
             flush=True,
         )
-    costs = region_costs(n_threads)
+    costs = region_costs()
     print(
-        f"a region {costs['kernel_us']:.1f} us, torch.mm {costs['torch_mm_us']:.1f} us, "
-        f"in turn {costs['in_turn_us']:.1f} us"
+        f"a region {costs['region_us']:.1f} us, a kernel {costs['kernel_us']:.1f} us, "
+        f"torch.mm {costs['torch_mm_us']:.1f} us, in turn {costs['in_turn_us']:.1f} us"
     )
     result = {
         "benchmark": "kernels",

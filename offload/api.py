@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from offload.models.choose import model_directory
 from offload.models.load import load as _load
 from offload.models.options import Progress, parse_options
 from offload.models.wrap import unwrap as _unwrap
@@ -17,6 +18,7 @@ from offload.units import parse_bytes
 def load(
     path: str | Path,
     *,
+    quant: str | None = None,
     ram: str | int | None = None,
     gpu: str | int | None = None,
     disk: str | Path | None = None,
@@ -31,10 +33,15 @@ def load(
     """Load a checkpoint whose weights need not fit in memory.
 
     The result is an ordinary transformers model: ``model.generate`` and everything else that
-    runs its forward works, and gives the very bits that the resident model gives.
+    runs its forward works, and without ``quant`` gives the very bits that the resident model
+    gives.
 
     Args:
-        path: a directory with ``config.json`` and safetensors, or a hub id in the local cache.
+        path: a directory with ``config.json`` and safetensors, a packed model (``offload pack``),
+            a GGUF file, or a hub id in the local cache.
+        quant: ``"q4"`` or ``"q8"``: run the weights quantised, ``"none"``: as they are, but on our
+            own kernels. Packs the model into the cache directory on first use. What runs packed
+            (a GGUF always does) computes in float32 and is not bit-equal to the reference.
         ram: bytes, or e.g. ``"8GiB"``: everything above the bare process is kept below it. None:
             a safe share of the memory that is free now.
         gpu: the budget of the device tier; with ``device="sim"`` only.
@@ -58,7 +65,7 @@ def load(
     chosen = parse_options(
         ram=ram, gpu=gpu, disk=disk, dtype=dtype, device=device, batch=batch, guess=guess, **options
     )
-    return _load(path, chosen, progress)
+    return _load(model_directory(path, quant), chosen, progress)
 
 
 def wrap(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -46,8 +47,9 @@ def expert_policy(text: str) -> str:
 Model = Annotated[
     str,
     typer.Option(
-        "-m", "--model", metavar="DIR",
-        help="Directory with config.json and safetensors, or a hub id in the local cache.",
+        "-m", "--model", metavar="MODEL",
+        help="Directory with config.json and safetensors, a packed model, a GGUF file, or a hub "
+        "id in the local cache.",
     ),
 ]  # fmt: skip
 Ram = Annotated[
@@ -58,6 +60,23 @@ Ram = Annotated[
         "Default: 80 % of what is free.",
     ),
 ]  # fmt: skip
+
+
+class QuantName(enum.StrEnum):
+    """``--quant``."""
+
+    none = "none"
+    q8 = "q8"
+    q4 = "q4"
+
+
+Quant = Annotated[
+    QuantName | None,
+    typer.Option(
+        help="Run the weights packed: q4, q8, or none (every bit kept, our kernels). Packs into "
+        "the cache directory on first use. The text differs from the unquantised model's.",
+    ),
+]
 Gpu = Annotated[
     int | None,
     typer.Option(

@@ -64,6 +64,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not put the prompt through the chat template.")
     ] = False,
+    quant: flags.Quant = None,
     ram: flags.Ram = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
@@ -119,6 +120,7 @@ def generate(
     run_session(
         Wish(
             model=model,
+            quant=None if quant is None else quant.value,
             asked=asked,
             raw=raw,
             max_new_tokens=max_new_tokens,

@@ -12,6 +12,7 @@ from offload.errors import OffloadError
 
 def plan(
     model: flags.Model,
+    quant: flags.Quant = None,
     ram: flags.Ram = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
@@ -43,8 +44,14 @@ def plan(
     import torch
 
     from offload.cli import console, view
-    from offload.cli.planning import Wanted, context_limit, default_context, make_plan
-    from offload.models.meta import read_config, resolve
+    from offload.cli.planning import (
+        Wanted,
+        context_limit,
+        default_context,
+        find_model,
+        make_plan,
+    )
+    from offload.models.meta import read_config
 
     wanted = Wanted(
         ram=ram,
@@ -61,7 +68,7 @@ def plan(
     options = wanted.options()
     if threads is not None:
         torch.set_num_threads(threads)
-    directory = resolve(model)
+    directory = find_model(model, None if quant is None else quant.value)
     room = default_context(context, context_limit(read_config(directory)))
     if prompt_tokens is not None and prompt_tokens > room:
         raise OffloadError(

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
-from offload.cli.console import note, share_progress
+from offload.cli.console import byte_progress, note, share_progress
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
+from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import read_header
+from offload.models.choose import model_directory
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
+from offload.models.pack_run import PackProgress
 from offload.models.recipes import spill_directory
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
@@ -140,15 +143,33 @@ def make_plan(
     return prepared
 
 
+def find_model(model: str, quant: str | None) -> Path:
+    """The directory of a model, packed first where that is needed; see ``model_directory``."""
+    with byte_progress() as report:
+
+        def progress(state: PackProgress) -> None:
+            before = state.bytes_before
+            report("pack", state.bytes_done - before, state.bytes_total - before)
+
+        return model_directory(
+            model,
+            quant,
+            announce=lambda path: note(f"once, into {path}", "packing"),
+            progress=progress,
+        )
+
+
 def on_these_files(hardware: Hardware | None, directory: Path) -> Hardware | None:
     """The same machine as it is now: the read rate of the checkpoint's own files, the rate of
     products with matrices of its dtype, and what is left of either beside the other."""
     if hardware is None:
         return None
-    files = sorted(directory.glob("*.safetensors"))
+    packed = is_pack(directory)
+    files = sorted(directory.glob("bundle-*.bin" if packed else "*.safetensors"))
     try:
         with signals_wait():
-            found = measure(files, dtype := main_dtype(files))
+            dtype = "bfloat16" if packed else main_dtype(files)
+            found = measure(files, dtype)
     except OffloadError as error:
         logger.info("the checkpoint's files are not sampled: %s", error)
         return hardware

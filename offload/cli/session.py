@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from offload.cli import console, decode, output, prompt, report, view
-from offload.cli.planning import Wanted, context_limit, fit_context, make_plan
+from offload.cli.planning import Wanted, context_limit, find_model, fit_context, make_plan
 from offload.cli.sampling import Sampling
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import IdDecoder, TextDecoder
 from offload.errors import OffloadError
 from offload.models.load import Prepared
-from offload.models.meta import model_class, read_config, resolve
+from offload.models.meta import model_class, read_config
 from offload.runtime.rss import current_rss
 from offload.units import format_bytes
 
@@ -27,6 +27,7 @@ class Wish:
     """The flags of ``generate``, checked as far as they can be without the model."""
 
     model: str
+    quant: str | None
     asked: prompt.Asked
     raw: bool
     max_new_tokens: int | None
@@ -47,7 +48,7 @@ def run_session(wish: Wish) -> None:
     options = wish.wanted.options()
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
-    directory = resolve(wish.model)
+    directory = find_model(wish.model, wish.quant)
     config = read_config(directory)
     decode.check_can_generate(model_class(config), directory.name)
     tokenizer, tokenizer_bytes = _tokenizer(directory)

@@ -119,6 +119,7 @@ def expert_ffn(
     weights: Floats,
     out: Floats,
     *,
+    add: bool = False,
     isa: str | None = None,
 ) -> Floats:
     """``out = sum over experts, in the given order, of weight * down(glu(gate x, up x))``.
@@ -126,6 +127,9 @@ def expert_ffn(
     One token: ``x`` [H], ``weights`` [E], ``out`` [H]. Several: [T, H], [T, E], [T, H]; ``bases``
     are then the distinct experts of all tokens, and a weight of exactly 0 means that the token is
     not routed there. Each token's result is what it would be alone.
+
+    ``add``: onto what ``out`` holds. Experts given in several calls, in the same order, give the
+    same bits as in one.
 
     ``bases``: int64 or uint64 [E], addresses of bundles that stay in place during the call.
     Returns ``out``.
@@ -136,7 +140,7 @@ def expert_ffn(
     if x.ndim == 1:
         check_floats("weights", weights, (len(bases),))
         check_floats("out", out, (layout.hidden,), written=True)
-        expert_ffn(layout, bases, x[None], weights[None], out[None], isa=isa)
+        expert_ffn(layout, bases, x[None], weights[None], out[None], add=add, isa=isa)
         return out
     tokens, experts = x.shape[0], len(bases)
     check_floats("x", x, (tokens, layout.hidden))
@@ -147,10 +151,12 @@ def expert_ffn(
     if tokens == 0:
         return out
     if experts == 0:
-        out[:] = 0
+        if not add:
+            out[:] = 0
         return out
     entry = ffn_entry(layout.gate_up.name, layout.down.name, choose(isa))
     a, keep = _arguments(layout, np.ascontiguousarray(bases), x, weights, out)
+    a[Ffn.ADD] = add
     threads.run(entry.call, entry.address, a)
     del keep
     return out

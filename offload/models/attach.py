@@ -178,8 +178,11 @@ class Attachment:
 
     # -- experts --------------------------------------------------------------------------
 
+    def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> ExpertSession:
+        return ExpertSession(self.executor, group, after)
+
     def _hook_experts(self, group: ExpertGroup, after: ExpertGroup | None) -> None:
-        session = ExpertSession(self.executor, group, after)
+        session = self._session(group, after)
         for param in group.params:
             attr = param.places[0].attr
             self._remove(param)

@@ -18,6 +18,7 @@ import torch
 
 from offload.blocks import Tier
 from offload.errors import PlanError
+from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models.expert_groups import expert_groups
@@ -86,7 +87,7 @@ class Prepared:
     @property
     def minimum(self) -> Mapping[Tier, int]:
         """The smallest budgets in bytes that this model, context and cut can run in."""
-        return _least(self.ask)
+        return least_budgets(self.ask)
 
     def open(self, progress: Progress | None = None, wrap_store: Any = None) -> Any:
         """Load what is pinned and return the model, ready to run."""
@@ -103,6 +104,10 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     """
     limit_kernels(ram_budget(options))
     directory = resolve(path)
+    if is_pack(directory):
+        from offload.models.packed_load import prepare_packed
+
+        return prepare_packed(directory, options)
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
@@ -194,7 +199,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     except PlanError:
         # Say the least that works: it has less staging and slack than what was asked for.
         try:
-            plan = make_plan(ask(_least(ask)[Tier.RAM]))
+            plan = make_plan(ask(least_budgets(ask)[Tier.RAM]))
         except PlanError as error:
             raise PlanError(f"{directory.name}: {error}") from error
     plan = align_pins(plan, chosen, recipes)
@@ -222,7 +227,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     )
 
 
-def _least(ask: Callable[[int], PlanRequest]) -> Mapping[Tier, int]:
+def least_budgets(ask: Callable[[int], PlanRequest]) -> Mapping[Tier, int]:
     """The smallest budgets that work. Staging and slack grow with the budget, by far less than
     it does, so asking again with the answer settles at once."""
     found: Mapping[Tier, int] = {Tier.RAM: 0}

@@ -116,6 +116,8 @@ def make(
 def _fill(part: Part, piece: Piece, rows: Bytes, out: Bytes) -> Deviation:
     """Put rows of the source into ``out`` as ``part`` has them."""
     if part.layout is Layout.PLAIN:
+        if part.nbytes != rows.size:
+            rows = as_float32(piece.source_format, rows).view(np.uint8)
         out[:] = rows.reshape(-1)
         return Deviation()
     format, columns = get_format(part.format), piece.tensor.columns

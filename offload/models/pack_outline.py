@@ -21,7 +21,7 @@ from torch import nn
 from offload.io.pack_manifest import ROWS_PER_GROUP, Kind
 from offload.models.expert_groups import ExpertGroup, expert_groups
 from offload.models.pack_source import Experts, Outline, Slice, Tensor
-from offload.models.params import Param, parameters
+from offload.models.params import Param, Place, parameters
 from offload.models.row_tables import rows_readable
 
 _ORDER = ("gate", "up", "down")
@@ -31,14 +31,15 @@ def outline(model: Any, have: Container[str]) -> Outline:
     """The tensors of ``model`` whose names are in ``have``, in the order of its modules."""
     params = parameters(model)
     groups = {id(g.params[0].tensor): g for g in expert_groups(model)}
-    inside = {id(p.tensor) for g in groups.values() for p in g.params}
+    inside = {id(p.tensor) for g in groups.values() for p in (*g.params, *_biases(g))}
     routers = _routers(model, list(groups.values()))
     head, embedding = _call(model, "get_output_embeddings"), _call(model, "get_input_embeddings")
     items: list[Tensor | Experts] = []
     for key, param in params.items():
         if key in groups:
             group = groups[key]
-            parts = [t for p in group.params for t in _expert_parts(group, p)]
+            fused = (*group.params, *_biases(group))
+            parts = [t for p in fused for t in _expert_parts(group, p)]
             # The matrices first and in this order, whatever stands between them in the module.
             parts.sort(key=lambda t: _ORDER.index(t.name) if t.name in _ORDER else len(_ORDER))
             items.append(Experts(name=group.name, count=group.n_experts, parts=tuple(parts)))
@@ -56,6 +57,19 @@ def outline(model: Any, have: Container[str]) -> Outline:
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     return Outline(items=tuple(items), facts=facts)
+
+
+def _biases(group: ExpertGroup) -> list[Param]:
+    """Biases ``[E, outputs]``: streamed from a checkpoint they stay with their layer, because they
+    are small; in a pack an expert has all that it computes with."""
+    return [
+        Param(f"{group.name}.{attr}", tensor, [Place(group.module, attr)], [f"{group.name}.{attr}"])
+        for attr, tensor in group.module._parameters.items()
+        if tensor is not None
+        and attr.endswith("_bias")
+        and tensor.dim() == 2
+        and tensor.shape[0] == group.n_experts
+    ]
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

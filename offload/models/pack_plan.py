@@ -61,6 +61,8 @@ def target(tensor: Tensor, native: str, quant: str) -> tuple[str, Layout, str]:
     if tensor.kind is Kind.PLAIN:
         if native in _QUANTISED:
             raise OffloadError(f"{tensor} is in {native} but is no matrix; it cannot be packed")
+        if tensor.group and native in FLOATS:
+            return "float32", Layout.PLAIN, ""  # an expert's bias, which a kernel adds
         return plain, Layout.PLAIN, ""
     layout = Layout.ROWS if tensor.kind is Kind.ROWS else Layout.PACKED
     wanted = QUANTS[quant]

@@ -87,6 +87,12 @@ class Lease:
             self._view = self._memory.view()[self.offset : self.offset + self.nbytes]
         return self._view
 
+    @property
+    def address(self) -> int:
+        """Of the slot's first byte; host memory only. Raises SchedulerError after release."""
+        self._check_live()
+        return self._memory.tensor().data_ptr() + self.offset
+
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The bytes of one tensor of the block, typed and shaped, without a copy.
 

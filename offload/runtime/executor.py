@@ -230,6 +230,49 @@ class Executor:
             self._begin_use((expert,))
             return self.views(expert)
 
+    def acquire_run(self, experts: Sequence[str], most: int) -> list[int]:
+        """Wait for the first of some routed experts, and hold it and those behind it that are there
+        already, ``most`` at once. Returns the addresses of the bundles held, in order: in host
+        memory, until ``release_run``."""
+        with self._shield, self._changed:
+            self._check_open()
+            first = experts[0]
+            began = time.perf_counter()
+            while True:
+                seen = self._progress
+                there, todo = self._residency.acquire(first)
+                self._submit(todo)
+                if there:
+                    break
+                self._raise_failures([first])
+                self._wait("an expert", [first], seen)
+            self.stats.stall_s += time.perf_counter() - began
+            leases = self._leases[self.plan.compute_tier]
+            held = [first]
+            for expert in experts[1:most]:
+                lease = leases.get(expert)
+                if lease is None or lease.ready is None or not lease.ready.done():
+                    break
+                there, todo = self._residency.acquire(expert)
+                self._submit(todo)
+                if not there:
+                    break
+                held.append(expert)
+            self._begin_use(held)
+            return [leases[expert].address for expert in held]
+
+    def release_run(self, experts: Sequence[str]) -> None:
+        """These experts have been used."""
+        with self._shield, self._changed:
+            self._end_use(experts)
+            for expert in experts:
+                self._submit(self._residency.release(expert))
+            self._let_close()
+
+    def address(self, block: str) -> int:
+        """Where a block that is pinned where compute runs lies, in host memory."""
+        return self._leases[self.plan.compute_tier][block].address
+
     def release(self, expert: str) -> None:
         """The expert has been used."""
         with self._shield, self._changed:

@@ -1,0 +1,62 @@
+"""What a user names as a model: a directory, a hub id, a GGUF file; packed on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from offload.errors import OffloadError
+from offload.io.pack_manifest import is_pack, read_manifest
+from offload.models.meta import resolve
+from offload.models.pack_cache import packed
+from offload.models.pack_checkpoint import CheckpointSource
+from offload.models.pack_run import PackProgress
+from offload.models.pack_source import Source
+
+Announce = Callable[[Path], None]
+Report = Callable[[PackProgress], None]
+
+
+def model_directory(
+    model: str | Path,
+    quant: str | None = None,
+    *,
+    announce: Announce | None = None,
+    progress: Report | None = None,
+) -> Path:
+    """The directory to run ``model`` from.
+
+    Args:
+        quant: ``"none"``, ``"q8"`` or ``"q4"``: run it packed so. None: as it is, which for a GGUF
+            file is packed with every bit kept.
+        announce: called with the directory before a pack is made.
+        progress: called while it is made.
+
+    Raises:
+        OffloadError: there is no such model, or it cannot be had in ``quant``.
+        StoreError: the pack cannot be made.
+    """
+    file = Path(model).expanduser()
+    if file.suffix.lower() == ".gguf" and file.is_file():
+        from offload.models.gguf_source import GgufSource
+
+        return _pack(GgufSource.open(file), quant or "none", announce, progress)
+    directory = resolve(model)
+    if quant is None:
+        return directory
+    if is_pack(directory):
+        has = read_manifest(directory).quant
+        if has != quant:
+            raise OffloadError(
+                f"{directory.name} is packed as {has} already and cannot be run as {quant}: drop "
+                f"--quant, or name the model it was made from"
+            )
+        return directory
+    return _pack(CheckpointSource.open(directory), quant, announce, progress)
+
+
+def _pack(source: Source, quant: str, announce: Announce | None, progress: Report | None) -> Path:
+    try:
+        return packed(source, quant, announce=announce, progress=progress).path
+    finally:
+        source.close()

@@ -1,0 +1,386 @@
+"""From a packed model directory and budgets to a model that runs on packed weights.
+
+The same road as ``load``: read the manifest, measure, plan, open. What differs: blocks are the
+pack's own, linear layers and experts are replaced by ``packed_modules``, and everything that is
+not packed (norms, routers, biases) is small, float32 and resident.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload.blocks import BlockSpec, Tier
+from offload.cpu_ops.activations import scratch_bytes
+from offload.cpu_ops.entries import warm as warm_kernels
+from offload.cpu_ops.formats import get_format
+from offload.errors import CheckpointError, OffloadError, PlanError, UnsupportedModelError
+from offload.io.pack_manifest import Kind, Layout
+from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
+from offload.models.absent import absent
+from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
+from offload.models.expert_options import check_recordable, listening_bytes, policy_of
+from offload.models.footprint import Footprint, measure
+from offload.models.load import Prepared, least_budgets, ram_budget
+from offload.models.meta import MetaModel, instantiate, model_class, read_config
+from offload.models.options import (
+    LEAST_SLACK,
+    MOST_SLACK,
+    SAFE_SHARE,
+    SLACK_SHARE,
+    Options,
+    Progress,
+    check_device,
+)
+from offload.models.pack_reader import PackedModel
+from offload.models.packed_modules import PackedLinear, expert_layout_of
+from offload.models.params import Param, Place, parameters
+from offload.models.recipes import Recipes
+from offload.models.request import request_of, staging_shape
+from offload.models.toy import Warm, warm_up
+from offload.models.units import Cut, Unit, unit_modules
+from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.scheduler.planner import PlanRequest, make_plan
+from offload.units import format_bytes
+
+DISPATCH_S = 3e-5
+"""Python around a kernel's call for one layer's experts, per expert that is not there yet."""
+
+
+@dataclass(kw_only=True)
+class PackedPrepared(Prepared):
+    """A plan for a packed model."""
+
+    pack: PackedModel
+    resident: dict[str, Param]
+    """What is resident in float32, by its name in the pack."""
+
+    def open(self, progress: Progress | None = None, wrap_store: Any = None) -> Any:
+        """Load what is pinned and return the model, ready to run."""
+        from offload.models.packed_opening import open_packed
+
+        return open_packed(self, progress, wrap_store)
+
+
+def prepare_packed(directory: Path, options: Options) -> PackedPrepared:
+    """Plan a packed model. Loads no weights, but the kernels it will run on.
+
+    Raises:
+        StoreError: the pack is damaged or incomplete.
+        CheckpointError, UnsupportedModelError: it does not fit its config, or has no kernels.
+        PlanError: the budget is too small; says the smallest that works.
+        OffloadError: options that contradict each other.
+    """
+    if check_device(options) != "cpu":
+        raise OffloadError("packed weights are computed on the CPU; drop --gpu and --device")
+    if options.dtype not in (None, "auto", "float32", "fp32", torch.float32):
+        raise OffloadError(
+            f"dtype {options.dtype} cannot take effect: packed weights are computed in float32"
+        )
+    pack = PackedModel.open(directory)
+    config = read_config(directory)
+    compile_kernels(pack)
+    warm = warm_up(config, model_class(config), torch.float32)
+    reset_peak_rss()
+    return plan_packed(pack, config, options, warm)
+
+
+def compile_kernels(pack: PackedModel) -> None:
+    """The kernels for the formats that are there: compiled, or loaded from the disk's cache, before
+    the process is weighed, because they are the program and not the model."""
+    formats = {
+        p.format for b in pack.manifest.blocks for p in b.parts
+        if p.layout is Layout.PACKED and b.kind is not Kind.EXPERT
+    }  # fmt: skip
+    pairs = {
+        (g.part("gate").format, g.part("down").format)
+        for g in pack.experts.values()
+        if {"gate", "down"} <= {p.name for p in g.parts}
+    }
+    warm_kernels(sorted(formats), sorted(pairs))
+
+
+def plan_packed(pack: PackedModel, config: Any, options: Options, warm: Warm) -> PackedPrepared:
+    """``prepare_packed`` in a process that is warm already."""
+    baseline = warm.baseline_rss - options.tokenizer_bytes
+    model, dtype = instantiate(config, torch.float32)
+    model.tie_weights(missing_keys=set(), recompute_mapping=False)
+    prompt = options.prompt_tokens or options.context
+    footprint = measure(model, prompt, options.batch)
+    cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
+    ram = ram_budget(options)
+    notes = [
+        "weights are packed and activations float32: results differ from the unquantised model's"
+    ]
+    if options.ram is None:
+        notes.append(
+            f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
+        )
+    chosen, resident = cut_packed(model, pack)
+    kept = sum(4 * p.tensor.numel() for p in resident.values())
+    grown = 0
+    if options.overhead_bytes is None:
+        gc.collect()
+        grown = max(0, current_rss() - baseline - options.tokenizer_bytes)
+    meta = MetaModel(
+        model,
+        None,  # type: ignore[arg-type]  # no safetensors index: the pack is the checkpoint
+        _names_of(pack),
+        dtype,
+        pack.path,
+    )
+
+    def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
+        overhead = options.overhead_bytes
+        if overhead is None:
+            overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
+            overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
+        overhead += listening_bytes(options, chosen, prompt * options.batch)
+        return {
+            Tier.RAM: _reserves(
+                model, pack, chosen, options, footprint,
+                cache=cache, prompt=prompt, ram=ram, kept=kept, overhead=overhead,
+            )
+        }  # fmt: skip
+
+    policy = policy_of(options, chosen)
+    check_recordable(options, chosen)
+    fused = replace(warm, expert_s=DISPATCH_S)
+    budgets = {Tier.RAM: ram}
+
+    def ask(ram: int) -> PlanRequest:
+        """The planner's question if staging and slack were those of a budget of ``ram``."""
+        return request_of(
+            meta, chosen, options, fused, budgets, set_aside(ram), Tier.RAM, False, policy
+        )
+
+    request = ask(ram)
+    try:
+        plan = make_plan(request)
+    except PlanError:
+        try:
+            plan = make_plan(ask(least_budgets(ask)[Tier.RAM]))
+        except PlanError as error:
+            raise PlanError(f"{pack.path.name}: {error}") from error
+    if not footprint.measured:
+        notes.append("activations are estimated by formula, not measured on this architecture")
+    return PackedPrepared(
+        meta=meta,
+        options=options,
+        cut=chosen,
+        recipes=Recipes({}, [], {}),
+        plan=plan,
+        request=request,
+        ask=ask,
+        footprint=footprint,
+        baseline_rss=baseline,
+        head_rows=None,
+        notes=notes,
+        pack=pack,
+        resident=resident,
+    )
+
+
+def _names_of(pack: PackedModel) -> Any:
+    """As much of a ``CheckpointMap`` as making buffers needs: what the pack holds."""
+    return SimpleNamespace(map=SimpleNamespace(sources=dict.fromkeys(pack.tensors)))
+
+
+def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
+    """Replace what is packed by modules that compute on it; returns the blocks and where they go,
+    and what stays resident.
+
+    Raises:
+        CheckpointError: a weight of the model is not in the pack, or has another shape there.
+        UnsupportedModelError: experts that no kernel can compute.
+    """
+    units = {id(m): Unit(path, m) for path, m in unit_modules(model)}
+    groups = {g.name: g for g in expert_groups(model)}
+    params = parameters(model)
+    in_group = {id(t) for g in groups.values() for t in g.module.parameters()}
+    result = Cut([], {}, {}, [], [], None, None, [])
+    outside: list[Unit] = []
+    embedding = _embedding(model)
+    for param in params.values():
+        if id(param.tensor) in in_group:
+            continue
+        found = next((pack.tensors[n] for n in param.names if n in pack.tensors), None)
+        if found is None:
+            raise CheckpointError(
+                f"{pack.path.name}: {param.name} is not in the pack; pack the model again"
+            )
+        if found.part.shape != tuple(param.tensor.shape):
+            raise CheckpointError(
+                f"{pack.path.name}: {param.name} is {list(found.part.shape)} in the pack and "
+                f"{list(param.tensor.shape)} in config.json; pack the model again"
+            )
+        if found.part.layout is Layout.PLAIN:
+            continue
+        spec = found.block.spec()
+        for place in param.places:
+            if place.module is embedding:
+                continue
+            linear = place.module
+            if not isinstance(linear, nn.Linear) or place.attr != "weight":
+                raise UnsupportedModelError(
+                    f"{param.name} is packed but used by a {type(linear).__name__}"
+                )
+            path = _path_of(model, linear)
+            packed = PackedLinear(
+                param.name, get_format(found.part.format), linear, found.part.nbytes
+            )
+            _put(model, path, packed)
+            spot = Param(
+                found.part.name, packed.packed, [Place(packed, "packed")], [f"{path}.packed"]
+            )
+            result.blocks[spec.id] = spec
+            result.params.setdefault(spec.id, []).append(spot)
+            owner = _owner(units, path)
+            if owner is None:
+                owner = Unit(path, packed)
+                outside.append(owner)
+            if spec.id not in owner.blocks:
+                owner.blocks += (spec.id,)
+    _cut_experts(model, pack, groups, units, result)
+    # Now: a linear layer's bias has moved to the module that took its place.
+    resident = {}
+    for param in parameters(model).values():
+        found = next((pack.tensors[n] for n in param.names if n in pack.tensors), None)
+        if found is not None and found.part.layout is Layout.PLAIN:
+            resident[found.part.name] = param
+    result.units = [u for u in (*units.values(), *outside) if u.blocks or u.groups]
+    return result, resident
+
+
+def _cut_experts(
+    model: Any,
+    pack: PackedModel,
+    groups: Mapping[str, ExpertGroup],
+    units: Mapping[int, Unit],
+    result: Cut,
+) -> None:
+    known = parameters(model)
+    for name, group in groups.items():
+        if name not in pack.experts:
+            raise CheckpointError(f"{pack.path.name}: the experts {name} are not in the pack")
+        packed = pack.experts[name]
+        if len(packed.blocks) != group.n_experts:
+            raise CheckpointError(
+                f"{pack.path.name}: {name} has {len(packed.blocks)} experts in the pack and "
+                f"{group.n_experts} in config.json"
+            )
+        expert_layout_of(packed, group.module)
+        owner = _owner(units, name)
+        if owner is None:
+            raise UnsupportedModelError(f"the experts {name} are outside of every layer")
+        group.gate = find_gate(model, group, known)
+        own = group.module._parameters
+        for attr, tensor in list(own.items()):
+            if tensor is not None:
+                own[attr] = absent(f"{name}.{attr}", tensor, torch.device("cpu"))
+        group.params = []
+        group.blocks = packed.blocks
+        owner.groups.append(group)
+        result.groups.append(group)
+    specs: dict[str, BlockSpec] = {b.name: b.spec() for b in pack.blocks(Kind.EXPERT)}
+    for group in result.groups:
+        for block in group.blocks:
+            result.blocks[block] = specs[block]
+            result.params[block] = []
+
+
+def _reserves(
+    model: Any,
+    pack: PackedModel,
+    chosen: Cut,
+    options: Options,
+    footprint: Footprint,
+    *,
+    cache: int,
+    prompt: int,
+    ram: int,
+    kept: int,
+    overhead: int,
+) -> dict[str, int]:
+    """What is not packed weights, in bytes."""
+    n_layers = max(1, len(chosen.units))
+    largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
+    chunks, chunk = staging_shape(options, largest, ram, False)
+    config = model.config.get_text_config()
+    vocabulary, width = int(config.vocab_size), int(config.hidden_size)
+    rows = prompt * options.batch
+    return {
+        # Growing a cache copies one layer's keys and values while the old ones still exist.
+        "KV cache": cache + cache // n_layers,
+        "activations": footprint.activation_bytes,
+        "kernels' scratch": _scratch(pack, rows),
+        "logits": 4 * 4 * options.batch * vocabulary,
+        "I/O staging": chunks * chunk,
+        "embedding rows": rows * width * 8,
+        "model structure and slack": overhead,
+        "tokenizer": options.tokenizer_bytes,
+        "norms, routers, biases": kept,
+    }
+
+
+def _scratch(pack: PackedModel, rows: int) -> int:
+    """What kernels and their callers need for ``rows`` tokens at once: inputs in float32 and
+    quantised, outputs, and what is between an expert's matrices."""
+    most = 0
+    for located in pack.tensors.values():
+        part = located.part
+        if part.layout is Layout.PACKED:
+            outputs, inputs = part.shape
+            each = 4 * (inputs + outputs) + scratch_bytes(get_format(part.format), inputs)
+            # The head sees only the last token of a prompt.
+            most = max(most, each * (1 if located.block.kind is Kind.HEAD else rows))
+    for group in pack.experts.values():
+        names = {p.name: p for p in group.parts}
+        if {"gate", "down"} <= names.keys():
+            inner, hidden = names["gate"].shape
+            slot = 4 * inner + scratch_bytes(get_format(names["down"].format), inner) + 32
+            each = 3 * 4 * hidden + scratch_bytes(get_format(names["gate"].format), hidden)
+            most = max(most, rows * (each + MOST_TOGETHER * slot))
+    return most
+
+
+MOST_TOGETHER = 8
+"""Experts that a prompt computes in one call."""
+
+
+def _embedding(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _path_of(model: nn.Module, module: nn.Module) -> str:
+    return next(path for path, found in model.named_modules() if found is module)
+
+
+def _owner(units: Mapping[int, Unit], path: str) -> Unit | None:
+    return next(
+        (u for u in units.values() if path == u.name or path.startswith(u.name + ".")), None
+    )
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    owner = model.get_submodule(parent) if parent else model
+    owner._modules[leaf] = module
+
+
+def plain_tensor(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A plain part's bytes as a float32 tensor (integers keep their dtype), a copy."""
+    data = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
+    found: torch.Tensor = data.view(getattr(torch, dtype)).view(shape)
+    return found.float() if found.is_floating_point() else found

@@ -1,0 +1,282 @@
+"""Modules that compute on packed weights, in place of the model's own.
+
+A linear layer keeps its name and its shape and gets its weight as the bytes that a kernel takes. A
+MoE layer's experts keep their router, their hooks and their order; the loop over them becomes one
+call of a kernel for as many experts as are there. Activations are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from offload.cpu_ops.experts import ExpertLayout, expert_ffn
+from offload.cpu_ops.formats import Format, get_format
+from offload.cpu_ops.functions import Glu
+from offload.cpu_ops.kernels import Floats, gemm
+from offload.errors import UnsupportedModelError
+from offload.io.pack_manifest import Layout
+from offload.models.absent import absent
+from offload.models.expert_groups import ExpertGroup
+from offload.models.experts import ExpertSession
+from offload.models.pack_reader import ExpertGroup as PackedGroup
+from offload.runtime.executor import Executor
+
+GLU_TOLERANCE = 1e-5
+"""Relative: what a kernel's activation may differ from the module's own, in float32."""
+
+
+class PackedLinear(nn.Module):
+    """``y = x W^T + b`` with W in packed form.
+
+    Attributes:
+        packed: uint8 [bytes]; put there by whoever streams it.
+        weight: the weight's name, shape and dtype without its data.
+    """
+
+    def __init__(self, name: str, format: Format, linear: nn.Linear, nbytes: int) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.format = format
+        packed = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        shape_only = torch.empty(linear.weight.shape, dtype=torch.float32, device="meta")
+        # Not a parameter: families ask their weights for a dtype, and must not be told uint8.
+        self.__dict__["weight"] = absent(name, shape_only, torch.device("cpu"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.detach().reshape(-1, self.in_features).float().contiguous()
+        out = torch.empty(len(rows), self.out_features)
+        gemm(
+            self.format,
+            self.packed.data_ptr(),
+            self.out_features,
+            self.in_features,
+            rows.numpy(),
+            out.numpy(),
+        )
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.format.name}"
+
+
+class PackedExperts:
+    """A MoE layer's experts: fetched in order, computed as many at a time as are there."""
+
+    def __init__(self, layout: ExpertLayout, session: PackedSession) -> None:
+        self._layout = layout
+        self._session = session
+
+    def __call__(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """``hidden`` [T, H], ``top_k_index`` int64 [T, k], ``top_k_weights`` [T, k] → [T, H].
+
+        Experts come in ascending order, as in every eager loop, and the sum does not depend on
+        how many of them are computed together.
+        """
+        x_TH = hidden.detach().reshape(-1, self._layout.hidden).float().contiguous().numpy()
+        index_Tk = top_k_index.reshape(len(x_TH), -1).numpy()
+        weights_Tk = top_k_weights.detach().reshape(len(x_TH), -1).float().numpy()
+        return (
+            torch.from_numpy(self.run(x_TH, index_Tk, weights_Tk))
+            .view(hidden.shape)
+            .to(hidden.dtype)
+        )
+
+    def run(self, x_TH: Floats, index_Tk: Any, weights_Tk: Floats) -> Floats:
+        """The same on arrays, after the session has begun."""
+        out_TH = np.empty_like(x_TH)
+        one = len(x_TH) == 1
+        by_expert = dict(zip(index_Tk[0].tolist(), weights_Tk[0].tolist(), strict=True))
+        add = False
+        for some, bases in self._session.batches():
+            if one:
+                weights_TE = np.array([[by_expert[e] for e in some]], np.float32)
+            else:
+                chosen_TEk = index_Tk[:, None, :] == np.array(some)[:, None]
+                weights_TE = np.where(chosen_TEk, weights_Tk[:, None, :], np.float32(0)).sum(2)
+            expert_ffn(self._layout, bases, x_TH, weights_TE, out_TH, add=add)
+            add = True
+        if not add:
+            out_TH[:] = 0
+        return out_TH
+
+
+class PackedSession(ExpertSession):
+    """One MoE layer's run: its experts in order, several held at once."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        group: ExpertGroup,
+        after: ExpertGroup | None,
+        *,
+        at_once: int,
+        pinned: bool,
+    ) -> None:
+        """``at_once``: experts held together; the others' slots are left for what comes next.
+        ``pinned``: all experts stay where they are, so that nobody has to be asked for them."""
+        super().__init__(executor, group, after)
+        self._wanted: list[int] = []
+        self._at_once = at_once
+        self._held: list[str] = []
+        self._bases: npt.NDArray[np.int64] | None = None
+        if pinned:
+            self._bases = np.array([executor.address(b) for b in group.blocks], np.int64)
+
+    def begin(self, experts: list[int], *args: Any) -> None:
+        self._wanted = experts
+        if self._bases is None:
+            super().begin(experts, *args)
+        else:
+            self.executor.stats.hits += len(experts)
+
+    def batches(self) -> Iterator[tuple[list[int], npt.NDArray[np.int64]]]:
+        """Yields experts and the addresses of their bundles: the next one, waited for, and those
+        behind it that are there already. They are let go when the next batch is asked for."""
+        wanted, blocks = self._wanted, self.group.blocks
+        at = 0
+        while at < len(wanted):
+            if self._bases is not None:
+                some = wanted[at : at + self._at_once]
+                bases = self._bases[some]
+            else:
+                self._let_go()
+                names = [blocks[e] for e in wanted[at : at + self._at_once]]
+                found = self.executor.acquire_run(names, self._at_once)
+                self._held = names[: len(found)]
+                some, bases = wanted[at : at + len(found)], np.array(found, np.int64)
+            yield some, bases
+            at += len(some)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        if self._held:
+            held, self._held = self._held, []
+            self.executor.release_run(held)
+
+
+def expert_layout_of(group: PackedGroup, module: Any) -> ExpertLayout:
+    """How a kernel finds its way in a bundle of ``group``, whose experts are ``module``'s.
+
+    Raises:
+        UnsupportedModelError: what an expert computes is nothing that the kernel can.
+    """
+    parts = {part.name: part for part in group.parts}
+    if not {"gate", "up", "down"} <= parts.keys():
+        raise UnsupportedModelError(
+            f"{group.name}: packed experts have a gate, an up and a down matrix, these have "
+            f"{', '.join(parts)}; run the model without --quant"
+        )
+    others = parts.keys() - {"gate", "up", "down", "gate_bias", "up_bias", "down_bias"}
+    if others:
+        raise UnsupportedModelError(
+            f"{group.name}: no kernel for experts with {', '.join(sorted(others))}; run the model "
+            f"without --quant"
+        )
+    for name, part in parts.items():
+        right = part.layout is Layout.PACKED or (
+            name.endswith("_bias") and part.format == "float32"
+        )
+        if not right:
+            raise UnsupportedModelError(
+                f"{group.name}: {name} is {part.format} {list(part.shape)} in {part.layout.value} "
+                f"form, for which there is no kernel; run the model without --quant"
+            )
+    gate, up, down = parts["gate"], parts["up"], parts["down"]
+    if gate.format != up.format:
+        raise UnsupportedModelError(
+            f"{group.name}: the gate is in {gate.format} and the up in {up.format}; the kernel "
+            f"takes both in one format"
+        )
+    glu, alpha, limit = find_glu(module, gate.shape[0])
+    offset = {name: part.offset for name, part in parts.items()}
+    return ExpertLayout(
+        gate_up=get_format(gate.format),
+        down=get_format(down.format),
+        hidden=gate.shape[1],
+        inner=gate.shape[0],
+        gate_offset=offset["gate"],
+        up_offset=offset["up"],
+        down_offset=offset["down"],
+        gate_bias_offset=offset.get("gate_bias", -1),
+        up_bias_offset=offset.get("up_bias", -1),
+        down_bias_offset=offset.get("down_bias", -1),
+        nbytes=group.nbytes,
+        glu=glu,
+        alpha=alpha,
+        limit=limit,
+    )
+
+
+def find_glu(module: Any, inner: int) -> tuple[Glu, float, float]:
+    """Which of the kernel's activations a module's own is, found by trying it, with its alpha and
+    limit. Raises UnsupportedModelError."""
+    alpha = float(getattr(module, "alpha", None) or 1.702)
+    limit = float(getattr(module, "limit", None) or 7.0)
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (4 * torch.randn(4, inner, generator=generator) for _ in range(2))
+    if getattr(module, "is_concatenated", True):
+        joined = torch.cat([gate, up], dim=-1)
+    else:
+        joined = torch.stack([gate, up], dim=-1).flatten(-2)
+    try:
+        with torch.no_grad():
+            said = module._apply_gate(joined)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not say how it activates: {error}"
+        ) from error
+    for glu, ours in _ACTIVATIONS.items():
+        close = torch.allclose(
+            said, ours(gate, up, alpha, limit), rtol=GLU_TOLERANCE, atol=GLU_TOLERANCE
+        )
+        if close:
+            return glu, alpha, limit
+    raise UnsupportedModelError(
+        f"{type(module).__name__} activates its experts in a way that no kernel does; run the "
+        f"model without --quant"
+    )
+
+
+def _clamped(g: torch.Tensor, u: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    return g * torch.sigmoid(alpha * g) * (u + 1)
+
+
+_ACTIVATIONS: dict[Glu, Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]] = {
+    Glu.SILU: lambda g, u, _a, _l: nn.functional.silu(g) * u,
+    Glu.GELU: lambda g, u, _a, _l: nn.functional.gelu(g) * u,
+    Glu.GELU_TANH: lambda g, u, _a, _l: nn.functional.gelu(g, approximate="tanh") * u,
+    Glu.CLAMPED: _clamped,
+}
+
+
+def held_at_once(slots: int | None, top_k: int) -> int:
+    """Experts that a layer holds together. ``slots``: of the cache; None: all are resident."""
+    if slots is None:
+        return 1 << 30
+    # The rest are free for what is still on its way: the plan has one more than a token uses.
+    return max(1, min(top_k, slots - 1))
+
+
+__all__ = [
+    "PackedExperts",
+    "PackedLinear",
+    "PackedSession",
+    "expert_layout_of",
+    "find_glu",
+    "held_at_once",
+]

@@ -1,0 +1,175 @@
+"""Carry a plan for a packed model out."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.blocks import Tier
+from offload.io.engines import make_engine
+from offload.io.memory import AlignedBuffer, Staging
+from offload.io.pack_manifest import Layout
+from offload.models.absent import row_table
+from offload.models.attach import Attachment
+from offload.models.expert_groups import ExpertGroup
+from offload.models.expert_options import recorder_of
+from offload.models.handle import OffloadHandle
+from offload.models.meta import materialise_buffers
+from offload.models.opening import finish_model
+from offload.models.options import Progress
+from offload.models.pack_reader import PackedModel
+from offload.models.packed_load import MOST_TOGETHER, plain_tensor
+from offload.models.packed_modules import (
+    PackedExperts,
+    PackedSession,
+    expert_layout_of,
+    held_at_once,
+)
+from offload.models.recipes import RoutedStore
+from offload.models.routing_tap import RoutingRecorder
+from offload.runtime.executor import Executor
+from offload.runtime.null_device import NullDevice
+
+if TYPE_CHECKING:
+    from offload.models.packed_load import PackedPrepared
+
+
+class PackedAttachment(Attachment):
+    """The hooks of a model that runs on packed weights."""
+
+    def __init__(self, pack: PackedModel, *args: Any, **kwargs: Any) -> None:
+        self.pack = pack
+        super().__init__(*args, **kwargs)
+        self._hook_table()
+
+    def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> PackedSession:
+        pinned = group.blocks[0] in self._resident
+        slots = None if pinned else self.plan.tiers[Tier.RAM].slots
+        at_once = min(MOST_TOGETHER, held_at_once(slots, self.plan.top_k[group.name]))
+        session = PackedSession(self.executor, group, after, at_once=at_once, pinned=pinned)
+        layout = expert_layout_of(self.pack.experts[group.name], group.module)
+        group.module.__dict__["forward"] = PackedExperts(layout, session)
+        self._undo.append(partial(group.module.__dict__.pop, "forward", None))
+        return session
+
+    def _hook_table(self) -> None:
+        """Rows of the embedding are read as they are looked up."""
+        module = self.model.get_input_embeddings()  # type: ignore[operator]
+        names = {m: path for path, m in self.model.named_modules()}
+        name = f"{names[module]}.weight"
+        if self.pack.tensors[name].part.layout is Layout.PLAIN:
+            return
+        rows = self.pack.rows(name)
+        executor, nbytes = self.executor, rows.read_bytes
+
+        def read(wanted: Sequence[int]) -> torch.Tensor:
+            out = torch.empty(len(wanted), rows.columns)
+            with AlignedBuffer(len(wanted) * nbytes) as buffer:
+                spans = [rows.span(row, i * nbytes) for i, row in enumerate(wanted)]
+                executor.read_rows(rows.block, spans, buffer)
+                for i, row in enumerate(wanted):
+                    part = buffer[i * nbytes : (i + 1) * nbytes]
+                    out[i] = torch.from_numpy(rows.decode(row, part))
+                    part.release()
+            return out
+
+        shape_only = torch.empty(rows.rows, rows.columns, device="meta")
+        table = row_table(name, shape_only, executor.device.torch_device, read)
+        module._parameters["weight"] = nn.Parameter(table, requires_grad=False)
+
+
+def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store: Any) -> Any:
+    options, meta, plan = prepared.options, prepared.meta, prepared.plan
+    began = time.perf_counter()
+    chunks = options.queue_depth
+    staging = Staging(chunks, plan.reserves[Tier.RAM]["I/O staging"] // chunks)
+    engine = (
+        make_engine(options.engine, options.queue_depth)
+        if options.engine
+        else make_engine(queue_depth=options.queue_depth)
+    )
+    store: Any = None
+    device: NullDevice | None = None
+    executor: Executor | None = None
+    recorder: RoutingRecorder | None = None
+    try:
+        recorder = recorder_of(options, prepared.cut, meta.directory.resolve().name)
+        bundles = prepared.pack.store(engine, staging)
+        store = RoutedStore([bundles], engine, staging)
+        if wrap_store is not None:
+            store = wrap_store(store)
+        fill_resident(prepared, store)
+        device = NullDevice()
+        executor = Executor(plan, store, device)
+        executor.start((lambda d, t: progress("load", d, t)) if progress else None)
+        attachment = PackedAttachment(
+            prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder
+        )
+    except BaseException:
+        if recorder is not None:
+            recorder.abandon()
+        if executor is not None:
+            executor.close()
+        elif store is not None:
+            store.close()
+        else:
+            engine.close()
+            staging.close()
+        if device is not None:
+            device.close()
+        raise
+    model = meta.model
+    handle = OffloadHandle(
+        plan=plan,
+        executor=executor,
+        attachment=attachment,
+        load_s=time.perf_counter() - began,
+        baseline_rss=prepared.baseline_rss,
+        notes=tuple(prepared.notes),
+    )
+    finish_model(model, meta.directory)
+    model.__dict__["offload"] = handle
+    weakref.finalize(model, executor.close)
+    if recorder is not None:
+        weakref.finalize(model, recorder.close)
+    gc.collect()
+    return model
+
+
+def fill_resident(prepared: PackedPrepared, store: Any) -> None:
+    """Read what is plain, and give the model its norms, routers, biases and buffers."""
+    pack, model = prepared.pack, prepared.meta.model
+    values: dict[str, torch.Tensor] = {}
+    plain = {
+        b.name: b
+        for b in pack.manifest.blocks
+        if not b.group and any(p.layout is Layout.PLAIN for p in b.parts)
+    }
+    for block in plain.values():
+        with AlignedBuffer(block.spec().slot_nbytes) as buffer:
+            store.read_into(block.name, buffer).result()
+            for part in block.parts:
+                raw = buffer[part.offset : part.offset + part.nbytes]
+                values[part.name] = plain_tensor(raw, part.format, part.shape)
+                raw.release()
+    for alias, name in pack.manifest.aliases.items():
+        if name in values:
+            values[alias] = values[name]
+
+    def convert(name: str, _read: Any) -> torch.Tensor:
+        return values[name]
+
+    mapping: Any = prepared.meta.mapping
+    mapping.convert = convert
+    materialise_buffers(model, mapping, None)
+    for name, param in prepared.resident.items():
+        real = nn.Parameter(values[name], requires_grad=False)
+        for place in param.places:
+            place.module._parameters[place.attr] = real

@@ -1,0 +1,208 @@
+"""Models that run on packed weights: near the model that has the very same values, and the same
+bits whatever the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import write
+from pack_support import open_pack, value_of
+from test_pack_families import expert_of
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.errors import OffloadError, PlanError, UnsupportedModelError
+from offload.models.meta import read_config
+from offload.models.options import Options
+from offload.models.pack_checkpoint import CheckpointSource
+from offload.models.pack_reader import PackedModel
+from offload.models.pack_run import pack
+from offload.models.packed_load import plan_packed
+from offload.models.toy import Warm
+
+RUNS = {
+    "qwen3_moe": "experts, a norm on every head",
+    "mixtral": "w1, w2, w3 on disk",
+    "olmoe": "a norm on q and k",
+    "qwen2_moe": "a shared expert with a gate of its own",
+    "deepseek_v3": "shared experts, a correction bias, a dense first layer",
+    "gpt_oss": "clamped, with biases, interleaved and transposed",
+    "qwen3_next": "linear attention beside packed projections",
+    "llama": "no experts",
+    "gemma": "tied embedding, scaled",
+    "phi3": "fused projections",
+}
+IDS = torch.tensor([[5, 9, 17, 3, 44, 21, 8]])
+
+
+def packed(family: str, tmp_path: Path, quant: str) -> tuple[Path, Path]:
+    write(family, tmp_path / "m")
+    source = CheckpointSource.open(tmp_path / "m")
+    try:
+        pack(source, tmp_path / "p", quant=quant)
+    finally:
+        source.close()
+    return tmp_path / "m", tmp_path / "p"
+
+
+def load(pack_dir: Path, ram: int = 2**30, **options: Any) -> Any:
+    """As ``offload.load`` in a process that is warm already."""
+    chosen = Options(ram=ram, context=32, overhead_bytes=0, **options)
+    pack_ = PackedModel.open(pack_dir)
+    return plan_packed(pack_, read_config(pack_dir), chosen, Warm(baseline_rss=0)).open()
+
+
+def least(pack_dir: Path) -> int:
+    """The smallest budget, in bytes, as the error for a smaller one says it."""
+    with pytest.raises(PlanError) as error:
+        load(pack_dir, ram=1)
+    return int(str(error.value).split("at least ")[1].split(" bytes")[0])
+
+
+def with_packed_values(directory: Path, pack_dir: Path) -> Any:
+    """The stock float32 model with the values that the pack holds."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    opened, blocks = open_pack(pack_dir)
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, located in opened.tensors.items():
+            value = value_of(located.part, blocks[located.block.name])
+            state[name].copy_(torch.from_numpy(value.copy()).view(state[name].shape))
+        found = {
+            "state": {k: v.detach().numpy() for k, v in state.items()},
+            "modules": dict(model.named_modules()),
+        }
+        for name, group in opened.experts.items():
+            for part in group.parts:
+                for e, block in enumerate(group.blocks):
+                    value = value_of(part, blocks[block])
+                    expert_of(found, name, part.name, e)[...] = value  # a view of the state
+    return model
+
+
+@pytest.mark.parametrize("family", RUNS)
+@pytest.mark.parametrize("quant", ["q8", "none"])
+def test_logits_are_those_of_the_packed_values(family: str, quant: str, tmp_path: Path) -> None:
+    directory, pack_dir = packed(family, tmp_path, quant)
+    reference = with_packed_values(directory, pack_dir)
+    model = load(pack_dir)
+    try:
+        with torch.no_grad():
+            ours = model(IDS).logits
+            theirs = reference(IDS).logits
+            # Against the logits' spread. float32 weights meet float32 activations; with q8 the
+            # activations are rounded, which now and then sends a token to another expert.
+            error = (ours - theirs) / theirs.std()
+            if quant == "none":
+                assert error.abs().max() < 1e-3
+            else:
+                assert error.square().mean().sqrt() < 0.2
+            step = model(IDS[:, :1], past_key_values=model(IDS, use_cache=True).past_key_values)
+            assert torch.isfinite(step.logits).all()
+    finally:
+        model.offload.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama", "gemma"])
+def test_the_budget_changes_no_bit(family: str, tmp_path: Path) -> None:
+    _, pack_dir = packed(family, tmp_path, "q4")
+    said, hits = [], []
+    for ram in (least(pack_dir), 2**30):
+        model = load(pack_dir, ram)
+        try:
+            with torch.no_grad():
+                logits = model(IDS).logits
+                tokens = model.generate(IDS, max_new_tokens=12, do_sample=False, pad_token_id=0)
+            said.append((logits, tokens))
+            hits.append(model.offload.stats()["misses"])
+            assert not model.offload.executor.held()
+        finally:
+            model.offload.close()
+    assert torch.equal(said[0][0], said[1][0])
+    assert torch.equal(said[0][1], said[1][1])
+    if family not in ("llama", "gemma"):
+        assert hits[0] > hits[1] == 0
+
+
+def test_guesses_and_policies_change_no_bit(tmp_path: Path) -> None:
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    said = []
+    for options in ({}, {"guess": False}, {"expert_policy": "lru"}, {"expert_policy": "mrs"}):
+        model = load(pack_dir, least(pack_dir) + 40960, **options)
+        try:
+            said.append(model.generate(IDS, max_new_tokens=16, do_sample=False, pad_token_id=0))
+        finally:
+            model.offload.close()
+    assert all(torch.equal(said[0], other) for other in said[1:])
+
+
+def test_tokens_go_in_together_or_one_by_one(tmp_path: Path) -> None:
+    """Each token's experts are computed as they would be alone."""
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    model = load(pack_dir)
+    try:
+        experts = model.model.layers[0].mlp.experts
+        hidden = torch.randn(5, model.config.hidden_size)
+        index = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(5)])
+        weights = torch.rand(5, 2)
+        with torch.no_grad():
+            together = experts(hidden, index, weights)
+            rows = [(hidden[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(5)]
+            alone = torch.cat([experts(*row) for row in rows])
+        assert torch.equal(together, alone)
+    finally:
+        model.offload.close()
+
+
+def test_experts_without_a_gate_are_refused(tmp_path: Path) -> None:
+    _, pack_dir = packed("nemotron_h", tmp_path, "q8")
+    with pytest.raises(UnsupportedModelError, match="gate"):
+        load(pack_dir)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"dtype": "bfloat16"}, "float32"), ({"device": "sim"}, "CPU")],
+)
+def test_options_that_cannot_take_effect(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    _, pack_dir = packed("llama", tmp_path, "q8")
+    with pytest.raises(OffloadError, match=says):
+        offload.load(pack_dir, ram="1GiB", **options)
+
+
+def test_quant_packs_once_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    tokens = []
+    for path, quant in ((directory, "q8"), (directory, "q8"), (pack_dir, None)):
+        model = offload.load(path, quant=quant, ram="1GiB", context=32)
+        try:
+            tokens.append(model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0))
+        finally:
+            model.offload.close()
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
+    assert len(list((tmp_path / "cache" / "offload" / "packs").iterdir())) == 1
+    with pytest.raises(OffloadError, match="packed as q8 already"):
+        offload.load(pack_dir, quant="q4")
+
+
+def test_a_flipped_byte_is_named(tmp_path: Path) -> None:
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    bundle = pack_dir / "bundle-00001.bin"
+    data = bytearray(bundle.read_bytes())
+    opened, _ = open_pack(pack_dir)
+    group = next(iter(opened.experts.values()))
+    block = next(b for b in opened.manifest.blocks if b.name == group.blocks[0])
+    data[block.offset + 100] ^= 1
+    bundle.write_bytes(data)
+    with pytest.raises(OffloadError, match="damaged"):
+        load(pack_dir)
+    assert bundle.stat().st_size == len(data)
