@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,8 @@ def pack(
         str,
         typer.Argument(
             metavar="SRC",
-            help="Directory with config.json and safetensors, or a hub id in the local cache.",
+            help="Directory with config.json and safetensors, a hub id in the local cache, or a "
+            "GGUF file (of a split one: any part).",
             show_default=False,
         ),
     ],
@@ -47,9 +49,18 @@ def pack(
         Quant,
         typer.Option(
             help="none: every bit as it is; q8: 8.5 bits per weight; q4: 4.5, head and embedding "
-            "8.5. Norms, routers and biases always stay as they are."
+            "8.5. Norms, routers and biases always stay as they are. What is quantised already "
+            "(most GGUF files) takes none only."
         ),
     ] = Quant.NONE,
+    allow_requant: Annotated[
+        bool,
+        typer.Option(
+            "--allow-requant",
+            help="Requantise what a GGUF file has in types without kernels (Q2_K, Q3_K, IQ...): "
+            "to 4.5 bits per weight, head and embedding to 8.5. The error is reported.",
+        ),
+    ] = False,
     bundle_size: BundleSize = "2GiB",  # type: ignore[assignment]  # the parser takes defaults, too
     json: flags.JsonFile = None,
     verbose: flags.Verbose = False,
@@ -64,9 +75,9 @@ def pack(
 
     libraries.set_up(verbose=verbose)
     output.check_json_target(json)
-    from offload.models.pack_checkpoint import CheckpointSource
+    from offload.models.pack_open import open_source
 
-    opened = CheckpointSource.open(source)
+    opened = open_source(source, allow_requant=allow_requant)
     try:
         run(opened, out, quant.value, bundle_size, json)
     finally:
@@ -84,7 +95,7 @@ def run(source: Source, out: Path, quant: str, bundle_bytes: int, json: Path | N
 
     plan = plan_pack(source, quant, bundle_bytes=bundle_bytes)
     console.note(_plan_line(source, out, plan), label="plan")
-    for line in _kept(plan.manifest):
+    for line in (*_kept(plan.manifest), *_converted(plan.manifest)):
         console.note(line)
     last: PackProgress | None = None
 
@@ -135,12 +146,21 @@ def _free(out: Path) -> int:
 
 def _kept(manifest: Manifest) -> list[str]:
     """One line for each reason why matrices stay in source precision."""
+    return [f"{names} in source precision: {why}" for why, names in _by_reason(manifest.kept)]
+
+
+def _converted(manifest: Manifest) -> list[str]:
+    """One line for each reason why tensors are not in the source's format."""
+    return [f"{names}: {why}" for why, names in _by_reason(manifest.converted)]
+
+
+def _by_reason(whys: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Each reason and the names that have it, the first one in full."""
     by_reason: dict[str, list[str]] = {}
-    for name, why in manifest.kept.items():
+    for name, why in whys.items():
         by_reason.setdefault(why, []).append(name)
     return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} in source "
-        f"precision: {why}"
+        (why, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
         for why, names in by_reason.items()
     ]
 
@@ -181,6 +201,7 @@ def _as_json(done: PackReport) -> dict[str, Any]:
         "blocks": len(manifest.blocks),
         "files": len(manifest.files),
         "kept": dict(manifest.kept),
+        "converted": dict(manifest.converted),
         "errors": {
             kind: {"relative_rms": e.relative_rms, "rows": e.rows}
             for kind, e in manifest.errors.items()

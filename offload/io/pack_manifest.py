@@ -139,6 +139,8 @@ class Manifest:
         model: ``model_type``, ``architecture`` and ``dtype`` of the source.
         aliases: other names of a tensor; a tied embedding is stored once, as the head.
         kept: matrices that stayed in source precision, and why.
+        converted: tensors in another format than the source has them in, though nobody asked for
+            that one, and why.
         files: bytes of each bundle.
     """
 
@@ -150,6 +152,7 @@ class Manifest:
     files: tuple[int, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    converted: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, ErrorStat] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -190,6 +193,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         "model": dict(manifest.model),
         "aliases": dict(manifest.aliases),
         "kept": dict(manifest.kept),
+        "converted": dict(manifest.converted),
         "errors": {
             kind: {"relative_rms": e.relative_rms, "rows": e.rows}
             for kind, e in manifest.errors.items()
@@ -230,6 +234,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         files=tuple(body["files"]),
         aliases=dict(body["aliases"]),
         kept=dict(body["kept"]),
+        converted=dict(body.get("converted", {})),  # not in the first packs
         errors={kind: ErrorStat(**e) for kind, e in body["errors"].items()},
     )
 

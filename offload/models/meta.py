@@ -147,13 +147,23 @@ def build(path: str | Path, dtype: str | torch.dtype | None = None) -> MetaModel
         UnsupportedModelError: see ``read_config``.
     """
     directory = resolve(path)
-    config = read_config(directory)
-    index = CheckpointIndex.open(directory)
+    return assemble(read_config(directory), CheckpointIndex.open(directory), dtype)
+
+
+def assemble(
+    config: Any, index: CheckpointIndex, dtype: str | torch.dtype | None = None
+) -> MetaModel:
+    """The model of ``config`` on the meta device, its weights found in ``index``.
+
+    Raises:
+        CheckpointError: weights are missing, or of other shapes than the config says.
+        UnsupportedModelError: transformers cannot build the model.
+    """
     model, chosen = instantiate(config, pick_dtype(dtype, config, index))
     mapping = CheckpointMap(model, index)
-    _check(model, mapping.map, directory)
+    _check(model, mapping.map, index.directory)
     _tie(model, mapping.map)
-    return MetaModel(model, index, mapping, chosen, directory)
+    return MetaModel(model, index, mapping, chosen, index.directory)
 
 
 def instantiate(config: Any, dtype: torch.dtype) -> tuple[Any, torch.dtype]:

@@ -23,6 +23,7 @@ from offload.blocks import DTYPE_BYTES
 from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.pack_manifest import SourceId
 from offload.io.safetensors import CheckpointIndex
+from offload.io.source_files import SourceFiles
 from offload.models.meta import MetaModel, build
 from offload.models.pack_outline import outline
 from offload.models.pack_source import GGUF_OF, Bytes, Outline, Tensor
@@ -32,10 +33,6 @@ from offload.models.synth_config import TOKENIZER_FILES
 
 EXTRA_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """What is copied from a model directory besides the weights."""
-
-DROP_BYTES = 512 * 2**20
-"""After so many bytes read, their pages are given back: a checkpoint is read once, and whatever
-else is in the page cache should survive it."""
 
 
 @dataclass(slots=True)
@@ -57,14 +54,7 @@ class CheckpointSource:
         self._lock = threading.Lock()
         self._converted = _Cached()
         self._split: dict[str, list[list[Run]]] = {}
-        self._read_bytes = 0
-        self._files: list[int] = []
-        try:
-            for path in built.index.files:
-                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as e:
-            self.close()
-            raise CheckpointError(f"cannot open {path}: {e.strerror}") from e
+        self._files = SourceFiles(built.index.files)
 
     @classmethod
     def open(cls, path: str | Path) -> CheckpointSource:
@@ -167,36 +157,10 @@ class CheckpointSource:
         for run in ranges.runs:
             number, where = self._built.index.tensors[run.name]
             n = run.count * itemsize
-            self._fill(number, where.offset + run.start * itemsize, view[at : at + n])
+            self._files.read_into(number, where.offset + run.start * itemsize, view[at : at + n])
             at += n
-        self._forget(nbytes)
         rows = ranges.shape[0] if ranges.dim() > 1 else 1
         return out.reshape(rows, -1)
-
-    def _fill(self, number: int, offset: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            try:
-                n = os.preadv(self._files[number], [out[done:]], offset + done)
-            except OSError as e:
-                raise CheckpointError(
-                    f"cannot read {self._built.index.files[number]}: {e.strerror}"
-                ) from e
-            if n == 0:
-                raise CheckpointError(
-                    f"{self._built.index.files[number]} ends at {offset + done}, "
-                    f"{len(out) - done} more bytes were wanted; it was cut while in use"
-                )
-            done += n
-
-    def _forget(self, nbytes: int) -> None:
-        with self._lock:
-            self._read_bytes += nbytes
-            if self._read_bytes < DROP_BYTES:
-                return
-            self._read_bytes = 0
-        for fd in self._files:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     # What has to be computed
 
@@ -229,19 +193,18 @@ class CheckpointSource:
         return where.shape, getattr(torch, where.dtype)
 
     def _torch(self, ranges: Ranges) -> torch.Tensor:
-        # Not through _read: it counts under the lock that is held here.
         out = torch.empty(tuple(ranges.shape), dtype=ranges.dtype)
         view, at = out.view(-1).view(torch.uint8).numpy().data, 0
         for run in ranges.runs:
             number, where = self._built.index.tensors[run.name]
-            n = run.count * ranges.dtype.itemsize
-            self._fill(number, where.offset + run.start * ranges.dtype.itemsize, view[at : at + n])
+            itemsize = ranges.dtype.itemsize
+            n = run.count * itemsize
+            self._files.read_into(number, where.offset + run.start * itemsize, view[at : at + n])
             at += n
         return out
 
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+        self._files.close()
 
 
 def _rows_of(value: Any, tensor: Tensor, start: int, stop: int) -> Any:

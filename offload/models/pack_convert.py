@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from offload.cpu_ops.codecs import decode_rows
 from offload.cpu_ops.formats import get_format
-from offload.cpu_ops.packing import dequantize, pack_rows, packed_bytes
+from offload.cpu_ops.packing import dequantize, packed_bytes
 from offload.io.pack_manifest import ROWS_PER_GROUP, Block, Layout, Part
+from offload.models.gguf_requant import REQUANTISED, dequantize_rows
+from offload.models.pack_interleave import interleave
 from offload.models.pack_kernels import encode
 from offload.models.pack_plan import Piece
 from offload.models.pack_source import Bytes, Source, as_float32
@@ -118,25 +121,28 @@ def _fill(part: Part, piece: Piece, rows: Bytes, out: Bytes) -> Deviation:
         out[:] = rows.reshape(-1)
         return Deviation()
     format, columns = get_format(part.format), piece.tensor.columns
-    gguf = rows
-    if part.format != piece.source_format:
-        gguf = encode(format, piece.source_format, rows, str(piece.tensor))
+    gguf, native = rows, piece.source_format
+    if part.format != native:
+        if native in REQUANTISED:
+            rows, native = dequantize_rows(native, rows).view(np.uint8), "f32"
+        gguf = encode(format, native, rows, str(piece.tensor))
     if part.layout is Layout.ROWS:
         out[:] = gguf.reshape(-1)
     else:
-        pack_rows(format, gguf, columns, out)
+        interleave(format, gguf, columns, out)
     if gguf is rows:
         return Deviation()
-    return _sample(part, piece, rows[:ROWS_PER_GROUP], gguf, out)
+    weights = as_float32(native, rows[:ROWS_PER_GROUP])
+    return _sample(part, weights, gguf, out)
 
 
-def _sample(part: Part, piece: Piece, rows: Bytes, gguf: Bytes, out: Bytes) -> Deviation:
+def _sample(part: Part, weights_NK: npt.NDArray[np.float32], gguf: Bytes, out: Bytes) -> Deviation:
     """The error of a chunk's first rows, read back from the very bytes that are written."""
-    format, n, columns = get_format(part.format), len(rows), piece.tensor.columns
+    format, (n, columns) = get_format(part.format), weights_NK.shape
     if part.layout is Layout.PACKED:
         values = dequantize(format, out[: packed_bytes(format, n, columns)], n, columns)
     else:
         values = decode_rows(format, gguf[:n])
-    weights = as_float32(piece.source_format, rows).astype(np.float64)
+    weights = weights_NK.astype(np.float64)
     error = float(np.square(weights - values).sum())
     return Deviation(error, float(np.square(weights).sum()), n)

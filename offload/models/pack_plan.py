@@ -12,7 +12,8 @@ from offload.cpu_ops.packing import packed_bytes
 from offload.errors import OffloadError
 from offload.io.pack_manifest import Block, Kind, Layout, Manifest, Part, digest, to_json
 from offload.io.pack_writer import Job
-from offload.models.pack_source import TORCH_OF, Source, Tensor
+from offload.models.gguf_requant import REQUANTISED, requantised_format
+from offload.models.pack_source import FLOATS, TORCH_OF, Source, Tensor
 
 QUANTS = {"none": None, "q8": "q8_0", "q4": "q4_0"}
 """Choices of ``--quant`` and the format of experts and other matrices; None: the source's."""
@@ -22,7 +23,6 @@ SMALL_BYTES = 2**20
 """Plain tensors below this share blocks of up to ``SHARED_BYTES``."""
 SHARED_BYTES = 16 * 2**20
 
-FLOATS = frozenset(TORCH_OF)
 _QUANTISED = frozenset(FORMATS) - FLOATS
 
 
@@ -69,12 +69,14 @@ def target(tensor: Tensor, native: str, quant: str) -> tuple[str, Layout, str]:
     if wanted is not None and tensor.kind in (Kind.HEAD, Kind.ROWS):
         # The first and the last product decide most of the error and little of the time.
         wanted = "q8_0"
-    if native in _QUANTISED:
+    if native in _QUANTISED | REQUANTISED:
         if wanted not in (None, native):
             raise OffloadError(
                 f"the source is quantised already ({tensor} is in {native}, {quant} would have it "
                 f"in {wanted}); --quant none keeps its bits"
             )
+        if native in REQUANTISED:  # with the user's leave, or the source would not give it
+            return requantised_format(native, tensor.kind), layout, ""
         return native, layout, ""
     if native not in FLOATS:
         return plain, Layout.PLAIN, f"{native} is not quantised" if wanted else ""
@@ -135,6 +137,7 @@ def plan_pack(source: Source, quant: str, *, bundle_bytes: int = BUNDLE_BYTES) -
     out = _Layouter(bundle_bytes)
     fills: list[tuple[Piece, ...]] = []
     kept: dict[str, str] = {}
+    converted = dict(source.outline.converted)
     shared: list[Piece] = []
     aliases: dict[str, str] = {}
 
@@ -145,6 +148,8 @@ def plan_pack(source: Source, quant: str, *, bundle_bytes: int = BUNDLE_BYTES) -
             format, layout, why = target(t, native, quant)
             if why:
                 kept[str(t)] = why
+            if native in REQUANTISED:
+                converted[str(t)] = f"{native}, which has no kernels, became {format}"
             offset = align_up(end, TENSOR_ALIGN)
             nbytes = part_bytes(t, format, layout)
             parts.append(
@@ -203,6 +208,7 @@ def plan_pack(source: Source, quant: str, *, bundle_bytes: int = BUNDLE_BYTES) -
         files=tuple(out.files),
         aliases=aliases,
         kept=kept,
+        converted=converted,
     )
     extras = source.extras()
     extra_bytes = sum(map(len, extras.values())) + 512 * len(out.blocks) + 2**20

@@ -23,6 +23,8 @@ Bytes = npt.NDArray[np.uint8]
 GGUF_OF = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Formats of the dtypes that matrices are quantised from, by torch's name."""
 TORCH_OF = {gguf: torch for torch, gguf in GGUF_OF.items()}
+FLOATS = frozenset(TORCH_OF)
+"""Formats whose rows are values as torch has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +84,15 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A model's tensors in the order of its modules; ``facts`` go into the manifest."""
+    """A model's tensors in the order of its modules.
+
+    ``facts`` go into the manifest; so does ``converted``: which tensors (by ``str(tensor)``) the
+    source gives in another format than it has them, and why.
+    """
 
     items: tuple[Tensor | Experts, ...]
     facts: Mapping[str, str] = field(default_factory=dict)
+    converted: Mapping[str, str] = field(default_factory=dict)
 
 
 class Source(Protocol):

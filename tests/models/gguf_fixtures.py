@@ -243,6 +243,27 @@ def add_byte_level_tokenizer(w: gguf.GGUFWriter, directory: Path, pre: str) -> N
         w.add_chat_template(template.read_text())
 
 
+SCALES = {
+    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
+    Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,), Kind.IQ2_XXS: (0,), Kind.IQ3_S: (0,), Kind.TQ2_0: (64,),
+}  # fmt: skip
+"""Where blocks have their float16 scales: types that ``gguf.quants`` cannot quantise to."""
+
+
+def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray:
+    """Rows of random bits with scales that real weights have."""
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(seed)
+    count = math.prod(shape) // elements
+    blocks = draw.integers(0, 256, (count, nbytes), dtype=np.uint8)
+    if kind is Kind.MXFP4:
+        blocks[:, 0] = draw.integers(118, 124, count)  # 2^-9 to 2^-3
+    for at in SCALES.get(kind, ()):
+        scale = draw.uniform(0.001, 0.002, count).astype(np.float16)
+        blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(*shape[:-1], -1)
+
+
 def write_gguf(
     path: Path,
     model: Any,
@@ -252,9 +273,14 @@ def write_gguf(
     fuse: bool = False,
     tokenizer: tuple[Path, str] | None = None,
     extra: dict[str, torch.Tensor] | None = None,
+    kinds: dict[str, Kind] | None = None,
     **writer: Any,
 ) -> Path:
-    """Write ``model`` with its matrices in ``kind`` (vectors and routers in F32, as llama.cpp)."""
+    """Write ``model`` with its matrices in ``kind`` (vectors and routers in F32, as llama.cpp).
+
+    ``kinds``: of tensors whose names end so, whatever they are. Kinds that ``gguf.quants`` cannot
+    quantise to get random bits.
+    """
     config = model.config
     w = gguf.GGUFWriter(path, ARCH[config.model_type], **writer)
     _metadata(w, config, mla=split_kv_b)
@@ -267,11 +293,15 @@ def write_gguf(
     for name, value in tensors.items():
         array = np.ascontiguousarray(value.numpy())
         stays = array.ndim < 2 or "ffn_gate_inp" in name or name.endswith(".bias")
-        block = gguf.GGML_QUANT_SIZES[kind][0]
-        if stays or array.shape[-1] % block or kind is Kind.F32:
+        mine = Kind.F32 if stays or array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
+        mine = next((k for end, k in (kinds or {}).items() if name.endswith(end)), mine)
+        if mine is Kind.F32:
             w.add_tensor(name, array)
+        elif mine in SCALES or mine is Kind.MXFP4:
+            blocks = random_blocks(array.shape, mine, len(name))
+            w.add_tensor(name, blocks, raw_dtype=mine)
         else:
-            w.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            w.add_tensor(name, gguf.quants.quantize(array, mine), raw_dtype=mine)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

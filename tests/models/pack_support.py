@@ -109,3 +109,27 @@ def value_of(part: Part, block: bytes) -> Any:
 def open_pack(path: Path) -> tuple[PackedModel, dict[str, bytes]]:
     model = PackedModel.open(path)
     return model, read_all(model)
+
+
+def found_in(model: Any) -> dict[str, Any]:
+    """A model's values as float32 by name, and its modules."""
+    modules = dict(model.named_modules())
+    state = {name: value.detach().float().numpy() for name, value in model.state_dict().items()}
+    return {"state": state, "modules": modules}
+
+
+def expert_of(found: dict[str, Any], group: str, part: str, e: int) -> Any:
+    """Part of an expert, by the family's own attributes, written without the packer's."""
+    module, state = found["modules"][group], found["state"]
+    bias = "_bias" if part.endswith("_bias") else ""
+    name = part.removesuffix("_bias")
+    if f"{group}.{name}_proj{bias}" in state:
+        value = state[f"{group}.{name}_proj{bias}"][e]
+        return value.T if module.is_transposed and not bias else value
+    both = state[f"{group}.gate_up_proj{bias}"][e]
+    both = both.T if module.is_transposed and not bias else both
+    if module.is_concatenated:
+        gate, up = np.split(both, 2)
+    else:
+        gate, up = both[::2], both[1::2]
+    return {"gate": gate, "up": up}[name]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_config, write
-from pack_support import open_pack, value_of
+from pack_support import expert_of, found_in, open_pack, value_of
 from transformers import AutoModelForCausalLM
 
 from offload.errors import CheckpointError
@@ -45,26 +45,7 @@ def packed(directory: Path, out: Path, quant: str) -> Any:
 
 def stock(directory: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(directory, experts_implementation="eager")
-    modules = dict(model.named_modules())
-    state = {name: value.detach().float().numpy() for name, value in model.state_dict().items()}
-    return {"state": state, "modules": modules}
-
-
-def expert_of(found: dict[str, Any], group: str, part: str, e: int) -> Any:
-    """Part of an expert, by the family's own attributes, written without the packer's."""
-    module, state = found["modules"][group], found["state"]
-    bias = "_bias" if part.endswith("_bias") else ""
-    name = part.removesuffix("_bias")
-    if f"{group}.{name}_proj{bias}" in state:
-        value = state[f"{group}.{name}_proj{bias}"][e]
-        return value.T if module.is_transposed and not bias else value
-    both = state[f"{group}.gate_up_proj{bias}"][e]
-    both = both.T if module.is_transposed and not bias else both
-    if module.is_concatenated:
-        gate, up = np.split(both, 2)
-    else:
-        gate, up = both[::2], both[1::2]
-    return {"gate": gate, "up": up}[name]
+    return found_in(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
