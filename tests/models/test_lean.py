@@ -18,7 +18,8 @@ from offload.models.lean_verify import verify
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 SLIDING = ["sliding_attention", "full_attention"]
@@ -45,7 +46,7 @@ CONFIGS: dict[str, Any] = {
         **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
     "olmoe": lambda: tf.OlmoeConfig(
-        **{**COMMON, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None},
+        **{**COMMON, "num_attention_heads": 3, "num_key_value_heads": 3},
         num_experts=8, num_experts_per_tok=3,
     ),
     "gpt_oss": lambda: tf.GptOssConfig(
@@ -195,7 +196,7 @@ def test_reasons() -> None:
     extra.self_attn.gate = torch.nn.Linear(4, 4)
     assert "no place for: self_attn.gate.bias, self_attn.gate.weight" in str(detect(extra))
     assert "no plan is written after" in str(detect(torch.nn.Linear(2, 2)))
-    clipped = tf.OlmoeConfig(**{**COMMON, "num_key_value_heads": 6, "head_dim": None}, clip_qkv=8.0)
+    clipped = tf.OlmoeConfig(**COMMON, num_experts=8, clip_qkv=8.0)
     assert "clip" in str(detect(small(clipped)))
     odd = tf.LlamaConfig(**{**COMMON, "hidden_size": 100})
     assert "multiple of 16, not 100" in str(detect(small(odd)))
