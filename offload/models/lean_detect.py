@@ -63,6 +63,7 @@ class _Family:
     plus: float = 0.0
     post_norms: bool = False
     wide_norm: bool = False
+    transposed: bool = False
 
 
 _FAMILIES = {
@@ -75,7 +76,11 @@ _FAMILIES = {
     "MixtralDecoderLayer": _Family(Window.CONFIG, renorm=True),
     "OlmoeDecoderLayer": _Family(wide_norm=True),
     "GptOssDecoderLayer": _Family(
-        Window.LAYER_TYPE, router="mlp.router", scoring=Scoring.AFTER, renorm=False
+        Window.LAYER_TYPE,
+        router="mlp.router",
+        scoring=Scoring.AFTER,
+        renorm=False,
+        transposed=True,
     ),
     "Gemma3DecoderLayer": _Family(Window.LAYER_TYPE, plus=1.0, post_norms=True),
 }
@@ -91,6 +96,9 @@ class Parts:
     shared: dict[str, str] = field(default_factory=dict)
     experts: str = ""
     """Name of the module with the routed experts."""
+    transposed: bool = False
+    """Their stacked weights are [experts, columns, rows], gate and up rows in turn (gpt-oss); else
+    [experts, rows, columns], gate before up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,7 @@ def _detect(layer: Any, format_of: FormatOf) -> Lean:
     if f"{family.router}.weight" in shapes:
         plans["router"], parts["router"] = _router(layer, config, family, reader)
         plans.update(_experts(layer, family, reader))
-        parts["experts"] = family.experts
+        parts["experts"], parts["transposed"] = family.experts, family.transposed
         if "mlp.shared_expert.gate_proj.weight" in shapes:
             shared = "mlp.shared_expert"
             plans["shared"], parts["shared"] = _mlp(layer, shared, family, reader, own_norm=False)
@@ -277,7 +285,7 @@ def _experts(layer: Any, family: _Family, reader: _Reader) -> dict[str, Any]:
     if biases:
         reader.shape(f"{name}.gate_up_proj_bias")
         reader.shape(f"{name}.down_proj_bias")
-    if hasattr(module, "limit"):  # gpt-oss: [experts, hidden, 2 * inner], gate and up in turn
+    if family.transposed:
         return {
             "inner": gate_up[2] // 2, "expert_biases": biases, "glu": Glu.CLAMPED,
             "alpha": float(module.alpha), "limit": float(module.limit),

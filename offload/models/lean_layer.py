@@ -57,15 +57,10 @@ class PackedLayer:
                 experts, experts, plan.attention.hidden, plan.inner, biases=plan.expert_biases,
                 glu=plan.glu, alpha=plan.alpha, limit=plan.limit,
             )  # fmt: skip
-            self._bases = np.array(
-                [
-                    self._owned(bundle)
-                    for bundle in _bundles(
-                        self._layout, {n.split(".")[-1]: w for n, w in weights.items()
-                                       if n.startswith(f"{parts.experts}.")},
-                    )
-                ]
-            )  # fmt: skip
+            prefix = f"{parts.experts}."
+            stacks = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+            bundles = _bundles(self._layout, stacks, transposed=parts.transposed)
+            self._bases = np.array([self._owned(bundle) for bundle in bundles])
             self._sum = np.zeros(plan.attention.hidden, np.float32)
         if plan.shared is not None:
             self.shared = DenseMlp(plan.shared, scratch, isa=isa)
@@ -102,12 +97,11 @@ class PackedLayer:
         return x
 
 
-def _bundles(layout: ExpertLayout, weights: dict[str, Array]) -> list[Array]:
+def _bundles(layout: ExpertLayout, weights: dict[str, Array], *, transposed: bool) -> list[Array]:
     """The packed experts of transformers' stacked parameters."""
     gate_up, down = weights["gate_up_proj"], weights["down_proj"]
     bias = weights.get("gate_up_proj_bias")
-    if gate_up.shape[1] == layout.hidden and gate_up.shape[2] == 2 * layout.inner:
-        # gpt-oss: transposed, gate and up in turn.
+    if transposed:
         gate_up, down = gate_up.transpose(0, 2, 1), down.transpose(0, 2, 1)
         gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         gate_bias, up_bias = (None, None) if bias is None else (bias[:, 0::2], bias[:, 1::2])
