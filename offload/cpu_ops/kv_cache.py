@@ -10,6 +10,7 @@ were stored.
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import numpy.typing as npt
 from offload.errors import OffloadError
 
 Array = npt.NDArray[Any]
+LINE = 64
+"""Bytes of a cache line, and of a vector."""
 
 
 class KvType(enum.Enum):
@@ -47,7 +50,18 @@ def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 def kv_cache_bytes(layers: int, heads: int, dim: int, capacity: int, kind: KvType) -> int:
     """What a cache takes when it is full."""
-    return 2 * layers * heads * capacity * dim * np.dtype(kind.dtype).itemsize
+    return 2 * layers * heads * capacity * dim * int(np.dtype(kind.dtype).itemsize)
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Untouched memory at the start of a cache line: numpy's begins 16 bytes after one, and then
+    every vector that a kernel loads lies in two lines."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    # zeros, not empty: numpy then asks the system for fresh pages, of which only used ones count.
+    memory = np.zeros(nbytes + LINE, np.uint8)
+    skip = -int(memory.__array_interface__["data"][0]) % LINE
+    rows: Array = memory[skip : skip + nbytes].view(dtype).reshape(shape)
+    return rows
 
 
 class KvCache:
@@ -71,9 +85,8 @@ class KvCache:
         self.layers, self.heads, self.dim = layers, heads, dim
         self.capacity, self.kind = capacity, kind
         shape = (heads, capacity, dim)
-        # zeros, not empty: numpy then asks for untouched pages, of which only used ones count.
-        self._keys = [np.zeros(shape, kind.dtype) for _ in range(layers)]
-        self._values = [np.zeros(shape, kind.dtype) for _ in range(layers)]
+        self._keys = [_aligned(shape, kind.dtype) for _ in range(layers)]
+        self._values = [_aligned(shape, kind.dtype) for _ in range(layers)]
         self._lengths = [0] * layers
         self._places = [
             (k.__array_interface__["data"][0], v.__array_interface__["data"][0])

@@ -24,7 +24,8 @@ def _shuffle(b: Any, v: Any, w: Any, lanes: list[int]) -> Any:
 
 def _pairs(b: Any, v: Any, w: Any, width: int) -> Any:
     """Groups of ``width`` lanes in turn from both, each the sum of two neighbouring groups."""
-    low, high = [], []
+    low: list[int] = []
+    high: list[int] = []
     for first in range(0, LANES, 2 * width):
         for source in (0, LANES):
             low += range(source + first, source + first + width)
@@ -41,7 +42,7 @@ def sums_of_16(b: Any, *vectors: Any) -> Any:
     """
     found, width = list(vectors), 1
     while len(found) > 1:
-        found = [_pairs(b, *found[i : i + 2], width) for i in range(0, len(found), 2)]
+        found = [_pairs(b, found[i], found[i + 1], width) for i in range(0, len(found), 2)]
         width *= 2
     return found[0]
 

@@ -17,6 +17,7 @@ from offload.cpu_ops.experts import ExpertLayout, expert_ffn, expert_layout
 from offload.cpu_ops.formats import FORMATS, Format
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.layer_plan import MatrixPlan
 from offload.cpu_ops.packing import pack_rows, quantize
 from offload.cpu_ops.rope import Rope
 from offload.models.lean_detect import Lean
@@ -75,8 +76,9 @@ class PackedLayer:
     ) -> dict[str, int]:
         found = {}
         for slot, name in parts.items():
-            matrix, weight = getattr(plan, slot, None), weights[name]
+            weight = weights[name]
             if slot in ("q", "k", "v", "o", "gate", "up", "down"):
+                matrix: MatrixPlan = getattr(plan, slot)
                 rows = quantize(matrix.format, np.ascontiguousarray(weight))
                 found[slot] = self._owned(pack_rows(matrix.format, rows, matrix.columns))
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -228,17 +229,11 @@ def test_mixed_formats_share_what_they_can() -> None:
     """q and k read int8 per 32 columns, v per 256, o floats."""
     plan = attention_plan()
     names = {"q": "q4_0", "k": "q8_0", "v": "q4_0", "o": "bf16"}
-    mixed = AttentionPlan(
-        **{f: getattr(plan, f) for f in plan.__dataclass_fields__ if f not in names},
-        **{
-            slot: MatrixPlan(
-                format=FORMATS[n],
-                rows=getattr(plan, slot).rows,
-                columns=getattr(plan, slot).columns,
-            )
-            for slot, n in names.items()
-        },
-    )
+    changes: dict[str, Any] = {
+        slot: dataclasses.replace(getattr(plan, slot), format=FORMATS[n])
+        for slot, n in names.items()
+    }
+    mixed = dataclasses.replace(plan, **changes)
     weights, cache = Weights(mixed), filled(mixed, 40, 64, KvType.F32)
     x0 = np.random.default_rng(5).standard_normal(256).astype(np.float32)
     x = build(mixed, weights, cache)(x0.copy())

@@ -13,6 +13,7 @@ import transformers as tf
 from offload.cpu_ops import threads
 from offload.cpu_ops.kv_cache import KvCache
 from offload.cpu_ops.layer_plan import QkNorm
+from offload.cpu_ops.routing_choice import Scoring
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import PackedLayer, rope_of
 from offload.models.lean_verify import verify
@@ -68,12 +69,17 @@ def one_count_of_threads() -> Any:
     threads._threads = before
 
 
+def from_config(config: Any) -> Any:
+    auto: Any = tf.AutoModel
+    return auto.from_config(config)
+
+
 def model_of(name: str) -> Any:
     torch.manual_seed(1)
     config = CONFIGS[name]()
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = tf.AutoModel.from_config(config).float().eval()
+    model = from_config(config).float().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     return model
@@ -141,7 +147,7 @@ def test_after_a_prompt_of_the_stock_path(name: str) -> None:
     model = model_of(name)
     lean, prompt = LeanModel(model), 21
     tokens = torch.randn(1, prompt + 5, model.config.hidden_size)
-    cache = tf.DynamicCache()  # without the config: sliding layers keep all tokens
+    cache: Any = tf.DynamicCache()  # without the config: sliding layers keep all tokens
     hidden_states(model, tokens[:, :prompt], cache)
     for i, layer in enumerate(cache.layers):
         lean.cache.fill(i, layer.keys[0].numpy(), layer.values[0].numpy())
@@ -158,7 +164,7 @@ def test_after_a_prompt_of_the_stock_path(name: str) -> None:
 def test_twins_agree_and_detection_reads_no_weights(name: str) -> None:
     config = CONFIGS[name]()
     with torch.device("meta"):
-        model = tf.AutoModel.from_config(config)
+        model = from_config(config)
     for layer in model.layers:
         assert verify(layer, plan_of(layer)) < 1e-5
 
@@ -168,7 +174,7 @@ def test_verify_finds_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     family = lean_detect._FAMILIES["GptOssDecoderLayer"]
     model = model_of("gpt_oss")
-    wrong = dataclasses.replace(family, scoring=lean_detect.Scoring.SOFTMAX)
+    wrong = dataclasses.replace(family, scoring=Scoring.SOFTMAX)
     monkeypatch.setitem(lean_detect._FAMILIES, "GptOssDecoderLayer", wrong)
     assert verify(model.layers[0], plan_of(model.layers[0])) > 1e-3
 
@@ -188,7 +194,7 @@ def test_plans_of_layers() -> None:
 
 def small(config: Any) -> Any:
     with torch.device("meta"):
-        return tf.AutoModel.from_config(config).layers[0]
+        return from_config(config).layers[0]
 
 
 def test_reasons() -> None:
