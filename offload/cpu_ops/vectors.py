@@ -263,7 +263,8 @@ def stack(nbytes: int) -> Any:
 
     @_operation(_I)
     def place(b: Any) -> Any:
-        room = _cgutils.alloca_once(b, ir.ArrayType(_i8, nbytes))
+        with b.goto_entry_block():  # not alloca_once: it stores zeros, element by element
+            room = b.alloca(ir.ArrayType(_i8, nbytes))
         room.align = 64
         return b.ptrtoint(room, _i64)
 
