@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import offload
 from offload.cli.decode import Run
 from offload.cli.view import figure, plan_json, streams
 from offload.models.load import Prepared
+from offload.scheduler.plan import Plan
 from offload.units import format_bytes
 
 RESIDENT = (
@@ -24,22 +25,11 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     if run.ttft_s is not None:
         parts += [
             f"TTFT {run.ttft_s:.2f} s",
-            f"prompt {_rate(run.prefill_tok_s)} ({_tokens(run.prompt_tokens)})",
+            f"prompt {rate_text(run.prefill_tok_s)} ({tokens_text(run.prompt_tokens)})",
         ]
-    parts.append(f"decode {_rate(run.decode_tok_s)} ({_tokens(len(run.token_ids))})")
-    steps = run.decode_steps
-    if steps and streams(plan):
-        if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
-            parts.append(f"hits {hit:.1%}")
-        if guessed := run.during_decode("guessed"):
-            right = run.during_decode("guessed_right") / guessed
-            parts.append(f"{guessed / steps:.3g} guesses/token, {right:.0%} right")
-        per_token = run.during_decode("disk_read_bytes") / steps
-        parts += [
-            f"{per_token / 2**20:.3g} MiB/token from disk",
-            f"stall {run.during_decode('stall_s') / steps:.3g} s/token",
-        ]
-    parts.append(_memory(end))
+    parts.append(f"decode {rate_text(run.decode_tok_s)} ({tokens_text(len(run.token_ids))})")
+    parts += streaming_parts(run, plan)
+    parts.append(memory_text(end))
     if plan.predicted_pass_s is not None and plan.predicted_pass_s.mid > 0:
         predicted = 1 / plan.predicted_pass_s.mid
         said = f"predicted {figure(predicted)} tok/s"
@@ -49,7 +39,36 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     return " · ".join(parts)
 
 
-def _memory(end: Mapping[str, Any]) -> str:
+class Measured(Protocol):
+    """One run, or several together."""
+
+    @property
+    def decode_steps(self) -> int: ...
+
+    def during_decode(self, key: str) -> float: ...
+
+
+def streaming_parts(run: Measured, plan: Plan) -> list[str]:
+    """What decoding took from the disk, and waited for; nothing if all was resident."""
+    steps = run.decode_steps
+    parts: list[str] = []
+    if not steps or not streams(plan):
+        return parts
+    if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
+        parts.append(f"hits {hit:.1%}")
+    if guessed := run.during_decode("guessed"):
+        right = run.during_decode("guessed_right") / guessed
+        parts.append(f"{guessed / steps:.3g} guesses/token, {right:.0%} right")
+    per_token = run.during_decode("disk_read_bytes") / steps
+    parts += [
+        f"{per_token / 2**20:.3g} MiB/token from disk",
+        f"stall {run.during_decode('stall_s') / steps:.3g} s/token",
+    ]
+    return parts
+
+
+def memory_text(end: Mapping[str, Any]) -> str:
+    """The peak against the budget, from the counters at the end."""
     above = end["peak_rss_bytes"] - end["baseline_rss_bytes"]
     budget = end["ram_budget_bytes"]
     return f"peak RSS {format_bytes(above)} above the process, budget {format_bytes(budget)}" + (
@@ -115,9 +134,11 @@ def hit_rate(hits: float, misses: float) -> float | None:
     return hits / (hits + misses) if hits + misses else None
 
 
-def _tokens(n: int) -> str:
+def tokens_text(n: int) -> str:
+    """``1 token``, ``2 tokens``."""
     return f"{n} token{'' if n == 1 else 's'}"
 
 
-def _rate(value: float | None) -> str:
+def rate_text(value: float | None) -> str:
+    """Tokens per second; a dash where nothing was measured."""
     return "-" if value is None else f"{figure(value)} tok/s"
