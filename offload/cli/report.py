@@ -30,13 +30,18 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     parts.append(f"decode {rate_text(run.decode_tok_s)} ({tokens_text(len(run.token_ids))})")
     parts += streaming_parts(run, plan)
     parts.append(memory_text(end))
-    if plan.predicted_pass_s is not None and plan.predicted_pass_s.mid > 0:
-        predicted = 1 / plan.predicted_pass_s.mid
-        said = f"predicted {figure(predicted)} tok/s"
-        if run.decode_tok_s is not None:
-            said += f", measured {run.decode_tok_s / predicted - 1:+.0%}"
-        parts.append(said)
-    return " · ".join(parts)
+    return " · ".join([*parts, *prediction_parts(run.decode_tok_s, plan)])
+
+
+def prediction_parts(measured_tok_s: float | None, plan: Plan) -> list[str]:
+    """The predicted speed and how far off it was; nothing without a prediction."""
+    if plan.predicted_pass_s is None or plan.predicted_pass_s.mid <= 0:
+        return []
+    predicted = 1 / plan.predicted_pass_s.mid
+    said = f"predicted {figure(predicted)} tok/s"
+    if measured_tok_s is not None:
+        said += f", measured {measured_tok_s / predicted - 1:+.0%}"
+    return [said]
 
 
 class Measured(Protocol):
@@ -79,16 +84,19 @@ def memory_text(end: Mapping[str, Any]) -> str:
 def run_json(
     run: Run, prepared: Prepared, sampling: Mapping[str, float | int], threads: int
 ) -> dict[str, Any]:
+    """``figures`` of a run, and what it ran with. Sizes in bytes, times in seconds."""
+    return {
+        "load_s": run.at_end["load_s"],
+        "load_read_bytes": run.at_start["disk_read_bytes"],
+        **figures(run),
+        **surroundings(run.at_end, prepared, sampling, threads),
+    }
+
+
+def figures(run: Run) -> dict[str, Any]:
     """Sizes in bytes, times in seconds. ``disk_read_bytes``, ``hit_rate`` and ``stall_s`` are of
     the whole generation (the load is apart), ``decode_*`` of what came after the first token."""
-    import torch
-    import transformers
-
-    end, plan = run.at_end, prepared.plan
-    predicted = plan.predicted_pass_s
     return {
-        "load_s": end["load_s"],
-        "load_read_bytes": run.at_start["disk_read_bytes"],
         "ttft_s": run.ttft_s,
         "prompt_tokens": run.prompt_tokens,
         "prefill_tok_s": run.prefill_tok_s,
@@ -96,7 +104,6 @@ def run_json(
         "decode_s": run.decode_s,
         "decode_tok_s": run.decode_tok_s,
         "finished": run.finished,
-        "streamed": streams(plan),
         "hit_rate": hit_rate(run.during_run("hits"), run.during_run("misses")),
         "disk_read_bytes": int(run.during_run("disk_read_bytes")),
         "stall_s": run.during_run("stall_s"),
@@ -109,13 +116,30 @@ def run_json(
         "decode_payload_read_bytes": int(run.during_decode("payload_read_bytes")),
         "decode_h2d_bytes": int(run.during_decode("h2d_bytes")),
         "decode_stall_s": run.during_decode("stall_s"),
+        "token_ids": run.token_ids,
+        "text": run.text,
+    }
+
+
+def surroundings(
+    end: Mapping[str, Any],
+    prepared: Prepared,
+    sampling: Mapping[str, float | int],
+    threads: int,
+) -> dict[str, Any]:
+    """Memory, predictions, settings and versions; ``end``: the counters at the end."""
+    import torch
+    import transformers
+
+    plan = prepared.plan
+    predicted = plan.predicted_pass_s
+    return {
+        "streamed": streams(plan),
         "baseline_rss_bytes": end["baseline_rss_bytes"],
         "peak_rss_bytes": end["peak_rss_bytes"],
         "ram_budget_bytes": end["ram_budget_bytes"],
         "predicted_decode_tok_s": 1 / predicted.mid if predicted and predicted.mid else None,
         "bound_decode_tok_s": 1 / plan.bound_pass_s if plan.bound_pass_s else None,
-        "token_ids": run.token_ids,
-        "text": run.text,
         "sampling": dict(sampling),
         "threads": threads,
         "versions": {
