@@ -170,8 +170,12 @@ class Talk:
                 f"/undo, /reset, a larger --context or --overflow drop go on"
             )
         # Down to half, not just under the limit: every drop changes the beginning, so that all
-        # that remains is read again, and dropping one exchange would do that on every turn.
-        while said.forgotten < last and len(ids) > terms.context // 2:
+        # that remains is read again, and dropping one exchange would do that on every turn. The
+        # exchange before this message stays as long as it fits: it is what was just spoken of.
+        while said.forgotten < last and (
+            len(ids) + terms.room > terms.context
+            or (len(ids) > terms.context // 2 and said.forgotten < last - 1)
+        ):
             said.forgotten += 1
             ids = terms.encode(said)
         if len(ids) >= terms.context:
