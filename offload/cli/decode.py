@@ -26,6 +26,8 @@ class Run:
     """What happened. Times in seconds; ``at_*`` are the counters at that moment."""
 
     prompt_tokens: int
+    reused_tokens: int = 0
+    """Of them: held by the KV cache already, so that only the others were read."""
     at_start: Snapshot
     at_first: Snapshot | None = None
     at_end: Snapshot
@@ -40,7 +42,8 @@ class Run:
 
     @property
     def prefill_tok_s(self) -> float | None:
-        return self.prompt_tokens / self.ttft_s if self.ttft_s else None
+        read = self.prompt_tokens - self.reused_tokens
+        return read / self.ttft_s if self.ttft_s else None
 
     @property
     def decode_steps(self) -> int:
@@ -124,6 +127,7 @@ def generate(
     stops: Sequence[str],
     show: Callable[[str], None],
     on_end: Callable[[Run], None],
+    cache: Any = None,
 ) -> Run:
     """Generate from one prompt with ``model.generation_config`` as it is.
 
@@ -131,6 +135,8 @@ def generate(
         model: opened by ``offload``; anything with ``offload.stats()``.
         show: gets each piece of text when it is certain.
         on_end: gets the run in any case, before an exception goes on.
+        cache: a transformers ``Cache`` that holds the first tokens of the prompt already, fewer
+            than all of them, and will hold all but the last new token; None: a fresh one.
 
     Raises:
         OffloadError: e.g. a read failed in the middle.
@@ -149,6 +155,12 @@ def generate(
     eos = set(ends) if isinstance(ends, list) else {ends}
     start = model.offload.stats()
     run = Run(prompt_tokens=len(prompt_ids), at_start=start, at_end=start, finished="failed")
+    more: dict[str, Any] = {}
+    if cache is not None:
+        run.reused_tokens = cache.get_seq_length()
+        # A checkpoint's own wish for a kind of cache contradicts one that is there.
+        settings.cache_implementation = None
+        more["past_key_values"] = cache
     tap = Tap(run, model.offload.stats, decoder, stops, show)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
     try:
@@ -157,6 +169,7 @@ def generate(
             ids,
             attention_mask=torch.ones_like(ids),
             stopping_criteria=StoppingCriteriaList([tap]),
+            **more,
         )
         run.at_end = model.offload.stats()
         last = run.token_ids[-1] if run.token_ids else None

@@ -44,6 +44,16 @@ def expert_policy(text: str) -> str:
     return text
 
 
+def check_stops(stops: list[str] | None) -> None:
+    """Refuse ``--stop ''``.
+
+    Raises:
+        OffloadError: a stop string is empty.
+    """
+    if stops is not None and "" in stops:
+        raise OffloadError("--stop '' would stop before the first token; give some text")
+
+
 Model = Annotated[
     str,
     typer.Option(
@@ -146,6 +156,28 @@ RoutingFile = Annotated[
         help="For --expert-policy pinned: a recorded routing, whose most used experts stay.",
     ),
 ]  # fmt: skip
+RecordRouting = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Record which experts every token uses, for 'offload bench cache' and --routing.",
+    ),
+]
+Temp = Annotated[float, typer.Option(metavar="T", help="Sample at this temperature; 0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(metavar="K", help="Sample among the K likeliest tokens.")]
+TopP = Annotated[
+    float | None, typer.Option(metavar="P", help="Sample among the likeliest of this mass.")
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(metavar="P", help="Sample among tokens of P times the likeliest's mass."),
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Of sampling. Default: a fresh one.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON, too."),

@@ -10,7 +10,6 @@ import typer
 from offload.cli import flags, output
 from offload.cli.prompt import read_prompt
 from offload.cli.sampling import Sampling
-from offload.errors import OffloadError
 
 
 def generate(
@@ -38,29 +37,13 @@ def generate(
     ] = None,
     context: flags.Context = None,
     threads: flags.Threads = None,
-    temp: Annotated[
-        float, typer.Option(metavar="T", help="Sample at this temperature; 0 is greedy.")
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample among the K likeliest tokens.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Sample among the likeliest of this mass.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", help="Sample among tokens of P times the likeliest's mass."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of sampling. Default: a fresh one.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")
-    ] = False,
+    temp: flags.Temp = 0.0,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    ignore_eos: flags.IgnoreEos = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not put the prompt through the chat template.")
     ] = False,
@@ -74,13 +57,7 @@ def generate(
     guess: flags.Guess = True,
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
-    record_routing: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Record which experts every token uses, for 'offload bench cache' and --routing.",
-        ),
-    ] = None,
+    record_routing: flags.RecordRouting = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -94,8 +71,7 @@ def generate(
     """  # fmt: skip
     asked = read_prompt(prompt, prompt_file, prompt_ids)
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    if stop is not None and "" in stop:
-        raise OffloadError("--stop '' would stop before the first token; give some text")
+    flags.check_stops(stop)
     output.check_target(json_file, "--json")
     output.check_target(record_routing, "--record-routing")
     from offload.cli import libraries

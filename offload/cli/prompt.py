@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,13 @@ def read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> Asked
     if ids is not None:
         return Asked(ids=parse_ids(ids))
     if file is not None:
-        try:
-            text = _decode(file.expanduser().read_bytes(), str(file))
-        except OSError as error:
-            raise OffloadError(f"--prompt-file {file}: {error.strerror}") from error
+        text = read_text(file, "--prompt-file")
     elif prompt is None and sys.stdin.isatty():
         raise OffloadError(
             "no prompt; give -p TEXT, --prompt-file FILE or --prompt-ids 1,2,3, or pipe one in"
         )
     elif prompt is None or prompt == "-":
-        text = _decode(sys.stdin.buffer.read(), "stdin")
+        text = decode_text(sys.stdin.buffer.read(), "stdin")
     else:
         text = prompt
     if not text:
@@ -62,7 +59,24 @@ def read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> Asked
     return Asked(text=text)
 
 
-def _decode(data: bytes, where: str) -> str:
+def read_text(file: Path, flag: str) -> str:
+    """A flag's UTF-8 file, without its last newline.
+
+    Raises:
+        OffloadError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return decode_text(file.expanduser().read_bytes(), str(file))
+    except OSError as error:
+        raise OffloadError(f"{flag} {file}: {error.strerror}") from error
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """UTF-8 text without its last newline.
+
+    Raises:
+        OffloadError: it is not UTF-8; says where.
+    """
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -121,17 +135,33 @@ def encode(asked: Asked, tokenizer: Any | None, *, raw: bool, directory: Path) -
     if raw or not getattr(tokenizer, "chat_template", None):
         ids = tokenizer(asked.text)["input_ids"]
     else:
-        message = [{"role": "user", "content": asked.text}]
-        try:
-            ids = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:
-            raise OffloadError(
-                f"the chat template of {directory.name} fails: {error}; use --raw to do without it"
-            ) from error
+        message = [{"role": "user", "content": str(asked.text)}]
+        ids = template_ids(message, tokenizer, directory, way_out="use --raw to do without it")
     if not ids:
         raise OffloadError("the prompt has no tokens; give some more text")
+    return [int(i) for i in ids]
+
+
+def template_ids(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, directory: Path, *, way_out: str
+) -> list[int]:
+    """Ids of messages put through the chat template, up to where the answer begins.
+
+    Args:
+        messages: each with ``role`` and ``content``.
+        way_out: what the user can do if the template refuses them.
+
+    Raises:
+        OffloadError: the template fails.
+    """
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:
+        raise OffloadError(
+            f"the chat template of {directory.name} fails: {error}; {way_out}"
+        ) from error
     return [int(i) for i in ids]
 
 

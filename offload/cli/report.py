@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import offload
 from offload.cli.decode import Run
 from offload.cli.view import figure, plan_json, streams
 from offload.models.load import Prepared
+from offload.scheduler.plan import Plan
 from offload.units import format_bytes
 
 RESIDENT = (
@@ -24,32 +25,55 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     if run.ttft_s is not None:
         parts += [
             f"TTFT {run.ttft_s:.2f} s",
-            f"prompt {_rate(run.prefill_tok_s)} ({_tokens(run.prompt_tokens)})",
+            f"prompt {rate_text(run.prefill_tok_s)} ({tokens_text(run.prompt_tokens)})",
         ]
-    parts.append(f"decode {_rate(run.decode_tok_s)} ({_tokens(len(run.token_ids))})")
+    parts.append(f"decode {rate_text(run.decode_tok_s)} ({tokens_text(len(run.token_ids))})")
+    parts += streaming_parts(run, plan)
+    parts.append(memory_text(end))
+    return " · ".join([*parts, *prediction_parts(run.decode_tok_s, plan)])
+
+
+def prediction_parts(measured_tok_s: float | None, plan: Plan) -> list[str]:
+    """The predicted speed and how far off it was; nothing without a prediction."""
+    if plan.predicted_pass_s is None or plan.predicted_pass_s.mid <= 0:
+        return []
+    predicted = 1 / plan.predicted_pass_s.mid
+    said = f"predicted {figure(predicted)} tok/s"
+    if measured_tok_s is not None:
+        said += f", measured {measured_tok_s / predicted - 1:+.0%}"
+    return [said]
+
+
+class Measured(Protocol):
+    """One run, or several together."""
+
+    @property
+    def decode_steps(self) -> int: ...
+
+    def during_decode(self, key: str) -> float: ...
+
+
+def streaming_parts(run: Measured, plan: Plan) -> list[str]:
+    """What decoding took from the disk, and waited for; nothing if all was resident."""
     steps = run.decode_steps
-    if steps and streams(plan):
-        if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
-            parts.append(f"hits {hit:.1%}")
-        if guessed := run.during_decode("guessed"):
-            right = run.during_decode("guessed_right") / guessed
-            parts.append(f"{guessed / steps:.3g} guesses/token, {right:.0%} right")
-        per_token = run.during_decode("disk_read_bytes") / steps
-        parts += [
-            f"{per_token / 2**20:.3g} MiB/token from disk",
-            f"stall {run.during_decode('stall_s') / steps:.3g} s/token",
-        ]
-    parts.append(_memory(end))
-    if plan.predicted_pass_s is not None and plan.predicted_pass_s.mid > 0:
-        predicted = 1 / plan.predicted_pass_s.mid
-        said = f"predicted {figure(predicted)} tok/s"
-        if run.decode_tok_s is not None:
-            said += f", measured {run.decode_tok_s / predicted - 1:+.0%}"
-        parts.append(said)
-    return " · ".join(parts)
+    parts: list[str] = []
+    if not steps or not streams(plan):
+        return parts
+    if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
+        parts.append(f"hits {hit:.1%}")
+    if guessed := run.during_decode("guessed"):
+        right = run.during_decode("guessed_right") / guessed
+        parts.append(f"{guessed / steps:.3g} guesses/token, {right:.0%} right")
+    per_token = run.during_decode("disk_read_bytes") / steps
+    parts += [
+        f"{per_token / 2**20:.3g} MiB/token from disk",
+        f"stall {run.during_decode('stall_s') / steps:.3g} s/token",
+    ]
+    return parts
 
 
-def _memory(end: Mapping[str, Any]) -> str:
+def memory_text(end: Mapping[str, Any]) -> str:
+    """The peak against the budget, from the counters at the end."""
     above = end["peak_rss_bytes"] - end["baseline_rss_bytes"]
     budget = end["ram_budget_bytes"]
     return f"peak RSS {format_bytes(above)} above the process, budget {format_bytes(budget)}" + (
@@ -60,16 +84,19 @@ def _memory(end: Mapping[str, Any]) -> str:
 def run_json(
     run: Run, prepared: Prepared, sampling: Mapping[str, float | int], threads: int
 ) -> dict[str, Any]:
+    """``figures`` of a run, and what it ran with. Sizes in bytes, times in seconds."""
+    return {
+        "load_s": run.at_end["load_s"],
+        "load_read_bytes": run.at_start["disk_read_bytes"],
+        **figures(run),
+        **surroundings(run.at_end, prepared, sampling, threads),
+    }
+
+
+def figures(run: Run) -> dict[str, Any]:
     """Sizes in bytes, times in seconds. ``disk_read_bytes``, ``hit_rate`` and ``stall_s`` are of
     the whole generation (the load is apart), ``decode_*`` of what came after the first token."""
-    import torch
-    import transformers
-
-    end, plan = run.at_end, prepared.plan
-    predicted = plan.predicted_pass_s
     return {
-        "load_s": end["load_s"],
-        "load_read_bytes": run.at_start["disk_read_bytes"],
         "ttft_s": run.ttft_s,
         "prompt_tokens": run.prompt_tokens,
         "prefill_tok_s": run.prefill_tok_s,
@@ -77,7 +104,6 @@ def run_json(
         "decode_s": run.decode_s,
         "decode_tok_s": run.decode_tok_s,
         "finished": run.finished,
-        "streamed": streams(plan),
         "hit_rate": hit_rate(run.during_run("hits"), run.during_run("misses")),
         "disk_read_bytes": int(run.during_run("disk_read_bytes")),
         "stall_s": run.during_run("stall_s"),
@@ -90,13 +116,30 @@ def run_json(
         "decode_payload_read_bytes": int(run.during_decode("payload_read_bytes")),
         "decode_h2d_bytes": int(run.during_decode("h2d_bytes")),
         "decode_stall_s": run.during_decode("stall_s"),
+        "token_ids": run.token_ids,
+        "text": run.text,
+    }
+
+
+def surroundings(
+    end: Mapping[str, Any],
+    prepared: Prepared,
+    sampling: Mapping[str, float | int],
+    threads: int,
+) -> dict[str, Any]:
+    """Memory, predictions, settings and versions; ``end``: the counters at the end."""
+    import torch
+    import transformers
+
+    plan = prepared.plan
+    predicted = plan.predicted_pass_s
+    return {
+        "streamed": streams(plan),
         "baseline_rss_bytes": end["baseline_rss_bytes"],
         "peak_rss_bytes": end["peak_rss_bytes"],
         "ram_budget_bytes": end["ram_budget_bytes"],
         "predicted_decode_tok_s": 1 / predicted.mid if predicted and predicted.mid else None,
         "bound_decode_tok_s": 1 / plan.bound_pass_s if plan.bound_pass_s else None,
-        "token_ids": run.token_ids,
-        "text": run.text,
         "sampling": dict(sampling),
         "threads": threads,
         "versions": {
@@ -115,9 +158,11 @@ def hit_rate(hits: float, misses: float) -> float | None:
     return hits / (hits + misses) if hits + misses else None
 
 
-def _tokens(n: int) -> str:
+def tokens_text(n: int) -> str:
+    """``1 token``, ``2 tokens``."""
     return f"{n} token{'' if n == 1 else 's'}"
 
 
-def _rate(value: float | None) -> str:
+def rate_text(value: float | None) -> str:
+    """Tokens per second; a dash where nothing was measured."""
     return "-" if value is None else f"{figure(value)} tok/s"

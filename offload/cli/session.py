@@ -51,7 +51,7 @@ def run_session(wish: Wish) -> None:
     directory = find_model(wish.model, wish.quant)
     config = read_config(directory)
     decode.check_can_generate(model_class(config), directory.name)
-    tokenizer, tokenizer_bytes = _tokenizer(directory)
+    tokenizer, tokenizer_bytes = measured_tokenizer(directory)
     if tokenizer is None and wish.stops:
         raise OffloadError(f"--stop needs text, and {directory.name} has no tokenizer; drop it")
     ids = prompt.encode(wish.asked, tokenizer, raw=wish.raw, directory=directory)
@@ -79,15 +79,12 @@ def run_session(wish: Wish) -> None:
 def _load_and_run(
     wish: Wish, prepared: Prepared, ids: list[int], new_tokens: int, tokenizer: Any | None
 ) -> None:
-    model = _open(prepared)
+    model = open_model(prepared)
     sampling: Mapping[str, float | int] = {}
     runs: list[decode.Run] = []
     pipe_gone = False
     try:
-        for unit in prepared.cut.units:
-            # A long prompt can take minutes until the first token. First of the hooks: nothing
-            # is held for the unit yet.
-            unit.module.register_forward_pre_hook(raise_received, prepend=True)
+        stop_between_units(prepared)
         sampling = wish.sampling.apply(model.generation_config)
         with console.waiting(f"reading the prompt, {len(ids)} tokens") as first_text:
             decode.generate(
@@ -109,7 +106,15 @@ def _load_and_run(
             _report(runs[0], prepared, wish, sampling)
 
 
-def _tokenizer(directory: Path) -> tuple[Any | None, int]:
+def stop_between_units(prepared: Prepared) -> None:
+    """Let a signal that waits raise before each unit: a long prompt can take minutes until the
+    first token."""
+    for unit in prepared.cut.units:
+        # First of the hooks: nothing is held for the unit yet.
+        unit.module.register_forward_pre_hook(raise_received, prepend=True)
+
+
+def measured_tokenizer(directory: Path) -> tuple[Any | None, int]:
     """The tokenizer and the memory it takes: that counts against the budget, too."""
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -123,7 +128,8 @@ def _tokenizer(directory: Path) -> tuple[Any | None, int]:
     return found, 0 if found is None else max(0, current_rss() - before)
 
 
-def _open(prepared: Prepared) -> Any:
+def open_model(prepared: Prepared) -> Any:
+    """Load what stays in memory, with a bar; then say how long it took."""
     with console.byte_progress() as progress:
         model = prepared.open(progress)
     stats = model.offload.stats()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -26,6 +26,7 @@ class _State:
 
     received: int | None = None
     waits: bool = False
+    listen: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
@@ -48,13 +49,20 @@ def signals_raise() -> Iterator[None]:
         if not _State.waits:
             raise Interrupted(signum)
 
+    def listen() -> None:
+        _State.received = None
+        for number in before:
+            signal.signal(number, stop)
+
     _State.received = None
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, stop)
+    _State.listen = listen
     try:
         yield
     finally:
+        _State.listen = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -72,6 +80,27 @@ def signals_wait() -> Iterator[None]:
         yield
     finally:
         _State.waits = outer
+
+
+@contextlib.contextmanager
+def signals_at_once() -> Iterator[None]:
+    """Inside ``signals_wait()``, for as long as this thread only waits for the user: a signal
+    raises at once, as one does that came just before."""
+    outer, _State.waits = _State.waits, False
+    try:
+        raise_received()
+        yield
+    finally:
+        _State.waits = outer
+
+
+def listen_again() -> None:
+    """Forget the signal that came, and catch the next one: what it asked for is done.
+
+    For a program that outlives an interruption: without it the next signal would kill.
+    """
+    if _State.listen is not None:
+        _State.listen()
 
 
 def raise_received(*_: object) -> None:

@@ -91,7 +91,7 @@ def test_the_model_is_closed_and_what_was_done_is_reported(
 ) -> None:
     """``cli`` checks that no thread is left."""
     closed: list[Any] = []
-    opened, show = session._open, session._show
+    opened, show = session.open_model, session._show
 
     def keep(prepared: Any) -> Any:
         closed.append(opened(prepared))
@@ -102,7 +102,7 @@ def test_the_model_is_closed_and_what_was_done_is_reported(
         os.kill(os.getpid(), signum)
 
     before = signal.getsignal(signum)
-    monkeypatch.setattr(session, "_open", keep)
+    monkeypatch.setattr(session, "open_model", keep)
     monkeypatch.setattr(session, "_show", stop)
     report = tmp_path / "run.json"
     done = cli(
@@ -123,7 +123,7 @@ def test_in_the_middle_of_the_prompt(
     cli: Cli, dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layer that runs is finished, the next one is not begun, and no block is held."""
-    opened, ran = session._open, []
+    opened, ran = session.open_model, []
 
     def hook(prepared: Any) -> Any:
         model = opened(prepared)
@@ -137,7 +137,7 @@ def test_in_the_middle_of_the_prompt(
         return model
 
     held: list[Any] = []
-    monkeypatch.setattr(session, "_open", hook)
+    monkeypatch.setattr(session, "open_model", hook)
     done = cli("generate", "-m", dense, "--prompt-ids", "5,6", "--no-predict")
     assert done.code == 130
     assert ran == [0, 1, 2, 3]
