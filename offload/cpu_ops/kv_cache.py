@@ -155,6 +155,12 @@ class KvCache:
         self._lengths[layer] = 0
         self.append(layer, keys, values)
 
+    def truncate(self, layer: int, length: int) -> None:
+        """Forget a layer's tokens from ``length`` on. Raises OffloadError: there are fewer."""
+        if not 0 <= length <= self._lengths[layer]:
+            raise OffloadError(f"cannot cut {self._lengths[layer]} cached tokens to {length}")
+        self._lengths[layer] = length
+
     def crop(self, length: int) -> None:
         """Forget all tokens from ``length`` on; a negative one forgets as many at the end, as
         transformers' ``Cache.crop`` does.

@@ -89,6 +89,10 @@ class Attachment:
         while self._undo:
             self._undo.pop()()
 
+    def on_detach(self, undo: Undo) -> None:
+        """Have ``detach`` call ``undo``, before what was there already."""
+        self._undo.append(undo)
+
     def publish(self) -> None:
         """Give what was recorded its name; the last thing to do, because it can fail.
 

@@ -29,6 +29,7 @@ from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import Footprint, measure
+from offload.models.lean_run import LeanModel, find_lean
 from offload.models.load import Prepared, least_budgets, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.options import (
@@ -49,6 +50,7 @@ from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, Unit, unit_modules
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.planner import PlanRequest, make_plan
+from offload.scheduler.policy import SCORED
 from offload.units import format_bytes
 
 DISPATCH_S = 3e-5
@@ -62,6 +64,7 @@ class PackedPrepared(Prepared):
     pack: PackedModel
     resident: dict[str, Param]
     """What is resident in float32, by its name in the pack."""
+    lean: LeanModel
 
     def open(self, progress: Progress | None = None, wrap_store: Any = None) -> Any:
         """Load what is pinned and return the model, ready to run."""
@@ -124,6 +127,11 @@ def plan_packed(pack: PackedModel, config: Any, options: Options, warm: Warm) ->
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
+    lean = find_lean(model, pack)
+    if options.record_routing is not None or options.expert_policy in SCORED:
+        lean = LeanModel({}, "its routing is listened to")
+    if not lean.layers:
+        notes.append(f"single tokens run through transformers' own layers: {lean.why_not}")
     chosen, resident = cut_packed(model, pack)
     kept = sum(4 * p.tensor.numel() for p in resident.values())
     grown = 0
@@ -148,6 +156,7 @@ def plan_packed(pack: PackedModel, config: Any, options: Options, warm: Warm) ->
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
                 cache=cache, prompt=prompt, ram=ram, kept=kept, overhead=overhead,
+                lean_bytes=lean.scratch_bytes(max(options.context, prompt)),
             )
         }  # fmt: skip
 
@@ -186,6 +195,7 @@ def plan_packed(pack: PackedModel, config: Any, options: Options, warm: Warm) ->
         notes=notes,
         pack=pack,
         resident=resident,
+        lean=lean,
     )
 
 
@@ -309,6 +319,7 @@ def _reserves(
     ram: int,
     kept: int,
     overhead: int,
+    lean_bytes: int,
 ) -> dict[str, int]:
     """What is not packed weights, in bytes."""
     n_layers = max(1, len(chosen.units))
@@ -321,7 +332,7 @@ def _reserves(
         # Growing a cache copies one layer's keys and values while the old ones still exist.
         "KV cache": cache + cache // n_layers,
         "activations": footprint.activation_bytes,
-        "kernels' scratch": _scratch(pack, rows),
+        "kernels' scratch": _scratch(pack, rows) + lean_bytes,
         "logits": 4 * 4 * options.batch * vocabulary,
         "I/O staging": chunks * chunk,
         "embedding rows": rows * width * 8,

@@ -94,6 +94,14 @@ class PackedExperts:
             .to(hidden.dtype)
         )
 
+    def for_token(self, ids: npt.NDArray[np.int64], weights: Floats, x: Floats) -> Floats:
+        """One token, from the routing on: ``ids`` [k] ascending, ``weights`` [k], ``x`` [H]."""
+        self._session.begin(ids.tolist(), torch.from_numpy(x))
+        try:
+            return self.run(x[None], ids[None], weights[None])[0]
+        finally:
+            self._session.end()
+
     def run(self, x_TH: Floats, index_Tk: Any, weights_Tk: Floats) -> Floats:
         """The same on arrays, after the session has begun."""
         out_TH = np.empty_like(x_TH)

@@ -21,6 +21,7 @@ from offload.models.attach import Attachment
 from offload.models.expert_groups import ExpertGroup
 from offload.models.expert_options import recorder_of
 from offload.models.handle import OffloadHandle
+from offload.models.lean_run import LeanRun
 from offload.models.meta import materialise_buffers
 from offload.models.opening import finish_model
 from offload.models.options import Progress
@@ -112,6 +113,9 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         attachment = PackedAttachment(
             prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder
         )
+        if prepared.lean.layers:
+            tokens = max(options.context, options.prompt_tokens or 0)
+            LeanRun(meta.model, prepared.lean, attachment, tokens)
     except BaseException:
         if recorder is not None:
             recorder.abandon()

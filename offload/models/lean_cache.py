@@ -1,0 +1,100 @@
+"""transformers' cache over memory that is allocated once, which the decode kernels read directly.
+
+A prompt goes through the model's own attention, which gets views of what is stored; single tokens
+are appended by the kernels. Both see the same bytes, so a step may take either way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from offload.cpu_ops.kv_cache import KvCache
+from offload.errors import OffloadError
+
+
+class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values ``[1, heads, tokens, dim]``, float32."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, store: KvCache, index: int) -> None:
+        super().__init__()
+        self._store = store
+        self._index = index
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store what is new; returns all there is, as views."""
+        if key_states.shape[0] != 1:
+            raise OffloadError(
+                f"this cache is for one sequence, and got {key_states.shape[0]}; leave "
+                f"past_key_values to generate"
+            )
+        self.lazy_initialization(key_states, value_states)
+        store, index = self._store, self._index
+        store.append(
+            index, key_states[0].detach().float().numpy(), value_states[0].detach().float().numpy()
+        )
+        self.keys = torch.from_numpy(store.keys(index))[None]
+        self.values = torch.from_numpy(store.values(index))[None]
+        return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._store.length(self._index)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self._store.truncate(self._index, 0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget ``-tokens_to_remove`` tokens at the end."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens, got {tokens_to_remove}")
+        keep = max(0, self.get_seq_length() + tokens_to_remove)
+        self._store.truncate(self._index, keep)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if repeats != 1:
+            raise OffloadError("this cache is for one sequence; leave past_key_values to generate")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if indices.tolist() != [0]:
+            raise OffloadError("this cache is for one sequence; leave past_key_values to generate")
+
+
+class LeanCache(Cache):  # type: ignore[misc]
+    """The cache of one sequence. A model has one at a time: a new one takes its memory."""
+
+    def __init__(self, store: KvCache) -> None:
+        super().__init__(layers=[LeanCacheLayer(store, i) for i in range(store.layers)])
+        self.live = True
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_live()
+        return super().update(*args, **kwargs)
+
+    def check_live(self) -> None:
+        """Raises OffloadError: another generation has taken the memory."""
+        if not self.live:
+            raise OffloadError(
+                "this cache's memory belongs to a later generation; a model keeps one conversation"
+            )
