@@ -50,7 +50,7 @@ from offload.cpu_ops.vectors import (
 )
 
 BLOCK = 256
-"""Tokens of a task. Half of it reads twice as many partial results, which then are 6 % of the keys
+"""Tokens of a task. Half of it reads twice as many partial results, which then are 7 % of the keys
 and values in bfloat16; twice of it leaves threads without work below 2,000 tokens."""
 GROUP = 32
 """Query heads per key head at most."""

@@ -3,7 +3,7 @@
     H hidden size, E experts, k of them chosen
 
 Objects are made once per layer from a plan; a call patches a few integers of a prepared argument
-array and starts the region, so a part costs Python about 5 us. Addresses of weights are given by
+array and starts the region. Addresses of weights are given by
 ``place``, as often as they change; the caller keeps the memory alive while a call runs. Calls of
 one ``Scratch`` must not overlap. Results do not depend on the number of threads.
 """
