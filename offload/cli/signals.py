@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-
 _TICK_S = 0.2
 
 
