@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+_TICK_S = 0.2
+
 
 class Interrupted(BaseException):
     """A signal asks the process to stop.
@@ -89,9 +91,30 @@ def signals_at_once() -> Iterator[None]:
     outer, _State.waits = _State.waits, False
     try:
         raise_received()
-        yield
+        with _ticks():
+            yield
     finally:
         _State.waits = outer
+
+
+@contextlib.contextmanager
+def _ticks() -> Iterator[None]:
+    """Interrupt the system call that waits for the user now and then.
+
+    Python looks for signals between bytecodes and when a call is interrupted. One that comes after
+    the last bytecode and before readline's select() would be seen with the next key only (a
+    SIGTERM that came while the prompt was printed was not seen for minutes).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def listen_again() -> None:
