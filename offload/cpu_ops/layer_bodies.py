@@ -229,7 +229,8 @@ def _project(
     tile_bytes, sums, factor = blocks * block_bytes(fmt), room(), splat(by)
     for tile in range(first, last, STREAMS):
         count, w = min(STREAMS, last - tile), field(m, Matrix.WEIGHT) + tile * tile_bytes
-        products(fmt, isa, w, count, blocks, m + 8 * Matrix.INPUT, 1, sums)
+        ahead = w + STREAMS * tile_bytes
+        products(fmt, isa, w, count, blocks, m + 8 * Matrix.INPUT, 1, sums, ahead)
         for i in range(count):
             row = 16 * (tile + i)
             v, left = load_f32(sums + i * SUMS), rows - row

@@ -21,6 +21,7 @@ from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter
 from offload.cpu_ops.formats import FORMATS, Format, get_format
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.packing import pack_rows
 from offload.cpu_ops.rope import Rope
 from offload.errors import OffloadError
@@ -82,6 +83,24 @@ def find_lean(model: Any, pack: PackedModel) -> LeanModel:
     if len(heads) != 1:
         return LeanModel({}, "layers have heads of different sizes")
     return LeanModel(found)
+
+
+def compile_lean(lean: LeanModel) -> None:
+    """Compile the kernels of every layer, or load them from the disk's cache."""
+    done: list[LayerPlan] = []
+    for found in lean.layers.values():
+        plan = found.plan
+        if plan in done:
+            continue
+        done.append(plan)
+        scratch, heads = Scratch.of([plan], 1), plan.attention
+        still = Rope(np.zeros(heads.rotary // 2, np.float32))
+        AttentionHalf(heads, still, KvCache(1, heads.key_heads, heads.dim, 1), 0, scratch)
+        if plan.router is not None:
+            TokenRouter(plan.router, scratch)
+        for mlp in (plan.mlp, plan.shared):
+            if mlp is not None:
+                DenseMlp(mlp, scratch)
 
 
 def _alike(a: Lean, b: Lean) -> bool:

@@ -29,7 +29,7 @@ from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import Footprint, measure
-from offload.models.lean_run import LeanModel, find_lean
+from offload.models.lean_run import LeanModel, compile_lean, find_lean
 from offload.models.load import Prepared, least_budgets, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.options import (
@@ -91,9 +91,11 @@ def prepare_packed(directory: Path, options: Options) -> PackedPrepared:
     pack = PackedModel.open(directory)
     config = read_config(directory)
     compile_kernels(pack)
+    lean = find_lean(instantiate(config, torch.float32)[0], pack)
+    compile_lean(lean)
     warm = warm_up(config, model_class(config), torch.float32)
     reset_peak_rss()
-    return plan_packed(pack, config, options, warm)
+    return plan_packed(pack, config, options, warm, lean)
 
 
 def compile_kernels(pack: PackedModel) -> None:
@@ -111,7 +113,9 @@ def compile_kernels(pack: PackedModel) -> None:
     warm_kernels(sorted(formats), sorted(pairs))
 
 
-def plan_packed(pack: PackedModel, config: Any, options: Options, warm: Warm) -> PackedPrepared:
+def plan_packed(
+    pack: PackedModel, config: Any, options: Options, warm: Warm, lean: LeanModel | None = None
+) -> PackedPrepared:
     """``prepare_packed`` in a process that is warm already."""
     baseline = warm.baseline_rss - options.tokenizer_bytes
     model, dtype = instantiate(config, torch.float32)
@@ -127,7 +131,7 @@ def plan_packed(pack: PackedModel, config: Any, options: Options, warm: Warm) ->
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    lean = find_lean(model, pack)
+    lean = lean or find_lean(model, pack)
     if options.record_routing is not None or options.expert_policy in SCORED:
         lean = LeanModel({}, "its routing is listened to")
     if not lean.layers:
