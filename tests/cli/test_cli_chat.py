@@ -40,7 +40,8 @@ def chat(
         "chat", "-m", path, "--no-predict", "-c", CONTEXT, "--json", report, *words, stdin=stdin
     )  # fmt: skip
     assert done.code == 0, done.err
-    return json.loads(report.read_text()) | {"stdout": done.out, "stderr": done.err}
+    run: dict[str, Any] = json.loads(report.read_text())
+    return run | {"stdout": done.out, "stderr": done.err}
 
 
 def answers(run: dict[str, Any]) -> list[list[int]]:
@@ -84,9 +85,9 @@ def test_the_answers_are_those_of_transformers_and_of_no_reuse(
     assert kept["total"]["reused_tokens"] > 0 == fresh["total"]["reused_tokens"]
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         tiny, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    )
     said = [{"role": "system", "content": "Be brief."}]
     for message, turn in zip(MESSAGES, kept["turns"], strict=True):
         said.append({"role": "user", "content": message})
@@ -224,7 +225,7 @@ def test_the_budget_holds_in_a_chat_that_fills_its_context(tiny: Path, tmp_path:
     common = ["-m", str(tiny), "--no-predict", "-c", "512", "-t", "1"]
     subprocess.run([*offload, "plan", *common, "--json", plan], env=env, check=True)
     ram = json.loads(plan.read_text())["minimum_bytes"]["ram"] + 2 * MIB
-    words = [*common, "--ram", str(ram), "-n", "120", "--ignore-eos", "--json", report]
+    words = [*common, "--ram", str(ram), "-n", "120", "--ignore-eos", "--json", str(report)]
     subprocess.run(
         [*offload, "chat", *words],
         input="".join(f"{message}\n" for message in (*MESSAGES, "many words " * 60, *MESSAGES)),

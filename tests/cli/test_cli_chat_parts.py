@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaConfig, MistralConfig, Qwen3NextConfig
+from transformers import LlamaConfig, MistralConfig, Qwen3NextConfig
 
 from offload.cli.chat_cache import KeptCache, can_crop, can_reuse, common_prefix
 from offload.cli.chat_history import Conversation, Exchange
@@ -22,7 +22,8 @@ from offload.errors import OffloadError
 
 def entries(*lines: str) -> tuple[list[Said | Command], list[str]]:
     """What a terminal makes of lines, and the prompts it showed."""
-    left, prompts = list(lines), []
+    left = list(lines)
+    prompts: list[str] = []
 
     def read_line(prompt: str) -> str | None:
         prompts.append(prompt)
@@ -150,7 +151,7 @@ def test_common_prefix(one: list[int], other: list[int]) -> None:
     assert one[n : n + 1] != other[n : n + 1] or n == len(one) == len(other)
 
 
-SMALL = dict(
+SMALL: dict[str, Any] = dict(
     hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_hidden_layers=2
 )
 FULL = LlamaConfig(**SMALL)
@@ -158,7 +159,7 @@ SLIDING = MistralConfig(**SMALL, sliding_window=4)
 LINEAR = Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"])
 
 
-def feed(cache: DynamicCache, ids: list[int], layers: int | None = None) -> None:
+def feed(cache: Any, ids: list[int], layers: int | None = None) -> None:
     """Put keys that are the ids into the (first) attention layers."""
     keys = torch.tensor(ids, dtype=torch.float32).reshape(1, 1, -1, 1).expand(1, 1, -1, 4)
     for i, layer in list(enumerate(cache.layers))[:layers]:
@@ -166,8 +167,8 @@ def feed(cache: DynamicCache, ids: list[int], layers: int | None = None) -> None
             cache.update(keys, keys, i)
 
 
-def held(cache: DynamicCache, layer: int = -1) -> list[int]:
-    return cache.layers[layer].keys[0, 0, :, 0].int().tolist()
+def held(cache: Any, layer: int = -1) -> list[int]:
+    return list(cache.layers[layer].keys[0, 0, :, 0].int().tolist())
 
 
 def talked(config: Any, ids: list[int]) -> KeptCache:
