@@ -69,6 +69,7 @@ def chat(
     seed: flags.Seed = None,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
+    quant: flags.Quant = None,
     ram: flags.Ram = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
@@ -121,6 +122,7 @@ def chat(
     run_chat(
         Wish(
             model=model,
+            quant=None if quant is None else quant.value,
             system=system,
             context=context,
             max_new_tokens=max_new_tokens,

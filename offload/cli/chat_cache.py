@@ -13,16 +13,16 @@ that are equally likely to the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
 class KeptCache:
-    """A transformers ``DynamicCache`` and the ids of the tokens in it, batch 1."""
+    """A transformers cache and the ids of the tokens in it, batch 1."""
 
-    def __init__(self, config: Any) -> None:
-        """``config``: of the model; layers keep a sliding window or a recurrent state by it."""
-        self._config = config
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """``make``: gives an empty cache of the model's kind; the one before is not used again."""
+        self._make = make
         self._ids: list[int] = []
         self._cache: Any = None
 
@@ -42,9 +42,7 @@ class KeptCache:
             self._cache.crop(-surplus)
             del self._ids[kept:]
         if self._cache is None:
-            from transformers import DynamicCache
-
-            self._cache = DynamicCache(config=self._config.get_text_config(decoder=True))
+            self._cache = self._make()
         return self._cache
 
     def end(self, fed: Sequence[int]) -> None:

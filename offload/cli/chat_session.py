@@ -17,13 +17,13 @@ from offload.cli.chat_history import Conversation, Overflow
 from offload.cli.chat_input import Source
 from offload.cli.chat_shell import Shell
 from offload.cli.chat_talk import Talk, Terms
-from offload.cli.planning import Wanted, context_limit, make_plan
+from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.report import RESIDENT
 from offload.cli.sampling import Sampling
 from offload.cli.signals import Interrupted, raise_received, signals_wait
 from offload.errors import OffloadError
 from offload.models.load import Prepared
-from offload.models.meta import model_class, read_config, resolve
+from offload.models.meta import model_class, read_config
 
 DEFAULT_CONTEXT = 4096
 """Tokens of a conversation that memory is set aside for, unless said otherwise; fewer if the model
@@ -35,6 +35,7 @@ class Wish:
     """The flags of ``chat``, checked as far as they can be without the model."""
 
     model: str
+    quant: str | None
     system: str | None
     context: int | None
     max_new_tokens: int | None
@@ -57,7 +58,7 @@ def run_chat(wish: Wish, source: Source) -> None:
     options = wish.wanted.options()
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
-    directory = resolve(wish.model)
+    directory = find_model(wish.model, wish.quant)
     config = read_config(directory)
     decode.check_can_generate(model_class(config), directory.name)
     tokenizer, tokenizer_bytes = session.measured_tokenizer(directory)
@@ -136,7 +137,7 @@ def _load_and_talk(
     try:
         session.stop_between_units(prepared)
         sampling = wish.sampling.apply(model.generation_config)
-        cache = KeptCache(model.config) if wish.reuse else None
+        cache = KeptCache(model.offload.new_cache) if wish.reuse else None
         if cache is not None and (why := can_reuse(model, terms.context)) is not None:
             console.note(f"every turn reads the whole conversation: {why}")
             cache = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,17 @@ class OffloadHandle:
     originals: Any = None
     """After ``wrap``: the model's own parameters, waiting for their data."""
     closed: bool = False
+    make_cache: Callable[[], Any] | None = None
+
+    def new_cache(self) -> Any:
+        """An empty KV cache for one sequence, to be given as ``past_key_values``; of a packed model
+        the one that its decode kernels read, whose memory the last one made owns."""
+        if self.make_cache is not None:
+            return self.make_cache()
+        from transformers import DynamicCache
+
+        model: Any = self.attachment.model
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
 
     def stats(self) -> dict[str, Any]:
         """Figures since the model was loaded. Sizes in bytes, times in seconds.

@@ -113,9 +113,10 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         attachment = PackedAttachment(
             prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder
         )
+        make_cache = None
         if prepared.lean.layers:
             tokens = max(options.context, options.prompt_tokens or 0)
-            LeanRun(meta.model, prepared.lean, attachment, tokens)
+            make_cache = LeanRun(meta.model, prepared.lean, attachment, tokens).new_cache
     except BaseException:
         if recorder is not None:
             recorder.abandon()
@@ -137,6 +138,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         load_s=time.perf_counter() - began,
         baseline_rss=prepared.baseline_rss,
         notes=tuple(prepared.notes),
+        make_cache=make_cache,
     )
     finish_model(model, meta.directory)
     model.__dict__["offload"] = handle

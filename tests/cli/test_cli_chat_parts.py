@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, Qwen3NextConfig
+from transformers import DynamicCache, LlamaConfig, MistralConfig, Qwen3NextConfig
 
 from offload.cli.chat_cache import KeptCache, can_crop, can_reuse, common_prefix
 from offload.cli.chat_history import Conversation, Exchange
@@ -173,7 +173,7 @@ def held(cache: Any, layer: int = -1) -> list[int]:
 
 def talked(config: Any, ids: list[int]) -> KeptCache:
     """A cache that a turn with ``ids`` left."""
-    kept = KeptCache(config)
+    kept = KeptCache(lambda: DynamicCache(config=config))
     feed(kept.begin(ids), ids)
     kept.end(ids)
     return kept
@@ -219,7 +219,7 @@ def test_a_pass_that_was_stopped_between_two_layers(config: Any, left: list[int]
 
 
 def test_stopped_in_the_first_pass() -> None:
-    kept = KeptCache(FULL)
+    kept = KeptCache(lambda: DynamicCache(config=FULL))
     feed(kept.begin([1, 2]), [1, 2], layers=1)
     kept.broken([1, 2])
     assert kept.ids == []
@@ -227,7 +227,7 @@ def test_stopped_in_the_first_pass() -> None:
 
 
 def test_a_model_with_a_cache_of_its_own_keeps_nothing() -> None:
-    kept = KeptCache(FULL)
+    kept = KeptCache(lambda: DynamicCache(config=FULL))
     kept.begin([1, 2])
     kept.end([1, 2])  # nothing was put in
     assert kept.ids == []

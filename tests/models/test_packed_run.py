@@ -11,10 +11,12 @@ import torch
 from families import write
 from pack_support import open_pack, value_of
 from test_pack_families import expert_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import offload
+from offload.blocks import Tier
 from offload.errors import OffloadError, PlanError, UnsupportedModelError
+from offload.models.lean_cache import LeanCache
 from offload.models.meta import read_config
 from offload.models.options import Options
 from offload.models.pack_checkpoint import CheckpointSource
@@ -155,6 +157,87 @@ def test_tokens_go_in_together_or_one_by_one(tmp_path: Path) -> None:
             rows = [(hidden[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(5)]
             alone = torch.cat([experts(*row) for row in rows])
         assert torch.equal(together, alone)
+    finally:
+        model.offload.close()
+
+
+LEAN = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "gpt_oss", "llama"]
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_lean_steps_are_the_layers_own(family: str, tmp_path: Path) -> None:
+    """The stock path decodes on a cache of transformers' own, the kernels on theirs."""
+    _, pack_dir = packed(family, tmp_path, "none")
+    model = load(pack_dir)
+    try:
+        assert not any("transformers' own layers" in note for note in model.offload.notes)
+        kw = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        kw |= {"output_logits": True, "return_dict_in_generate": True}
+        stock = model.generate(IDS, past_key_values=DynamicCache(config=model.config), **kw)
+        lean = model.generate(IDS, **kw)
+        assert isinstance(lean.past_key_values, LeanCache)
+        assert torch.equal(stock.sequences, lean.sequences)
+        for a, b in zip(stock.logits, lean.logits, strict=True):
+            assert (a - b).abs().max() < 1e-3 * a.std()
+    finally:
+        model.offload.close()
+
+
+def test_lean_streams_layers_too(tmp_path: Path) -> None:
+    """Weights that are somewhere else at each step give the same bits."""
+    _, pack_dir = packed("llama", tmp_path, "q8")
+    said = []
+    for ram in (least(pack_dir), 2**30):
+        model = load(pack_dir, ram)
+        streams = any(
+            b not in model.offload.plan.tiers[Tier.RAM].pinned for b in model.offload.plan.blocks
+        )
+        assert streams == (ram < 2**30)
+        try:
+            said.append(model.generate(IDS, max_new_tokens=16, do_sample=False, pad_token_id=0))
+        finally:
+            model.offload.close()
+    assert torch.equal(*said)
+
+
+def test_what_one_cache_cannot_do_runs_as_it_is(tmp_path: Path) -> None:
+    _, pack_dir = packed("qwen3_moe", tmp_path, "none")
+    model = load(pack_dir)
+    try:
+        kw: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        kw["return_dict_in_generate"] = True
+        alone = model.generate(IDS, **kw).sequences
+        pair = model.generate(IDS.repeat(2, 1), **kw)
+        beams = model.generate(IDS, num_beams=2, **kw)
+        long = model.generate(IDS, **{**kw, "max_new_tokens": 40})
+        for out in (pair, beams, long):
+            assert not isinstance(out.past_key_values, LeanCache)
+        assert torch.equal(pair.sequences[0], alone[0])
+        assert torch.equal(long.sequences[0, : alone.shape[1]], alone[0])
+        padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), IDS], dim=1)
+        mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
+        left = model.generate(padded, attention_mask=mask, **kw).sequences
+        assert torch.equal(left[0, 3:], alone[0])
+    finally:
+        model.offload.close()
+
+
+def test_a_cache_is_reused_and_cropped(tmp_path: Path) -> None:
+    _, pack_dir = packed("qwen3_moe", tmp_path, "none")
+    model = load(pack_dir)
+    try:
+        kw: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+        whole = model.generate(IDS, max_new_tokens=12, **kw)
+        cache = model.offload.new_cache()
+        some = model.generate(IDS, max_new_tokens=8, past_key_values=cache, **kw)
+        cache.crop(-3)
+        assert cache.get_seq_length() == some.shape[1] - 1 - 3
+        kept = some[:, : cache.get_seq_length() + 1]
+        again = model.generate(kept, max_new_tokens=7, past_key_values=cache, **kw)
+        assert torch.equal(again, whole)
+        model.offload.new_cache()
+        with pytest.raises(OffloadError, match="later generation"):
+            model(IDS[:, :1], past_key_values=cache)
     finally:
         model.offload.close()
 
