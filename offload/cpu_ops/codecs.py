@@ -113,7 +113,8 @@ def e8m0_half(e: Array) -> Array:
     """2^(e - 128) as float32, subnormal for e < 2: half an E8M0 scale."""
     e32 = e.astype(np.uint32)
     small = np.uint32(0x00200000) << e32.clip(0, 1)
-    return np.where(e32 < 2, small, (e32.clip(1) - 1) << 23).astype(np.uint32).view(np.float32)
+    bits: Array = np.where(e32 < 2, small, (e32.clip(1) - 1) << 23).astype(np.uint32)
+    return bits.view(np.float32)
 
 
 def _k_scales(scales: Array) -> tuple[Array, Array]:
@@ -133,7 +134,8 @@ def _k_nibbles(qs: Array) -> Array:
 def _k_affine(p: dict[str, Array], q: Array) -> Array:
     sc, m = _k_scales(p["scales"])
     d, dmin = _half(p["d"]) * sc, _half(p["dmin"]) * m
-    return d[..., None] * _float(q) - dmin[..., None]
+    values: Array = d[..., None] * _float(q) - dmin[..., None]
+    return values
 
 
 def _q5_k(p: dict[str, Array]) -> Array:
@@ -142,10 +144,10 @@ def _q5_k(p: dict[str, Array]) -> Array:
 
 
 def _q6_k(p: dict[str, Array]) -> Array:
-    ql = p["ql"].reshape(-1, 2, 1, 64)
+    ql = np.stack([p["ql0"], p["ql1"]], axis=1)[:, :, None]
     ql = np.concatenate([ql & 15, ql >> 4], axis=2).reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    qh = (p["qh"].reshape(-1, 2, 1, 32) >> shifts) & 3
+    qh = (np.stack([p["qh0"], p["qh1"]], axis=1)[:, :, None] >> shifts) & 3
     q = _signed(ql | (qh << 4), 32).reshape(-1, 16, 16)
     return (_half(p["d"]) * p["scales"].view(np.int8).astype(np.float32))[..., None] * q
 
@@ -201,7 +203,8 @@ def _search_q4_0(x: Array, largest: Array, best: Array, q: Array) -> tuple[Array
 
     def squared_error(half: Array, q: Array) -> Array:
         difference = x - half.astype(np.float32) * _signed(q, 8)
-        return np.square(difference, dtype=np.float64).sum(axis=1, keepdims=True)
+        errors: Array = np.square(difference, dtype=np.float64).sum(axis=1, keepdims=True)
+        return errors
 
     error = squared_error(best, q)
     for level in (-9.0, -8.6, -8.3, -7.7, -7.4, -7.0, -6.5, 6.6, 7.0, 7.4):

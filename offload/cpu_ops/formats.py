@@ -114,7 +114,7 @@ def _format(
 
 _F32, _Q32, _Q256 = Activation.FLOAT32, Activation.Q8_32, Activation.Q8_256
 _D, _M, _QS, _QH = ("d", 2, 2), ("m", 2, 2), ("qs", 16, 4), ("qh", 4, 4)
-_DMIN, _SCALES = ("dmin", 2, 2), ("scales", 12, 4)
+_DMIN, _SCALES, _SCALES16 = ("dmin", 2, 2), ("scales", 12, 4), ("scales", 16, 4)
 
 FORMATS: dict[str, Format] = {
     f.name: f
@@ -137,8 +137,10 @@ FORMATS: dict[str, Format] = {
             [_D, _DMIN, _SCALES, ("qh", 32, 4), ("qs", 128, 4)], "d dmin scales qh qs",
         ),
         _format(
+            # Halves of 128 columns one after the other, so that memory is read in order.
             "q6_k", 14, 256, _Q256,
-            [("ql", 128, 4), ("qh", 64, 4), ("scales", 16, 4), _D], "d scales qh ql",
+            [("ql0", 64, 4), ("ql1", 64, 4), ("qh0", 32, 4), ("qh1", 32, 4), _SCALES16, _D],
+            "d scales qh0 ql0 qh1 ql1",
         ),
     )
 }  # fmt: skip

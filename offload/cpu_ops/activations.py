@@ -1,0 +1,157 @@
+"""Activations as the kernels read them: integers with a scale, or float32 as they are.
+
+A *record* is what one block of weights is multiplied with, in one piece:
+
+* ``q8_32``: 32 int8, float32 scale, int32 sum of the integers;
+* ``q8_256``: 256 int8, float32 scale, 16 int32 sums per 16, 8 int32 sums per 32 integers.
+
+The scale is the largest magnitude / 127, the integers are rounded to nearest, as llama.cpp's
+``q8_0`` and ``q8_K`` do (there the scale is then rounded to float16 or has the sign of the largest
+value; here neither). A NaN or an infinity makes the scale NaN, so that it reaches the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32
+
+from offload.cpu_ops.formats import FORMATS, Activation, Format
+from offload.cpu_ops.tags import by_format, inline
+from offload.cpu_ops.vectors import (
+    as_int,
+    bits_float,
+    both,
+    fmul,
+    iadd,
+    imax,
+    int_splat,
+    load_f32,
+    load_int32,
+    max_lanes,
+    nearest,
+    splat,
+    store_float,
+    store_i8,
+    store_int32,
+    sum_lanes,
+    to_int,
+)
+
+SCALE, SUM = 32, 36
+"""Offsets in a record of ``q8_32``."""
+K_SCALE, K_SUMS16, K_SUMS32 = 256, 264, 328
+"""Offsets in a record of ``q8_256``."""
+
+_RECORD = {Activation.Q8_32: 40, Activation.Q8_256: 360}
+_INFINITY = 0x7F800000
+_SMALLEST = 4e-37
+"""Below it 127 / x is infinite in float32; a block that small counts as zero."""
+_NAN = float("nan")
+
+
+def record_bytes(fmt: Format) -> int:
+    """Bytes of activations per block of weights."""
+    return _RECORD.get(fmt.activation, 4 * fmt.block)
+
+
+def scratch_bytes(fmt: Format, columns: int) -> int:
+    """Bytes of the records of one token; 0 if the kernels read float32 directly."""
+    if fmt.activation is Activation.FLOAT32:
+        return 0
+    return fmt.blocks(columns) * record_bytes(fmt)
+
+
+@inline
+def _largest(x: int, n: int) -> int:
+    """The bits of the largest magnitude of n floats. As integers they compare like floats, NaN
+    above everything, and unlike a float maximum this compiles to vectors without fast-math."""
+    top = int_splat(0)
+    for i in range(0, n, 16):
+        top = imax(top, both(as_int(load_f32(x + 4 * i)), 0x7FFFFFFF))
+    bits: int = max_lanes(top)
+    return bits
+
+
+@inline
+def _scales(bits: int) -> Any:
+    """(scale, its inverse) of a block whose largest magnitude has these bits."""
+    top = bits_float(bits)
+    if bits >= _INFINITY:
+        return float32(_NAN), float32(0.0)
+    if top < float32(_SMALLEST):
+        return float32(0.0), float32(0.0)
+    return top / float32(127.0), float32(127.0) / top
+
+
+@inline
+def _integers(x: int, inverse: Any, out: int) -> Any:
+    """16 columns to int8; returns their integers."""
+    q = to_int(nearest(fmul(load_f32(x), splat(inverse))))
+    store_i8(out, q)
+    return q
+
+
+@inline
+def quantize_32(x: int, out: int) -> None:
+    bits = _largest(x, 32)
+    scale, inverse = _scales(bits)
+    if bits >= _INFINITY:  # 0 * infinity is no integer
+        for i in range(0, 32, 16):
+            store_i8(out + i, int_splat(0))
+        store_int32(out + SUM, 0)
+    else:
+        low = _integers(x, inverse, out)
+        high = _integers(x + 64, inverse, out + 16)
+        store_int32(out + SUM, sum_lanes(iadd(low, high)))
+    store_float(out + SCALE, scale)
+
+
+@inline
+def quantize_256(x: int, out: int) -> None:
+    bits = _largest(x, 256)
+    scale, inverse = _scales(bits)
+    for i in range(16):
+        if bits >= _INFINITY:
+            store_i8(out + 16 * i, int_splat(0))
+            store_int32(out + K_SUMS16 + 4 * i, 0)
+        else:
+            q = _integers(x + 64 * i, inverse, out + 16 * i)
+            store_int32(out + K_SUMS16 + 4 * i, sum_lanes(q))
+    for i in range(8):
+        pair = load_int32(out + K_SUMS16 + 8 * i) + load_int32(out + K_SUMS16 + 8 * i + 4)
+        store_int32(out + K_SUMS32 + 4 * i, pair)
+    store_float(out + K_SCALE, scale)
+
+
+def quantize_blocks(fmt: Any, x: int, first: int, last: int, out: int) -> None:
+    """Make records ``first..last`` of the floats at ``x``; only inside kernels."""
+    raise NotImplementedError
+
+
+def _none(fmt: Any, x: int, first: int, last: int, out: int) -> None:
+    pass
+
+
+def _per_32(fmt: Any, x: int, first: int, last: int, out: int) -> None:
+    for i in range(first, last):
+        quantize_32(x + 128 * i, out + 40 * i)
+
+
+def _per_256(fmt: Any, x: int, first: int, last: int, out: int) -> None:
+    for i in range(first, last):
+        quantize_256(x + 1024 * i, out + 360 * i)
+
+
+_QUANTIZERS = {
+    Activation.FLOAT32: _none,
+    Activation.Q8_32: _per_32,
+    Activation.Q8_256: _per_256,
+}
+
+
+def _quantizer(name: str) -> Any:
+    return _QUANTIZERS[FORMATS[name].activation]
+
+
+by_format(quantize_blocks)(_quantizer)

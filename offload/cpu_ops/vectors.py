@@ -1,0 +1,517 @@
+"""Vectors of 16 lanes for Numba: two types and the operations that the kernels need.
+
+``I32X16`` holds 16 int32 or 64 bytes, ``F32X16`` 16 float32. Addresses are plain int64. LLVM splits
+a vector where registers are shorter, so the same kernel runs on 512, 256 and 128 bits. Operations
+that depend on the instruction set take its tag first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+# Numba's own annotations are partial and differ between versions.
+_cgutils: Any = cgutils
+
+LANES = 16
+
+_i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_f32, _half = ir.FloatType(), ir.HalfType()
+
+
+def _vec(n: int, element: Any) -> Any:
+    return ir.VectorType(element, n)
+
+
+_v16i, _v16f, _v64b = _vec(16, _i32), _vec(16, _f32), _vec(64, _i8)
+
+
+class Vector(types.Type):  # type: ignore[misc, unused-ignore]
+    """A register; ``llvm``: its type there."""
+
+    def __init__(self, name: str, llvm_type: Any) -> None:
+        self.llvm = llvm_type
+        super().__init__(name=name)
+
+
+class _VectorModel(PrimitiveModel):  # type: ignore[misc, unused-ignore]
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.llvm)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+register_model(Vector)(_VectorModel)
+
+I32X16 = Vector("I32x16", _v16i)
+F32X16 = Vector("F32x16", _v16f)
+
+_I, _F = types.int64, types.float32
+ISA = None
+"""In a list of argument types: the instruction set's tag."""
+
+
+def _operation(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of ``emit(builder, *values)``; a tag arrives as its name."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def typing(_context: Any, *given: Any) -> Any:
+            if len(given) != len(arguments):
+                raise TypeError(f"{emit.__name__} takes {len(arguments)} arguments")
+            wanted = [g if a is ISA else a for a, g in zip(arguments, given, strict=True)]
+
+            def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+                named = [
+                    g.choice if a is ISA else v
+                    for a, g, v in zip(arguments, given, values, strict=True)
+                ]
+                value = emit(builder, *named)
+                return context.get_dummy_value() if value is None else value
+
+            return returns(*wanted), codegen
+
+        names = ["context", *(f"a{i}" for i in range(len(arguments)))]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in names]
+        typing.__name__ = emit.__name__
+        typing.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return intrinsic(typing)
+
+    return decorate
+
+
+# ---- helpers that emit IR
+
+
+def _call(b: Any, name: str, returns: Any, *arguments: Any) -> Any:
+    function = ir.FunctionType(returns, [a.type for a in arguments])
+    return b.call(_cgutils.get_or_insert_function(b.module, function, name), arguments)
+
+
+def _at(b: Any, address: Any, of: Any) -> Any:
+    return b.inttoptr(address, of.as_pointer())
+
+
+def _load(b: Any, address: Any, of: Any) -> Any:
+    return b.load(_at(b, address, of), align=1)
+
+
+def _constants(of: Any, values: Any) -> Any:
+    return ir.Constant(of, list(values))
+
+
+def _all(of: Any, value: Any) -> Any:
+    return _constants(of, [value] * of.count)
+
+
+def _splat(b: Any, value: Any) -> Any:
+    of = _vec(LANES, value.type)
+    undefined = ir.Constant(of, ir.Undefined)
+    one = b.insert_element(undefined, value, ir.Constant(_i32, 0))
+    return b.shuffle_vector(one, undefined, _all(_v16i, 0))
+
+
+def _int(b: Any, value: Any) -> Any:
+    """An int64 argument as a splat of int32."""
+    return _splat(b, b.trunc(value, _i32))
+
+
+def _part(b: Any, v: Any, first: int, count: int) -> Any:
+    undefined = ir.Constant(v.type, ir.Undefined)
+    return b.shuffle_vector(
+        v, undefined, _constants(_vec(count, _i32), range(first, first + count))
+    )
+
+
+def _join(b: Any, low: Any, high: Any) -> Any:
+    n = low.type.count
+    return b.shuffle_vector(low, high, _constants(_vec(2 * n, _i32), range(2 * n)))
+
+
+# ---- memory
+
+
+@_operation(I32X16, _I)
+def load_i32(b: Any, address: Any) -> Any:
+    """64 bytes."""
+    return _load(b, address, _v16i)
+
+
+@_operation(I32X16, _I)
+def load_u8(b: Any, address: Any) -> Any:
+    """16 bytes, widened."""
+    return b.zext(_load(b, address, _vec(16, _i8)), _v16i)
+
+
+@_operation(F32X16, _I)
+def load_f32(b: Any, address: Any) -> Any:
+    return _load(b, address, _v16f)
+
+
+@_operation(I32X16, _I)
+def load_u16(b: Any, address: Any) -> Any:
+    """16 words of 16 bits, widened."""
+    return b.zext(_load(b, address, _vec(16, _i16)), _v16i)
+
+
+@_operation(F32X16, ISA, I32X16)
+def widen_f16(b: Any, isa: str, bits: Any) -> Any:
+    """The float16 in the low half of each lane; the high halves are ignored. Exact."""
+    if isa != "portable":
+        return b.fpext(b.bitcast(b.trunc(bits, _vec(16, _i16)), _vec(16, _half)), _v16f)
+    # In integers: without a conversion instruction LLVM calls a routine of compiler-rt per lane,
+    # which is not linked into a JIT. Exponents are rebased by a multiplication, which also
+    # normalises subnormals; infinities and NaN get the highest exponent by hand.
+    magnitude = b.shl(b.and_(bits, _all(_v16i, 0x7FFF)), _all(_v16i, 13))
+    value = b.fmul(b.bitcast(magnitude, _v16f), _all(_v16f, 2.0**112))
+    special = b.icmp_unsigned(">=", magnitude, _all(_v16i, 0x7C00 << 13))
+    high = b.or_(magnitude, _all(_v16i, 0x7F800000))
+    out = b.select(special, high, b.bitcast(value, _v16i))
+    sign = b.shl(b.and_(bits, _all(_v16i, 0x8000)), _all(_v16i, 16))
+    return b.bitcast(b.or_(out, sign), _v16f)
+
+
+@_operation(types.void, _I, F32X16)
+def store_f32(b: Any, address: Any, v: Any) -> None:
+    b.store(v, _at(b, address, _v16f), align=1)
+
+
+@_operation(types.void, _I, I32X16)
+def store_i8(b: Any, address: Any, v: Any) -> None:
+    """The low bytes of the lanes: 16 bytes."""
+    of = _vec(16, _i8)
+    b.store(b.trunc(v, of), _at(b, address, of), align=1)
+
+
+@_operation(I32X16, _I)
+def splat_i32(b: Any, address: Any) -> Any:
+    """The int32 (or four bytes) at an address in every lane."""
+    return _splat(b, _load(b, address, _i32))
+
+
+@_operation(F32X16, _I)
+def splat_f32(b: Any, address: Any) -> Any:
+    return _splat(b, _load(b, address, _f32))
+
+
+@_operation(_I, _I)
+def load_int(b: Any, address: Any) -> Any:
+    return _load(b, address, _i64)
+
+
+@_operation(_I, _I)
+def load_int32(b: Any, address: Any) -> Any:
+    return b.sext(_load(b, address, _i32), _i64)
+
+
+@_operation(_F, _I)
+def load_float(b: Any, address: Any) -> Any:
+    return _load(b, address, _f32)
+
+
+@_operation(types.void, _I, _F)
+def store_float(b: Any, address: Any, value: Any) -> None:
+    b.store(value, _at(b, address, _f32), align=1)
+
+
+@_operation(types.void, _I, _I)
+def store_int32(b: Any, address: Any, value: Any) -> None:
+    b.store(b.trunc(value, _i32), _at(b, address, _i32), align=1)
+
+
+@_operation(types.void, _I)
+def prefetch(b: Any, address: Any) -> None:
+    """Into the second cache. A hint: any address will do, also one that is not mapped."""
+    hint = [ir.Constant(_i32, n) for n in (0, 2, 1)]
+    _call(b, "llvm.prefetch.p0i8", ir.VoidType(), _at(b, address, _i8), *hint)
+
+
+@_operation(_I, _I, _I)
+def fetch_add(b: Any, address: Any, n: Any) -> Any:
+    """Add to the int64 at an address, atomically; the value before."""
+    return b.atomic_rmw("add", _at(b, address, _i64), n, "monotonic")
+
+
+@_operation(types.void)
+def fence(b: Any) -> None:
+    """For the compiler only: nothing loaded before is kept for after.
+
+    Without it LLVM finds that the tiles of a stream are multiplied with the same activations,
+    broadcasts them all once and spills hundreds of registers to memory.
+    """
+    function = ir.FunctionType(ir.VoidType(), [])
+    b.asm(function, "", "~{memory}", [], True)
+
+
+@_operation(types.void, _I)
+def call(b: Any, address: Any) -> None:
+    """Call a C function without arguments."""
+    function = ir.FunctionType(ir.VoidType(), [])
+    b.call(b.inttoptr(address, function.as_pointer()), [])
+
+
+def stack(nbytes: int) -> Any:
+    """An operation () -> the address of ``nbytes`` of the kernel's stack, 64-aligned.
+
+    One place per call site, however often it runs.
+    """
+
+    @_operation(_I)
+    def place(b: Any) -> Any:
+        room = _cgutils.alloca_once(b, ir.ArrayType(_i8, nbytes))
+        room.align = 64
+        return b.ptrtoint(room, _i64)
+
+    return place
+
+
+# ---- integers
+
+
+@_operation(I32X16, _I)
+def int_splat(b: Any, value: Any) -> Any:
+    return _int(b, value)
+
+
+@_operation(I32X16, I32X16, _I)
+def both(b: Any, v: Any, mask: Any) -> Any:
+    """v & mask"""
+    return b.and_(v, _int(b, mask))
+
+
+@_operation(I32X16, I32X16, I32X16)
+def either(b: Any, v: Any, w: Any) -> Any:
+    """v | w"""
+    return b.or_(v, w)
+
+
+@_operation(I32X16, I32X16, _I)
+def left(b: Any, v: Any, n: Any) -> Any:
+    return b.shl(v, _int(b, n))
+
+
+@_operation(I32X16, I32X16, _I)
+def right(b: Any, v: Any, n: Any) -> Any:
+    """Logical shift."""
+    return b.lshr(v, _int(b, n))
+
+
+@_operation(I32X16, I32X16, _I)
+def right_signed(b: Any, v: Any, n: Any) -> Any:
+    return b.ashr(v, _int(b, n))
+
+
+@_operation(I32X16, I32X16, I32X16)
+def iadd(b: Any, v: Any, w: Any) -> Any:
+    return b.add(v, w)
+
+
+@_operation(I32X16, I32X16, I32X16)
+def imul(b: Any, v: Any, w: Any) -> Any:
+    return b.mul(v, w)
+
+
+@_operation(I32X16, I32X16, I32X16)
+def imax(b: Any, v: Any, w: Any) -> Any:
+    return b.select(b.icmp_signed(">", v, w), v, w)
+
+
+@_operation(I32X16, I32X16, _I, I32X16, I32X16)
+def where_less(b: Any, v: Any, bound: Any, yes: Any, no: Any) -> Any:
+    return b.select(b.icmp_signed("<", v, _int(b, bound)), yes, no)
+
+
+@_operation(_I, I32X16)
+def sum_lanes(b: Any, v: Any) -> Any:
+    return b.sext(_call(b, "llvm.vector.reduce.add.v16i32", _i32, v), _i64)
+
+
+@_operation(_I, I32X16)
+def max_lanes(b: Any, v: Any) -> Any:
+    return b.sext(_call(b, "llvm.vector.reduce.smax.v16i32", _i32, v), _i64)
+
+
+# ---- floats
+
+
+@_operation(F32X16, _F)
+def splat(b: Any, value: Any) -> Any:
+    return _splat(b, value)
+
+
+@_operation(F32X16, F32X16, F32X16, F32X16)
+def fma(b: Any, v: Any, w: Any, plus: Any) -> Any:
+    return _call(b, "llvm.fma.v16f32", _v16f, v, w, plus)
+
+
+@_operation(F32X16, F32X16, F32X16)
+def fmul(b: Any, v: Any, w: Any) -> Any:
+    return b.fmul(v, w)
+
+
+@_operation(F32X16, F32X16, F32X16)
+def fadd(b: Any, v: Any, w: Any) -> Any:
+    return b.fadd(v, w)
+
+
+@_operation(F32X16, F32X16, F32X16)
+def fdiv(b: Any, v: Any, w: Any) -> Any:
+    return b.fdiv(v, w)
+
+
+@_operation(F32X16, F32X16, _F)
+def at_most(b: Any, v: Any, bound: Any) -> Any:
+    """NaN stays NaN."""
+    limit = _splat(b, bound)
+    return b.select(b.fcmp_ordered(">", v, limit), limit, v)
+
+
+@_operation(F32X16, F32X16, _F)
+def at_least(b: Any, v: Any, bound: Any) -> Any:
+    """NaN stays NaN."""
+    limit = _splat(b, bound)
+    return b.select(b.fcmp_ordered("<", v, limit), limit, v)
+
+
+@_operation(F32X16, F32X16)
+def nearest(b: Any, v: Any) -> Any:
+    """Round to the nearest integer, ties to even."""
+    return _call(b, "llvm.rint.v16f32", _v16f, v)
+
+
+@_operation(F32X16, I32X16)
+def to_float(b: Any, v: Any) -> Any:
+    return b.sitofp(v, _v16f)
+
+
+@_operation(I32X16, F32X16)
+def to_int(b: Any, v: Any) -> Any:
+    """Of integers in range."""
+    return b.fptosi(v, _v16i)
+
+
+@_operation(I32X16, F32X16)
+def to_int_any(b: Any, v: Any) -> Any:
+    """Of any floats: beyond int32 its ends, NaN is 0."""
+    return _call(b, "llvm.fptosi.sat.v16i32.v16f32", _v16i, v)
+
+
+@_operation(F32X16, I32X16)
+def as_float(b: Any, v: Any) -> Any:
+    """The same bits."""
+    return b.bitcast(v, _v16f)
+
+
+@_operation(I32X16, F32X16)
+def as_int(b: Any, v: Any) -> Any:
+    """The same bits."""
+    return b.bitcast(v, _v16i)
+
+
+@_operation(_F, _I)
+def bits_float(b: Any, bits: Any) -> Any:
+    """The float32 whose bits are the low half of an integer."""
+    return b.bitcast(b.trunc(bits, _i32), _f32)
+
+
+@_operation(_F, F32X16, _I)
+def lane(b: Any, v: Any, i: Any) -> Any:
+    return b.extract_element(v, b.trunc(i, _i32))
+
+
+# ---- four bytes by four bytes
+
+
+def _dot_vnni(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    if llvm.llvm_version_info[0] >= 22:  # operands typed as what they are; before, as int32
+        w, x = b.bitcast(w, _v64b), b.bitcast(x, _v64b)
+    return _call(b, "llvm.x86.avx512.vpdpbusd.512", _v16i, acc, w, x)
+
+
+def _dot_generic(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    """In shifts and 32-bit products, byte by byte: exact, and legal on every target."""
+    for i in range(4):
+        wide = b.and_(b.lshr(w, _all(_v16i, 8 * i)), _all(_v16i, 255))
+        signed = b.ashr(b.shl(x, _all(_v16i, 24 - 8 * i)), _all(_v16i, 24))
+        acc = b.add(acc, b.mul(wide, signed))
+    return acc
+
+
+def _dot_avx2(b: Any, acc: Any, w: Any, x: Any, *, wide: bool) -> Any:
+    w, x = b.bitcast(w, _v64b), b.bitcast(x, _v64b)
+    if wide:
+        w = b.xor(w, _all(_v64b, 0x80))  # the signed number that was stored plus 128
+    halves = []
+    for first in (0, 32):
+        w_half, x_half = _part(b, w, first, 32), _part(b, x, first, 32)
+        bytes_ = w_half.type
+        if wide:  # |w| * (x with w's sign): a pair is at most 2 * 128 * 127 < 2^15
+            x_half = _call(b, "llvm.x86.avx2.psign.b", bytes_, x_half, w_half)
+            negative = b.icmp_signed("<", w_half, _all(bytes_, 0))
+            w_half = b.select(negative, b.sub(_all(bytes_, 0), w_half), w_half)
+        pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", _vec(16, _i16), w_half, x_half)
+        ones = _all(_vec(16, _i16), 1)
+        halves.append(_call(b, "llvm.x86.avx2.pmadd.wd", _vec(8, _i32), pairs, ones))
+    return b.add(acc, _join(b, *halves))
+
+
+@_operation(I32X16, ISA, I32X16, I32X16, I32X16)
+def dot4(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
+    """acc + the sum of four products per lane: bytes of w in 0..127, of x in -127..127."""
+    if isa == "avx512vnni":
+        return _dot_vnni(b, acc, w, x)
+    if isa == "avx2":
+        return _dot_avx2(b, acc, w, x, wide=False)
+    return _dot_generic(b, acc, w, x)
+
+
+@_operation(I32X16, ISA, I32X16, I32X16, I32X16)
+def dot4_wide(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
+    """As ``dot4``, for bytes of w that are integers in -128..127 stored plus 128.
+
+    Together with an ``acc`` that starts at ``wide_start`` the result is the signed product.
+    """
+    if isa == "avx512vnni":
+        return _dot_vnni(b, acc, w, x)
+    if isa == "avx2":
+        return _dot_avx2(b, acc, w, x, wide=True)
+    return _dot_generic(b, acc, w, x)
+
+
+@_operation(I32X16, ISA, _I)
+def wide_start(b: Any, isa: str, sum_of_x: Any) -> Any:
+    """-128 times the sum of x, where the instruction set multiplies w plus 128."""
+    if isa == "avx2":
+        return _all(_v16i, 0)
+    return _int(b, b.mul(sum_of_x, ir.Constant(_i64, -128)))
+
+
+def look_up(values: tuple[int, ...]) -> Any:
+    """An operation (isa, v) -> the table's byte for each byte 0..15 of v."""
+
+    @_operation(I32X16, ISA, I32X16)
+    def table(b: Any, isa: str, v: Any) -> Any:
+        v = b.bitcast(v, _v64b)
+        entries = [value & 255 for value in values]
+        if isa == "avx512vnni":
+            found = _call(
+                b, "llvm.x86.avx512.pshuf.b.512", _v64b, _constants(_v64b, entries * 4), v
+            )
+        elif isa == "avx2":
+            half, name = _vec(32, _i8), "llvm.x86.avx2.pshuf.b"
+            twice = _constants(half, entries * 2)
+            low, high = (_call(b, name, half, twice, _part(b, v, at, 32)) for at in (0, 32))
+            found = _join(b, low, high)
+        else:
+            found = _all(_v64b, entries[0])
+            for i, entry in enumerate(entries[1:], 1):
+                hit = b.icmp_unsigned("==", v, _all(_v64b, i))
+                found = b.select(hit, _all(_v64b, entry), found)
+        return b.bitcast(found, _v16i)
+
+    return table
