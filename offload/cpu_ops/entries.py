@@ -41,7 +41,8 @@ class Entry:
     """What owns the code."""
 
 
-def _compile(body: Callable[[int], None], what: str) -> Entry:
+def compile_entry(body: Callable[[int], None], what: str) -> Entry:
+    """A C function of ``body``, from the disk if it was compiled before; ``what`` is for the log."""
     began = time.perf_counter()
     compiled: Any = cfunc(_SIGNATURE, cache=True, error_model="numpy")(body)
     cached = compiled.cache_hits > 0
@@ -57,7 +58,7 @@ def gemm_entry(format_name: str, isa: Isa) -> Entry:
     def gemm_body(arguments: int) -> None:
         gemm(fmt, instructions, arguments)
 
-    return _compile(gemm_body, f"gemm {format_name} for {isa.value}")
+    return compile_entry(gemm_body, f"gemm {format_name} for {isa.value}")
 
 
 @functools.cache
@@ -68,7 +69,7 @@ def ffn_entry(gate_up_name: str, down_name: str, isa: Isa) -> Entry:
     def ffn_body(arguments: int) -> None:
         expert_ffn(gate_up, down, instructions, arguments)
 
-    return _compile(ffn_body, f"expert ffn {gate_up_name}/{down_name} for {isa.value}")
+    return compile_entry(ffn_body, f"expert ffn {gate_up_name}/{down_name} for {isa.value}")
 
 
 def warm(
