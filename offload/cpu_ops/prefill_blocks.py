@@ -158,9 +158,7 @@ def store_columns(kind: Any, fmt: Any, how: Any, isa: Any, w: int, out: int, s: 
     raise NotImplementedError
 
 
-def _store_columns_bf16(
-    kind: Any, fmt: Any, how: Any, isa: Any, w: int, out: int, s: int
-) -> None:
+def _store_columns_bf16(kind: Any, fmt: Any, how: Any, isa: Any, w: int, out: int, s: int) -> None:
     store_transposed(
         out, s,
         _columns_two(fmt, how, isa, w, 0), _columns_two(fmt, how, isa, w, 1),
@@ -174,9 +172,7 @@ def _store_columns_bf16(
     )  # fmt: skip
 
 
-def _store_columns_f32(
-    kind: Any, fmt: Any, how: Any, isa: Any, w: int, out: int, s: int
-) -> None:
+def _store_columns_f32(kind: Any, fmt: Any, how: Any, isa: Any, w: int, out: int, s: int) -> None:
     for half in range(2):
         at, from_ = out + 64 * half, w + half * (step_bytes(fmt) // 2)
         store_transposed(
@@ -439,9 +435,7 @@ def q6_k(fmt: Any, kind: Any, how: Any, isa: Any, w: int, out: int, stride: int)
 # ---- the tables
 
 
-def write_block(
-    fmt: Any, kind: Any, how: Any, isa: Any, w: int, out: int, stride: int
-) -> None:
+def write_block(fmt: Any, kind: Any, how: Any, isa: Any, w: int, out: int, stride: int) -> None:
     """The function of the format; only inside kernels."""
     raise NotImplementedError
 
@@ -463,10 +457,7 @@ def kind_bytes(kind: Any) -> int:
 
 _WRITERS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("f32", "f16", "bf16"), _floats),
-    **{
-        f.__name__: f
-        for f in (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k)
-    },
+    **{f.__name__: f for f in (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k)},
 }
 
 

@@ -202,9 +202,7 @@ class ExpertSum:
 
     def _slab(self, at: _Slabs, fmt: Format, packed: int, rows: int, first: int) -> torch.Tensor:
         columns = self._layout.hidden + self._layout.inner - rows
-        return dequantize_slab(
-            fmt, packed, rows, columns, first, at.slab, at.kind, isa=self._isa
-        )
+        return dequantize_slab(fmt, packed, rows, columns, first, at.slab, at.kind, isa=self._isa)
 
     def _activate(
         self, at: _Slabs, base: int, tokens: int, first: int, rows: int, stride: int

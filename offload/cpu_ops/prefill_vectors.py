@@ -1,4 +1,4 @@
-"""From lanes that are rows to rows in memory: bfloat16 pairs and the transposition of 16 x 16 words.
+"""From lanes that are rows to rows in memory: bfloat16 pairs and the transposition of words.
 
 Both are emitted as plain shuffles, which LLVM lowers to unpack and 128-bit shuffle instructions on
 AVX-512, to their halves on AVX2, and to whatever else there is.
