@@ -109,7 +109,6 @@ def main() -> None:
         "gemm_error": float(np.linalg.norm(by_gemm - exact) / norm),
     }
     add(f"dense {n} x {n}", 2.0 * tokens * n * n, found, errors)
-    del packed, exact, w_bf16
 
     for inner in map(int, args.inner.split(",")):
         hidden = args.hidden
@@ -161,7 +160,6 @@ def main() -> None:
         flops = 6.0 * tokens * args.top * hidden * inner
         found = seconds([products, by_slab, by_kernels], args.samples)
         add(f"moe {hidden} x {inner}, {args.experts} experts, top {args.top}", flops, found, {})
-        del plain, bundles
 
     result = {
         "benchmark": "prefill",

@@ -42,7 +42,7 @@ class Entry:
 
 
 def compile_entry(body: Callable[[int], None], what: str) -> Entry:
-    """A C function of ``body``, from the disk if it was compiled before; ``what`` is for the log."""
+    """A C function of ``body``, from the disk if it is there; ``what`` is for the log."""
     began = time.perf_counter()
     compiled: Any = cfunc(_SIGNATURE, cache=True, error_model="numpy")(body)
     cached = compiled.cache_hits > 0

@@ -44,20 +44,21 @@ if TYPE_CHECKING:
 KIND_BYTES = {"bf16": 2, "f32": 4}
 
 SLAB_BYTES = 8 << 20
-"""What is dequantised at once, at most but for one tile. Of plain bfloat16 ``torch.mm`` (4096 x 4096
-q4_0, 512 tokens, two Zen 4 cores with 32 MiB of L3): 1 and 2 MiB 74 %, 4 MiB 80 %, 8 MiB 89 %."""
+"""What is dequantised at once, at most but for one tile. Of plain bfloat16 ``torch.mm`` (q4_0,
+4096 x 4096, 512 tokens, two Zen 4 cores with 32 MiB of L3): 1 and 2 MiB 74 %, 4 MiB 80 %, 8 MiB 89 %."""
 
 _LINE = 64
 
 _CROSSOVERS = {"bf16": 48, "f16": 48, "q6_k": 48}
-"""With AVX512-VNNI and AVX512-BF16, measured on two Zen 4 cores, 1024 x 2048 weights. Microseconds
-of ``gemm`` / ``matmul``: bf16 641 / 667 for 32 tokens and 1025 / 851 for 48; q6_k 1115 / 854 for 64.
+"""With AVX512-VNNI and AVX512-BF16, measured on two Zen 4 cores, 1024 x 2048 weights. In
+microseconds, ``gemm`` / ``matmul``: bf16 641 / 667 for 32 tokens, 1025 / 851 for 48; q6_k 1115 /
+854 for 64.
 Not listed: never. The integer products of q4_0 and q8_0 run at 0.6 Tops/s, above the 0.43 Tflop/s
 of bfloat16 (q4_0 4087 / 6003 for 512 tokens); q4_k is about even at any number; f32 stays float32
 (11290 / 12592). Formats that were not measured count as never."""
 _AMX_CROSSOVER = 32
-"""With AMX: not measured. Its bfloat16 peak is 16 times that of AVX512-BF16, so dequantising is what
-is left: about the time of 8 to 16 tokens' integer products, and torch's overhead."""
+"""With AMX: not measured. Its bfloat16 peak is 16 times that of AVX512-BF16, so dequantising is
+what is left: about the time of 8 to 16 tokens' integer products, and torch's overhead."""
 
 
 def slab_kind(fmt: Format) -> str:
@@ -99,7 +100,7 @@ def dequantize_tiles(
     fmt: Format, packed: int, columns: int, tiles: int, out: int, kind: str,
     *, isa: str | None = None,
 ) -> None:  # fmt: skip
-    """``tiles`` tiles at address ``packed`` to 16 x ``tiles`` rows of ``columns`` values at ``out``.
+    """``tiles`` tiles at address ``packed`` to 16 x ``tiles`` rows of ``columns`` at ``out``.
 
     Rows lie ``row_stride(kind, columns)`` bytes apart; columns up to the next multiple of 32 are
     written too. float32 values equal ``codecs.decode_rows``, bfloat16 are nearest to them, ties to
@@ -142,7 +143,7 @@ def scratch_bytes(fmt: Format, rows: int, columns: int, tokens: int) -> int:
     kind = slab_kind(fmt)
     results = align_up(tokens * slab_rows(kind, rows, columns) * KIND_BYTES[kind], _LINE)
     inputs = align_up(tokens * columns * KIND_BYTES[kind], _LINE) if kind == "bf16" else 0
-    return slab_bytes(kind, rows, columns) + results + inputs
+    return slab_bytes(kind, rows, columns) + results + inputs + _LINE
 
 
 def weights_address(fmt: Format, packed: Weights, rows: int, columns: int) -> int:
@@ -182,7 +183,7 @@ def matmul(
     kind, size = slab_kind(fmt), slab_bytes(slab_kind(fmt), rows, columns)
     step = slab_rows(kind, rows, columns)
     width = KIND_BYTES[kind]
-    scratch = workspace.address("prefill", scratch_bytes(fmt, rows, columns, tokens))
+    scratch = workspace.address("prefill", scratch_bytes(fmt, rows, columns, tokens) - _LINE)
     at_results = scratch + size
     at_inputs = at_results + align_up(tokens * step * width, _LINE)
     x, out = torch.from_numpy(x_TK), torch.from_numpy(out_TN)

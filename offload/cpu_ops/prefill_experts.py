@@ -7,8 +7,8 @@ they come: ``out[token] = fma(weight, expert(x[token]), out[token])`` in float32
 experts in ascending order; then the order of additions is fixed.
 
 An expert with few tokens goes through the decode kernels, and its tokens get to the bit what
-``experts.expert_ffn`` gives them; one with many goes through dequantised slabs (``prefill.py``, with
-its rounding). Which, depends on the format and n only.
+``experts.expert_ffn`` gives them; one with many goes through dequantised slabs (``prefill.py``,
+with its rounding). Which, depends on the format and n only.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def experts_scratch_bytes(layout: ExpertLayout, tokens: int, *, isa: str | None 
     many = 0
     if least is not None and tokens >= least:
         many = _Slabs(layout, tokens, 0).nbytes
-    return decode + many
+    return decode + many + 6 * _LINE  # each of up to six buffers is aligned
 
 
 def _least(layout: ExpertLayout, isa: str | None) -> int | None:

@@ -1,7 +1,7 @@
 """Compiled parts of prefill: dequantising tiles, the gated activation, and the weighted sum.
 
 The product between them is torch's. As elsewhere in this package a kernel takes one array of
-int64, its threads take tasks from a counter, and no element's value depends on which thread made it.
+int64, its threads take tasks from a counter, and no value depends on which thread made it.
 """
 
 from __future__ import annotations
