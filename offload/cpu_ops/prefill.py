@@ -45,7 +45,8 @@ KIND_BYTES = {"bf16": 2, "f32": 4}
 
 SLAB_BYTES = 8 << 20
 """What is dequantised at once, at most but for one tile. Of plain bfloat16 ``torch.mm`` (q4_0,
-4096 x 4096, 512 tokens, two Zen 4 cores with 32 MiB of L3): 1 and 2 MiB 74 %, 4 MiB 80 %, 8 MiB 89 %."""
+4096 x 4096, 512 tokens, two Zen 4 cores with 32 MiB of L3): 1 and 2 MiB 74 %, 4 MiB 80 %,
+8 MiB 89 %."""
 
 _LINE = 64
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -238,7 +238,7 @@ def _bias(base: int, offset: int, first: int) -> int:
 
 
 def _floats_at(address: int, rows: int, columns: int) -> Floats:
-    found: Any = tensor_at(address, "f32", rows, columns, 4 * columns).numpy()
+    found: Floats = tensor_at(address, "f32", rows, columns, 4 * columns).numpy()
     return found
 
 

@@ -21,7 +21,7 @@ _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _v16i, _v16f = ir.VectorType(_i32, 16), ir.VectorType(ir.FloatType(), 16)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc, unused-ignore]
     """LLVM's bfloat, which llvmlite does not know."""
 
     def _to_string(self) -> str:
