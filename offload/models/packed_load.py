@@ -19,9 +19,13 @@ import torch
 from torch import nn
 
 from offload.blocks import BlockSpec, Tier
+from offload.cpu_ops import prefill
 from offload.cpu_ops.activations import scratch_bytes
 from offload.cpu_ops.entries import warm as warm_kernels
 from offload.cpu_ops.formats import get_format
+from offload.cpu_ops.isa import choose
+from offload.cpu_ops.prefill import crossover, slab_kind
+from offload.cpu_ops.prefill_kernels import dequantize_entry
 from offload.errors import CheckpointError, OffloadError, PlanError, UnsupportedModelError
 from offload.io.pack_manifest import Kind, Layout
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
@@ -111,6 +115,9 @@ def compile_kernels(pack: PackedModel) -> None:
         if {"gate", "down"} <= {p.name for p in g.parts}
     }
     warm_kernels(sorted(formats), sorted(pairs))
+    for format in map(get_format, sorted(formats)):
+        if crossover(format) is not None:
+            dequantize_entry(format.name, slab_kind(format), choose(None))
 
 
 def plan_packed(
@@ -354,9 +361,15 @@ def _scratch(pack: PackedModel, rows: int) -> int:
         part = located.part
         if part.layout is Layout.PACKED:
             outputs, inputs = part.shape
-            each = 4 * (inputs + outputs) + scratch_bytes(get_format(part.format), inputs)
+            format = get_format(part.format)
+            each = 4 * (inputs + outputs) + scratch_bytes(format, inputs)
             # The head sees only the last token of a prompt.
-            most = max(most, each * (1 if located.block.kind is Kind.HEAD else rows))
+            seen = 1 if located.block.kind is Kind.HEAD else rows
+            least = crossover(format)
+            slab = 0
+            if least is not None and seen >= least:
+                slab = prefill.scratch_bytes(format, outputs, inputs, seen)
+            most = max(most, each * seen + slab)
     for group in pack.experts.values():
         names = {p.name: p for p in group.parts}
         if {"gate", "down"} <= names.keys():

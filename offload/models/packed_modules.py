@@ -18,7 +18,8 @@ from torch import nn
 from offload.cpu_ops.experts import ExpertLayout, expert_ffn
 from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.functions import Glu
-from offload.cpu_ops.kernels import Floats, gemm
+from offload.cpu_ops.kernels import Floats
+from offload.cpu_ops.prefill import linear
 from offload.errors import UnsupportedModelError
 from offload.io.pack_manifest import Layout
 from offload.models.absent import absent
@@ -39,22 +40,22 @@ class PackedLinear(nn.Module):
         weight: the weight's name, shape and dtype without its data.
     """
 
-    def __init__(self, name: str, format: Format, linear: nn.Linear, nbytes: int) -> None:
+    def __init__(self, name: str, format: Format, like: nn.Linear, nbytes: int) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        self.in_features = like.in_features
+        self.out_features = like.out_features
         self.format = format
         packed = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.packed = nn.Parameter(packed, requires_grad=False)
-        self.bias = linear.bias
-        shape_only = torch.empty(linear.weight.shape, dtype=torch.float32, device="meta")
+        self.bias = like.bias
+        shape_only = torch.empty(like.weight.shape, dtype=torch.float32, device="meta")
         # Not a parameter: families ask their weights for a dtype, and must not be told uint8.
         self.__dict__["weight"] = absent(name, shape_only, torch.device("cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
-        gemm(
+        linear(
             self.format,
             self.packed.data_ptr(),
             self.out_features,
