@@ -13,8 +13,10 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# A process per core and one thread in each: two OpenMP pools on the same cores wait for one another.
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 8 \
+		--dist loadfile $(PYTEST_ARGS)
 
 # What a developer runs between edits.
 fast: $(READY)
