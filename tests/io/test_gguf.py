@@ -91,10 +91,15 @@ def test_values_of_every_type(tmp_path: Path) -> None:
 
 
 def test_block_sizes_are_the_references() -> None:
+    """The installed package may be older than the table, or know types that came after it."""
+    newest = max(TYPES)
     for kind, (elements, nbytes) in gguf.GGML_QUANT_SIZES.items():
-        assert TYPES[int(kind)] == (kind.name.lower(), elements, nbytes)
+        if int(kind) <= newest:
+            assert TYPES[int(kind)] == (kind.name.lower(), elements, nbytes)
     assert {t.name for t in TYPES.values()} - {k.name.lower() for k in gguf.GGML_QUANT_SIZES} <= {
-        "mxfp4"
+        "mxfp4",
+        "nvfp4",
+        "q1_0",
     }
     assert BY_NAME["mxfp4"] == TYPES[39]
 
