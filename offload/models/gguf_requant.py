@@ -18,7 +18,7 @@ from offload.io.gguf_types import BY_NAME
 from offload.io.pack_manifest import Kind
 
 REQUANTISED = frozenset(
-    "q2_k q3_k iq1_s iq1_m iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq4_xs tq1_0 tq2_0".split()
+    "q2_k q3_k iq1_s iq1_m iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq4_xs tq1_0 tq2_0 nvfp4".split()
 )
 """Types without kernels whose values can be had."""
 
@@ -63,7 +63,13 @@ def require_kernels(types: Iterable[str], name: str, *, allow_requant: bool) -> 
             "or have them requantised to q4_0 and q8_0 by --allow-requant, at a loss that is "
             "measured"
         )
-    _reference()
+    gguf = _reference()
+    known = {type.name.lower() for type in gguf.GGMLQuantizationType}
+    if newer := sorted(counts.keys() - known):
+        raise OffloadError(
+            f"{missing}, and the gguf package here does not know {newer[0].upper()} yet; "
+            "get a newer one: pip install -U gguf"
+        )
 
 
 def _reference() -> Any:

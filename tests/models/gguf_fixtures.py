@@ -258,6 +258,8 @@ def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray:
     blocks = draw.integers(0, 256, (count, nbytes), dtype=np.uint8)
     if kind is Kind.MXFP4:
         blocks[:, 0] = draw.integers(118, 124, count)  # 2^-9 to 2^-3
+    if kind.name == "NVFP4":  # four scales, unsigned E4M3
+        blocks[:, :4] = draw.integers(1, 9, (count, 4))  # 2^-9 to 2^-6
     for at in SCALES.get(kind, ()):
         scale = draw.uniform(0.001, 0.002, count).astype(np.float16)
         blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
@@ -297,7 +299,7 @@ def write_gguf(
         mine = next((k for end, k in (kinds or {}).items() if name.endswith(end)), mine)
         if mine is Kind.F32:
             w.add_tensor(name, array)
-        elif mine in SCALES or mine is Kind.MXFP4:
+        elif mine in SCALES or mine.name in ("MXFP4", "NVFP4"):
             blocks = random_blocks(array.shape, mine, len(name))
             w.add_tensor(name, blocks, raw_dtype=mine)
         else:
