@@ -162,6 +162,90 @@ def expert_ffn(
     return out
 
 
+class TokenExperts:
+    """``expert_ffn`` of one token at a time, for one layout: its arguments are made once, and a
+    call writes the seven of them that change. Results are ``expert_ffn``'s, bit for bit. Calls must
+    not overlap."""
+
+    def __init__(self, layout: ExpertLayout, most: int, *, isa: str | None = None) -> None:
+        """``most``: experts in one call at most."""
+        self.layout, self.most = layout, most
+        gate_up, down = layout.gate_up, layout.down
+        self._entry = ffn_entry(gate_up.name, down.name, choose(isa))
+        h_step = down.blocks(layout.inner) * record_bytes(down)
+        memory = np.empty(
+            align_up(4 * most * layout.inner, 64)
+            + align_up(scratch_bytes(gate_up, layout.hidden), 64)
+            + scratch_bytes(down, layout.inner) * most
+            + 64,
+            np.uint8,
+        )
+        h_address = h_inputs = align_up(address_of(memory), 64)
+        x_records = align_up(h_address + 4 * most * layout.inner, 64)
+        h_records = align_up(x_records + scratch_bytes(gate_up, layout.hidden), 64)
+        self._reads_floats = not scratch_bytes(gate_up, layout.hidden)
+        if self._reads_floats:
+            x_records = 0
+        if scratch_bytes(down, layout.inner):
+            h_inputs = h_records
+        else:
+            h_records = 0
+        starts = np.arange(most + 1, dtype=np.int64)
+        slot_tokens = np.zeros(most, np.int64)
+        self._x_places = np.full(most, x_records, np.int64)
+        h_places = h_inputs + h_step * np.arange(most, dtype=np.int64)
+        self._keep = (memory, starts, slot_tokens, h_places)
+        room = np.zeros(Ffn.SIZE + 8, np.int64)
+        skip = -address_of(room) // 8 % 8  # counters on cache lines of their own
+        self._a = a = room[skip : skip + Ffn.SIZE]
+        alpha, limit = struct.unpack("<2i", struct.pack("<2f", layout.alpha, layout.limit))
+        a[Ffn.EXPERTS : Ffn.LIMIT + 1] = (
+            0, 0, address_of(starts), address_of(slot_tokens),
+            0, 1, 0, x_records, address_of(self._x_places),
+            h_address, h_records, address_of(h_places), 0, 4 * layout.hidden,
+            *_fixed(layout), alpha, limit,
+        )  # fmt: skip
+
+    def __call__(
+        self, bases: npt.NDArray[Any], x: Floats, weights: Floats, out: Floats, *, add: bool = False
+    ) -> Floats:
+        """``x`` [H], ``weights`` [E], ``out`` [H], ``bases`` int64 [E], at least one.
+
+        Raises:
+            OffloadError: a shape or dtype does not fit.
+        """
+        n = len(bases)
+        if not 0 < n <= self.most or bases.dtype.itemsize != 8:
+            raise OffloadError(
+                f"bases must be int64 [1..{self.most}], got {bases.dtype} {list(bases.shape)}"
+            )
+        check_floats("x", x, (self.layout.hidden,))
+        check_floats("weights", weights, (n,))
+        check_floats("out", out, (self.layout.hidden,), written=True)
+        a = self._a
+        at = address_of(x)
+        a[Ffn.EXPERTS], a[Ffn.BASES], a[Ffn.SLOT_WEIGHTS] = n, address_of(bases), address_of(weights)
+        a[Ffn.X], a[Ffn.OUT], a[Ffn.ADD] = at, address_of(out), add
+        a[Ffn.NEXT_X :] = 0
+        if self._reads_floats:
+            self._x_places.fill(at)
+        threads.run(self._entry.call, self._entry.address, a)
+        return out
+
+
+def _fixed(layout: ExpertLayout) -> tuple[int, ...]:
+    """What a call's arguments hold for every token alike, from ``Ffn.HIDDEN`` to ``Ffn.GLU``."""
+    gate_up, down = layout.gate_up, layout.down
+    return (
+        layout.hidden, layout.inner, gate_up.blocks(layout.hidden), down.blocks(layout.inner),
+        layout.gate_offset, layout.up_offset, layout.down_offset,
+        layout.gate_bias_offset, layout.up_bias_offset, layout.down_bias_offset,
+        tiles_per_task(layout.inner, gate_up.row_bytes(layout.hidden)),
+        tiles_per_task(layout.hidden, down.row_bytes(layout.inner)),
+        int(layout.glu),
+    )  # fmt: skip
+
+
 def _arguments(
     layout: ExpertLayout, bases: npt.NDArray[Any], x: Floats,
     weights: Floats, out: Floats,
@@ -196,11 +280,6 @@ def _arguments(
         experts, address_of(bases), address_of(starts), address_of(slot_tokens),
         address_of(slot_weights), tokens, x_address, x_records, address_of(x_places),
         h_address, h_records, address_of(h_places), address_of(out), 4 * layout.hidden,
-        layout.hidden, layout.inner, gate_up.blocks(layout.hidden), down.blocks(layout.inner),
-        layout.gate_offset, layout.up_offset, layout.down_offset,
-        layout.gate_bias_offset, layout.up_bias_offset, layout.down_bias_offset,
-        tiles_per_task(layout.inner, gate_up.row_bytes(layout.hidden)),
-        tiles_per_task(layout.hidden, down.row_bytes(layout.inner)),
-        int(layout.glu), alpha, limit,
+        *_fixed(layout), alpha, limit,
     )  # fmt: skip
     return a, (starts, slot_tokens, slot_weights, x_places, h_places)

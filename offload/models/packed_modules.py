@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from offload.cpu_ops.experts import ExpertLayout, expert_ffn
+from offload.cpu_ops.experts import ExpertLayout, TokenExperts, expert_ffn
 from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.functions import Glu
 from offload.cpu_ops.kernels import Floats
@@ -74,9 +74,13 @@ class PackedLinear(nn.Module):
 class PackedExperts:
     """A MoE layer's experts: fetched in order, computed as many at a time as are there."""
 
-    def __init__(self, layout: ExpertLayout, session: PackedSession) -> None:
+    def __init__(
+        self, layout: ExpertLayout, session: PackedSession, token: TokenExperts
+    ) -> None:
+        """``token``: for one token's calls; layers of one layout may share it."""
         self._layout = layout
         self._session = session
+        self._token = token
 
     def __call__(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -97,11 +101,19 @@ class PackedExperts:
 
     def for_token(self, ids: npt.NDArray[np.int64], weights: Floats, x: Floats) -> Floats:
         """One token, from the routing on: ``ids`` [k] ascending, ``weights`` [k], ``x`` [H]."""
+        out = np.empty_like(x)
+        at = 0
         self._session.begin(ids.tolist(), torch.from_numpy(x))
         try:
-            return self.run(x[None], ids[None], weights[None])[0]
+            for some, bases in self._session.batches():
+                end = at + len(some)
+                self._token(bases, x, weights[at:end], out, add=at > 0)
+                at = end
         finally:
             self._session.end()
+        if not at:
+            out.fill(0)
+        return out
 
     def run(self, x_TH: Floats, index_Tk: Any, weights_Tk: Floats) -> Floats:
         """The same on arrays, after the session has begun."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.blocks import Tier
+from offload.cpu_ops.experts import ExpertLayout, TokenExperts
 from offload.io.engines import make_engine
 from offload.io.memory import AlignedBuffer, Staging
 from offload.io.pack_manifest import Layout
@@ -47,6 +48,7 @@ class PackedAttachment(Attachment):
 
     def __init__(self, pack: PackedModel, *args: Any, **kwargs: Any) -> None:
         self.pack = pack
+        self._token_calls: dict[tuple[ExpertLayout, int], TokenExperts] = {}
         super().__init__(*args, **kwargs)
         self._hook_table()
 
@@ -56,7 +58,11 @@ class PackedAttachment(Attachment):
         at_once = min(MOST_TOGETHER, held_at_once(slots, self.plan.top_k[group.name]))
         session = PackedSession(self.executor, group, after, at_once=at_once, pinned=pinned)
         layout = expert_layout_of(self.pack.experts[group.name], group.module)
-        group.module.__dict__["forward"] = PackedExperts(layout, session)
+        kind = (layout, at_once)
+        if kind not in self._token_calls:
+            self._token_calls[kind] = TokenExperts(layout, at_once)
+        experts = PackedExperts(layout, session, self._token_calls[kind])
+        group.module.__dict__["forward"] = experts
         self._undo.append(partial(group.module.__dict__.pop, "forward", None))
         return session
 

@@ -13,7 +13,7 @@ from random_rows import random_rows
 
 from offload.cpu_ops import threads
 from offload.cpu_ops.codecs import decode_rows
-from offload.cpu_ops.experts import ExpertLayout, expert_ffn, expert_layout
+from offload.cpu_ops.experts import TokenExperts, ExpertLayout, expert_ffn, expert_layout
 from offload.cpu_ops.formats import FORMATS
 from offload.cpu_ops.functions import Glu
 from offload.cpu_ops.packing import pack_rows, packed_bytes
@@ -143,6 +143,26 @@ def test_threads_and_company_do_not_show(name: str) -> None:
         bases = bundles.bases[chosen].astype(np.uint64)
         expert_ffn(layout, bases, x[t], np.ascontiguousarray(routing[t, chosen]), alone)
         assert np.array_equal(alone, outs[0][t])
+
+
+@pytest.mark.parametrize("names", [("q4_0", "q4_0"), ("bf16", "q8_0"), ("q8_0", "f32")])
+def test_prepared_calls_have_the_same_bits(names: tuple[str, str]) -> None:
+    layout = expert_layout(FORMATS[names[0]], FORMATS[names[1]], 512, 384, biases=True)
+    bundles = Bundles(layout, 6, 0.02)
+    x, _ = inputs(layout, 4, 6)
+    call = TokenExperts(layout, 5)
+    weights = np.linspace(0.1, 1, 5, dtype=np.float32)
+    for t, n in enumerate((5, 1, 3, 5)):
+        first, second = np.empty(layout.hidden, np.float32), np.empty(layout.hidden, np.float32)
+        expert_ffn(layout, bundles.bases[t % 2 :][:n], x[t], weights[:n], first)
+        assert call(bundles.bases[t % 2 :][:n], x[t], weights[:n], second) is second
+        assert np.array_equal(first, second)
+        expert_ffn(layout, bundles.bases[:1], x[t], weights[:1], first, add=True)
+        call(bundles.bases[:1], x[t], weights[:1], second, add=True)
+        assert np.array_equal(first, second)
+    for bases in (bundles.bases, bundles.bases[:0], bundles.bases[:2].astype(np.int32)):
+        with pytest.raises(OffloadError, match="bases must be int64"):
+            call(bases, x[0], weights[: len(bases)], np.empty(layout.hidden, np.float32))
 
 
 def test_experts_are_added_in_the_given_order() -> None:
