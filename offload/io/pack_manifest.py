@@ -12,6 +12,7 @@ of a part are in one of three layouts, see ``Layout``. Imports neither torch nor
 
 from __future__ import annotations
 
+import base64
 import enum
 import hashlib
 import json
@@ -86,7 +87,8 @@ class Part:
 class Block:
     """``nbytes`` at ``offset`` of bundle number ``file``; ``group``: an expert's layer.
 
-    ``checksum`` (see ``pack_sums``) is None as long as the block is only planned.
+    ``checksum`` (see ``pack_sums``) is None as long as the block is only planned; ``page_crcs``
+    are there if single rows of it are read, 4 bytes for each page of its slot.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Block:
     nbytes: int
     parts: tuple[Part, ...]
     checksum: int | None = None
+    page_crcs: bytes = b""
 
     def spec(self) -> BlockSpec:
         """The block as stores and the scheduler know it."""
@@ -155,6 +158,13 @@ class Manifest:
     converted: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, ErrorStat] = field(default_factory=dict)
 
+    def read_by_row(self, block: Block) -> bool:
+        """Whether ``block`` is a table, or the head that a tied embedding is stored as."""
+        tied = set(self.aliases.values())
+        return block.kind is Kind.ROWS or (
+            block.kind is Kind.HEAD and any(p.name in tied for p in block.parts)
+        )
+
     def __str__(self) -> str:
         return f"{self.source} as {self.quant}"
 
@@ -181,6 +191,9 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         at = [b.file, b.offset, b.nbytes, b.checksum]
         blocks.append([b.name, b.kind.value, b.group, *at, seen[b.parts]])
     source = manifest.source
+    page_crcs = {
+        b.name: base64.b64encode(b.page_crcs).decode() for b in manifest.blocks if b.page_crcs
+    }
     return {
         "offload": manifest.offload,
         "source": {
@@ -205,6 +218,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
             "name", "kind", "group", "file", "offset", "bytes", "checksum", "layout",
         ],
         "blocks": blocks,
+        **({"page_crcs": page_crcs} if page_crcs else {}),
     }  # fmt: skip
 
 
@@ -216,10 +230,12 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         )
         for parts in body["layouts"]
     ]
+    page_crcs = body.get("page_crcs", {})  # not in the first packs
     blocks = tuple(
         Block(
             name=n, kind=Kind(k), group=g, file=f, offset=o, nbytes=b,
             parts=layouts[parts], checksum=c,
+            page_crcs=base64.b64decode(page_crcs.get(n, ""), validate=True),
         )
         for n, k, g, f, o, b, c, parts in body["blocks"]
     )  # fmt: skip
@@ -350,6 +366,10 @@ def require_source(manifest: Manifest, source: SourceId, quant: str, where: obje
         )
 
 
-def with_checksums(blocks: Iterable[Block], checksums: Iterable[int]) -> tuple[Block, ...]:
-    """Planned blocks with the checksums of what was written."""
-    return tuple(replace(b, checksum=c) for b, c in zip(blocks, checksums, strict=True))
+def with_checksums(
+    blocks: Iterable[Block], checksums: Iterable[tuple[int, bytes]]
+) -> tuple[Block, ...]:
+    """Planned blocks with the checksums of what was written, and their pages' CRC-32s."""
+    return tuple(
+        replace(b, checksum=c, page_crcs=p) for b, (c, p) in zip(blocks, checksums, strict=True)
+    )
