@@ -23,8 +23,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from offload.blocks import DTYPE_BYTES, BlockKind, BlockSpec, TensorSpec
+from offload.blocks import ALIGN, DTYPE_BYTES, BlockKind, BlockSpec, TensorSpec
 from offload.errors import StoreError
+from offload.io.json_fields import count, real, rows, shape, table, text, texts
 
 MANIFEST = "pack.json"
 FORMAT = "offload-pack"
@@ -222,43 +223,66 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _from_json(body: Mapping[str, Any]) -> Manifest:
+def _from_json(body: Any) -> Manifest:
+    """Raises ValueError, TypeError, KeyError or IndexError for what ``to_json`` never writes."""
     layouts = [
         tuple(
-            Part(name=n, format=f, layout=Layout(y), shape=tuple(s), offset=o, nbytes=b)
-            for n, f, y, s, o, b in parts
+            Part(
+                name=text(n, "a part"),
+                format=text(f, f"the format of {n}"),
+                layout=Layout(y),
+                shape=shape(s, f"the shape of {n}"),
+                offset=count(o, f"the offset of {n}"),
+                nbytes=count(b, f"the size of {n}"),
+            )
+            for n, f, y, s, o, b in rows(parts, "a layout")
         )
-        for parts in body["layouts"]
+        for parts in rows(body["layouts"], "layouts")
     ]
-    page_crcs = body.get("page_crcs", {})  # not in the first packs
+    page_crcs = texts(body.get("page_crcs", {}), "page_crcs")  # not in the first packs
     blocks = tuple(
         Block(
-            name=n, kind=Kind(k), group=g, file=f, offset=o, nbytes=b,
-            parts=layouts[parts], checksum=c,
+            name=text(n, "a block"),
+            kind=Kind(k),
+            group=text(g, f"the group of {n}"),
+            file=count(f, f"the file of {n}"),
+            offset=count(o, f"the offset of {n}"),
+            nbytes=count(b, f"the size of {n}"),
+            parts=layouts[count(parts, f"the layout of {n}")],
+            checksum=count(c, f"the checksum of {n}"),
             page_crcs=base64.b64decode(page_crcs.get(n, ""), validate=True),
         )
-        for n, k, g, f, o, b, c, parts in body["blocks"]
-    )  # fmt: skip
-    source = dict(body["source"])
-    source["files"] = tuple((n, b, t, d) for n, b, t, d in source["files"])
+        for n, k, g, f, o, b, c, parts in rows(body["blocks"], "blocks")
+    )
+    source = dict(table(body["source"], "source"))
+    files = tuple(
+        (text(n, "a file"), count(b, f"the size of {n}"), int(t), text(d, f"the digest of {n}"))
+        for n, b, t, d in rows(source.pop("files"), "the source's files")
+    )
     return Manifest(
-        source=SourceId(**source),
-        quant=body["quant"],
-        offload=body["offload"],
-        model=dict(body["model"]),
+        source=SourceId(**texts(source, "source"), files=files),
+        quant=text(body["quant"], "quant"),
+        offload=text(body["offload"], "offload"),
+        model=texts(body["model"], "model"),
         blocks=blocks,
-        files=tuple(body["files"]),
-        aliases=dict(body["aliases"]),
-        kept=dict(body["kept"]),
-        converted=dict(body.get("converted", {})),  # not in the first packs
-        errors={kind: ErrorStat(**e) for kind, e in body["errors"].items()},
+        files=tuple(count(n, "a bundle's size") for n in rows(body["files"], "files")),
+        aliases=texts(body["aliases"], "aliases"),
+        kept=texts(body["kept"], "kept"),
+        converted=texts(body.get("converted", {}), "converted"),  # not in the first packs
+        errors={
+            kind: ErrorStat(
+                relative_rms=real(e["relative_rms"], f"the error of {kind}"),
+                rows=count(e["rows"], f"the rows of {kind}"),
+            )
+            for kind, e in table(body["errors"], "errors").items()
+        },
     )
 
 
 def digest(body: Mapping[str, Any]) -> str:
     """SHA-256 of an object's canonical JSON."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -291,7 +315,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     try:
         whole = json.loads(raw)
         kind, version = whole["format"], whole["version"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         kind, version = None, None
     if kind != FORMAT:
         raise StoreError(f"{path} is not the manifest of a packed model, or is damaged")
@@ -301,15 +325,20 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             "pack the model again into another directory"
         )
     try:
-        if digest(whole["pack"]) != whole["sha256"]:
+        if digest(table(whole["pack"], "pack")) != whole["sha256"]:
             raise StoreError(f"{path} is damaged: it does not match its checksum; pack again")
         manifest = _from_json(whole["pack"])
         _check(manifest)
     except (ValueError, TypeError, KeyError, IndexError) as e:
-        raise StoreError(f"{path} cannot be understood: {e!r}; pack again") from e
+        raise StoreError(f"{path} cannot be understood ({_why(e)}); pack again") from e
     for number, nbytes in enumerate(manifest.files):
         check_bundle(folder / bundle_name(number), nbytes)
     return manifest
+
+
+def _why(error: Exception) -> str:
+    """A KeyError or an IndexError says nothing without its name."""
+    return str(error) if type(error) is ValueError else repr(error)
 
 
 def _absent(folder: Path) -> str:
@@ -346,9 +375,13 @@ def _check(manifest: Manifest) -> None:
     names = set()
     for b in manifest.blocks:
         spec = b.spec()  # checks the parts against each other
-        if b.name in names or b.offset % 4096 or b.offset < ends[b.file] or b.checksum is None:
+        if b.name in names or b.offset % ALIGN or b.offset < ends[b.file] or b.checksum is None:
             raise ValueError(f"block {b.name} is there twice, or at an impossible place")
         names.add(b.name)
+        if not b.parts or bool(b.group) != (b.kind is Kind.EXPERT):
+            raise ValueError(f"block {b.name} has no parts, or is an expert of no layer")
+        if b.page_crcs and len(b.page_crcs) != 4 * (spec.slot_nbytes // ALIGN):
+            raise ValueError(f"block {b.name} has {len(b.page_crcs) // 4} checksums of pages")
         ends[b.file] = b.offset + spec.slot_nbytes
         for p in b.parts:
             if p.layout is Layout.PLAIN and p.nbytes != prod(p.shape) * DTYPE_BYTES[p.format]:

@@ -60,6 +60,10 @@ from offload.units import format_bytes
 DISPATCH_S = 3e-5
 """Python around a kernel's call for one layer's experts, per expert that is not there yet."""
 
+ROWS_BYTES = 2**20
+"""Rows of an embedding are read and decoded so many bytes at a time: those of a tied one come
+sixteen for each that is wanted, and a long prompt's would take more than all of its activations."""
+
 
 @dataclass(kw_only=True)
 class PackedPrepared(Prepared):
@@ -346,7 +350,7 @@ def _reserves(
         "kernels' scratch": _scratch(pack, rows) + lean_bytes,
         "logits": 4 * 4 * options.batch * vocabulary,
         "I/O staging": chunks * chunk,
-        "embedding rows": rows * width * 8,
+        "embedding rows": rows * width * 8 + ROWS_BYTES,
         "model structure and slack": overhead,
         "tokenizer": options.tokenizer_bytes,
         "norms, routers, biases": kept,
