@@ -207,7 +207,9 @@ def read_header(name: str, f: BinaryIO, file_size: int) -> GGUFHeader:
         (n_tensors, _SMALLEST_TENSOR, "tensors"),
     ):
         if n * least > left:
-            cursor.fail(f"{n} {what} of at least {least} bytes do not fit in {left} bytes; {_AGAIN}")
+            cursor.fail(
+                f"{n} {what} of at least {least} bytes do not fit in {left} bytes; {_AGAIN}"
+            )
     metadata: dict[str, Any] = {}
     for _ in range(n_pairs):
         key = cursor.label("a metadata key")

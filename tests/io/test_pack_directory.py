@@ -533,7 +533,9 @@ def test_a_flipped_byte_is_found_in_the_page_of_a_row(
         hurt = page in (0, 1, 17)
         if hurt:
             at = start + 4096 * page
-            with pytest.raises(StoreError, match=rf"block b2: .*00001.bin is damaged.*offset {at} "):
+            with pytest.raises(
+                StoreError, match=rf"block b2: .*00001.bin is damaged.*offset {at} "
+            ):
                 rows_of(tmp_path / "p", io, row, far)
         got = rows_of(tmp_path / "p", io, row, far, verify=not hurt)
         assert hurt or got[3:503] == content(2)[4000:4500]
@@ -551,3 +553,18 @@ def test_a_resumed_pack_has_the_checksums_of_its_pages(tmp_path: Path) -> None:
         return (path / MANIFEST).read_bytes()
 
     assert make(tmp_path / "a") == make(tmp_path / "b", 2, 3, 5)
+
+
+def test_a_limit_of_the_file_size_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        private.ctypes.set_errno(errno.EFBIG)
+        return -1
+
+    monkeypatch.setattr(private._libc, "fallocate", refuse)
+    with pytest.raises(
+        StoreError, match=r"takes no file of .* \(\d+ bytes\): .*ulimit -f.*smaller"
+    ):
+        PackDirectory(tmp_path / "p", job())
+    assert not (tmp_path / "p").exists()
