@@ -17,6 +17,7 @@ import enum
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -309,7 +310,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise StoreError(_absent(folder)) from None
+        raise StoreError(no_pack(folder)) from None
     except OSError as e:
         raise StoreError(f"cannot read {path}: {e.strerror}") from e
     try:
@@ -322,7 +323,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     if version != VERSION:
         raise StoreError(
             f"{path} is of pack format {version}, this offload reads format {VERSION}; "
-            "pack the model again into another directory"
+            "pack the model again into another directory, or delete this one"
         )
     try:
         if digest(table(whole["pack"], "pack")) != whole["sha256"]:
@@ -341,7 +342,8 @@ def _why(error: Exception) -> str:
     return str(error) if type(error) is ValueError else repr(error)
 
 
-def _absent(folder: Path) -> str:
+def no_pack(folder: Path) -> str:
+    """Why ``folder`` is no packed model, and what to do."""
     if not folder.is_dir():
         return f"there is no packed model {folder}: it is not a directory"
     if (folder / JOURNAL).exists():
@@ -359,9 +361,12 @@ JOURNAL = "pack.journal"
 def check_bundle(path: Path, nbytes: int) -> None:
     """Raise StoreError unless ``path`` has ``nbytes``."""
     try:
-        found = path.stat().st_size
+        info = path.stat()
     except OSError as e:
         raise StoreError(f"bundle {path} is missing ({e.strerror}); pack again") from e
+    if not stat.S_ISREG(info.st_mode):
+        raise StoreError(f"bundle {path} is no file; pack again")
+    found = info.st_size
     if found != nbytes:
         what = "truncated" if found < nbytes else "too long"
         raise StoreError(
