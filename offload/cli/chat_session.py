@@ -24,6 +24,7 @@ from offload.cli.signals import Interrupted, raise_received, signals_wait
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
+from offload.models.naming import model_name
 
 DEFAULT_CONTEXT = 4096
 """Tokens of a conversation that memory is set aside for, unless said otherwise; fewer if the model
@@ -60,7 +61,7 @@ def run_chat(wish: Wish, source: Source) -> None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant)
     config = read_config(directory)
-    decode.check_can_generate(model_class(config), directory.name)
+    decode.check_can_generate(model_class(config), model_name(directory))
     tokenizer, tokenizer_bytes = session.measured_tokenizer(directory)
     check_template(tokenizer, directory)
     terms = Terms(
@@ -100,13 +101,13 @@ def check_template(tokenizer: Any | None, directory: Path) -> None:
     """
     if tokenizer is None:
         raise OffloadError(
-            f"{directory.name} has no tokenizer to chat with; 'offload generate -m … "
+            f"{model_name(directory)} has no tokenizer to chat with; 'offload generate -m … "
             f"--prompt-ids 1,2,3' takes token ids"
         )
     if not getattr(tokenizer, "chat_template", None):
         raise OffloadError(
-            f"{directory.name} has no chat template: nothing says how it tells messages apart; "
-            f"'offload generate -m … -p TEXT' continues plain text"
+            f"{model_name(directory)} has no chat template: nothing says how it tells "
+            f"messages apart; 'offload generate -m … -p TEXT' continues plain text"
         )
 
 
@@ -147,7 +148,7 @@ def _load_and_talk(
             source,
             plan=prepared.plan,
             counters=model.offload.stats,
-            model=terms.directory.resolve().name,
+            model=model_name(terms.directory),
             verbose=wish.verbose,
         )
         shell.run()

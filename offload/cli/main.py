@@ -93,8 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(message: str) -> int:
     # One line whatever a library's message looks like: scripts read the last line of stderr.
-    _say("error: " + " ".join(message.split()))
+    _say("error: " + _printable(" ".join(message.split())))
     return USER_ERROR
+
+
+def _printable(message: str) -> str:
+    """``message`` with escapes for what a terminal would obey: names in it come from files."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in message
+    )
 
 
 def _usage(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -139,7 +140,7 @@ def _free(out: Path) -> int:
     import shutil
 
     folder = out.absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # Path.exists raises for a name that is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import CheckpointError, OffloadError
+from offload.models.naming import model_name
 
 # Without one of these transformers may still make a tokenizer, but an empty one.
 _VOCABULARIES = (
@@ -115,8 +116,8 @@ def load_tokenizer(directory: Path) -> Any | None:
         )
     except Exception as error:
         raise CheckpointError(
-            f"the tokenizer of {directory.name} cannot be loaded: {error}; give --prompt-ids after "
-            f"moving its files away, or download them again"
+            f"the tokenizer of {model_name(directory)} cannot be loaded: {error}; give "
+            f"--prompt-ids after moving its files away, or download them again"
         ) from error
 
 
@@ -130,7 +131,8 @@ def encode(asked: Asked, tokenizer: Any | None, *, raw: bool, directory: Path) -
         return list(asked.ids)
     if tokenizer is None:
         raise OffloadError(
-            f"{directory.name} has no tokenizer; give the prompt as ids, e.g. --prompt-ids 1,2,3"
+            f"{model_name(directory)} has no tokenizer; give the prompt as ids, e.g. "
+            "--prompt-ids 1,2,3"
         )
     if raw or not getattr(tokenizer, "chat_template", None):
         ids = tokenizer(asked.text)["input_ids"]
@@ -160,7 +162,7 @@ def template_ids(
         )
     except Exception as error:
         raise OffloadError(
-            f"the chat template of {directory.name} fails: {error}; {way_out}"
+            f"the chat template of {model_name(directory)} fails: {error}; {way_out}"
         ) from error
     return [int(i) for i in ids]
 

@@ -18,6 +18,7 @@ from offload.cli.text import IdDecoder, TextDecoder
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
+from offload.models.naming import model_name
 from offload.runtime.rss import current_rss
 from offload.units import format_bytes
 
@@ -50,10 +51,12 @@ def run_session(wish: Wish) -> None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant)
     config = read_config(directory)
-    decode.check_can_generate(model_class(config), directory.name)
+    decode.check_can_generate(model_class(config), model_name(directory))
     tokenizer, tokenizer_bytes = measured_tokenizer(directory)
     if tokenizer is None and wish.stops:
-        raise OffloadError(f"--stop needs text, and {directory.name} has no tokenizer; drop it")
+        raise OffloadError(
+            f"--stop needs text, and {model_name(directory)} has no tokenizer; drop it"
+        )
     ids = prompt.encode(wish.asked, tokenizer, raw=wish.raw, directory=directory)
     prompt.check_ids(ids, config)
     new_tokens, context = fit_context(

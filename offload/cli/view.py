@@ -12,6 +12,7 @@ from rich.text import Text
 from offload.blocks import Tier
 from offload.cli.console import heading, rows
 from offload.models.load import Prepared
+from offload.models.naming import model_name
 from offload.scheduler import describe
 from offload.scheduler.explain import WARNING
 from offload.scheduler.plan import Home, Interval, Plan
@@ -29,7 +30,7 @@ def title(prepared: Prepared) -> Text:
     meta, plan = prepared.meta, prepared.plan
     where = "a simulated device" if plan.compute_tier is Tier.DEVICE else "RAM"
     return Text.assemble(
-        (meta.directory.resolve().name, "bold"),
+        (model_name(meta.directory), "bold"),
         f": {meta.model.config.model_type}, {str(meta.dtype).removeprefix('torch.')}, "
         f"{format_bytes(plan.weight_bytes)} of weights, computed in {where}",
     )

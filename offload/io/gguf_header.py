@@ -39,6 +39,7 @@ MAX_ALIGNMENT = 2**20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+_AGAIN = "the file is truncated or damaged; download it again"
 _SMALLEST_PAIR = 8 + 1 + 4 + 1  # a key of one letter and a byte
 _SMALLEST_TENSOR = 8 + 1 + 4 + 4 + 8  # a name of one letter and no dimensions
 
@@ -177,7 +178,7 @@ class _Cursor:
             if n * least > self.end - self.at:
                 self.fail(
                     f"{what} has {n} elements of at least {least} bytes, {self.end - self.at} "
-                    "bytes are left"
+                    f"bytes are left; {_AGAIN}"
                 )
             if code == _STRING:
                 return self._texts(n, what)
@@ -206,7 +207,9 @@ def read_header(name: str, f: BinaryIO, file_size: int) -> GGUFHeader:
         (n_tensors, _SMALLEST_TENSOR, "tensors"),
     ):
         if n * least > left:
-            cursor.fail(f"{n} {what} of at least {least} bytes do not fit in {left} bytes")
+            cursor.fail(
+                f"{n} {what} of at least {least} bytes do not fit in {left} bytes; {_AGAIN}"
+            )
     metadata: dict[str, Any] = {}
     for _ in range(n_pairs):
         key = cursor.label("a metadata key")

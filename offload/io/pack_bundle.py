@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from offload.blocks import BlockSpec, align_up
+from offload.blocks import ALIGN, BlockSpec, align_up
 from offload.errors import StoreError
 from offload.io.engines import Engine
 from offload.io.files import DirectFile
 from offload.io.memory import Staging
 from offload.io.pack_manifest import Block, Manifest, bundle_name
-from offload.io.pack_sums import page_sums
+from offload.io.pack_sums import first_damaged, page_sums
 from offload.io.ranges import Piece
 from offload.io.store import DEMAND, Receipt, Span
-from offload.io.transfer import FileStore, Settle, check_spans, check_target, failed
+from offload.io.transfer import Check, FileStore, Settle, check_spans, check_target, failed
 
 LARGEST_REQUEST = 16 * 2**20
 
@@ -26,8 +26,8 @@ class BundleStore(FileStore):
 
     A block starts at a multiple of 4096 and goes to the start of the caller's buffer, so that it
     is read in place: into a buffer as long as the slot, an expert comes with one request and no
-    copy. Whole blocks are compared with their checksums; rows of a table (``read_spans_into``)
-    are not, because a checksum covers the block.
+    copy. Whole blocks are compared with their checksums; of what ``read_spans_into`` reads, every
+    page with its CRC-32, where the pack has those: for tables and for a head that is one.
     """
 
     def __init__(
@@ -102,7 +102,21 @@ class BundleStore(FileStore):
     ) -> Future[Receipt]:
         block, spec = self._blocks[block_id], self._specs[block_id]
         view = check_spans(spec, spans, dst)
-        return self._read_spans(spec, self._pieces(block), spans, view, priority)
+        check = self._page_checker(block) if self._verify and block.page_crcs else None
+        return self._read_spans(spec, self._pieces(block), spans, view, priority, check)
+
+    def _page_checker(self, block: Block) -> Check:
+        def check(offset: int, pages: memoryview) -> None:
+            first = (offset - block.offset) // ALIGN
+            crcs = memoryview(block.page_crcs)[4 * first : 4 * (first + len(pages) // ALIGN)]
+            if (wrong := first_damaged(pages, crcs)) is not None:
+                raise StoreError(
+                    f"{self._files[block.file].path} is damaged: the {ALIGN} bytes at offset "
+                    f"{offset + wrong * ALIGN} do not have the checksum that was written; check "
+                    "the disk, then pack the model again"
+                )
+
+        return check
 
     def write_from(self, block_id: str, src: memoryview) -> Future[Receipt]:
         _ = self._specs[block_id], src

@@ -12,18 +12,21 @@ of a part are in one of three layouts, see ``Layout``. Imports neither torch nor
 
 from __future__ import annotations
 
+import base64
 import enum
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from offload.blocks import DTYPE_BYTES, BlockKind, BlockSpec, TensorSpec
+from offload.blocks import ALIGN, DTYPE_BYTES, BlockKind, BlockSpec, TensorSpec
 from offload.errors import StoreError
+from offload.io.json_fields import count, real, rows, shape, table, text, texts
 
 MANIFEST = "pack.json"
 FORMAT = "offload-pack"
@@ -86,7 +89,8 @@ class Part:
 class Block:
     """``nbytes`` at ``offset`` of bundle number ``file``; ``group``: an expert's layer.
 
-    ``checksum`` (see ``pack_sums``) is None as long as the block is only planned.
+    ``checksum`` (see ``pack_sums``) is None as long as the block is only planned; ``page_crcs``
+    are there if single rows of it are read, 4 bytes for each page of its slot.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Block:
     nbytes: int
     parts: tuple[Part, ...]
     checksum: int | None = None
+    page_crcs: bytes = b""
 
     def spec(self) -> BlockSpec:
         """The block as stores and the scheduler know it."""
@@ -155,6 +160,13 @@ class Manifest:
     converted: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, ErrorStat] = field(default_factory=dict)
 
+    def read_by_row(self, block: Block) -> bool:
+        """Whether ``block`` is a table, or the head that a tied embedding is stored as."""
+        tied = set(self.aliases.values())
+        return block.kind is Kind.ROWS or (
+            block.kind is Kind.HEAD and any(p.name in tied for p in block.parts)
+        )
+
     def __str__(self) -> str:
         return f"{self.source} as {self.quant}"
 
@@ -181,6 +193,9 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         at = [b.file, b.offset, b.nbytes, b.checksum]
         blocks.append([b.name, b.kind.value, b.group, *at, seen[b.parts]])
     source = manifest.source
+    page_crcs = {
+        b.name: base64.b64encode(b.page_crcs).decode() for b in manifest.blocks if b.page_crcs
+    }
     return {
         "offload": manifest.offload,
         "source": {
@@ -205,44 +220,70 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
             "name", "kind", "group", "file", "offset", "bytes", "checksum", "layout",
         ],
         "blocks": blocks,
+        **({"page_crcs": page_crcs} if page_crcs else {}),
     }  # fmt: skip
 
 
-def _from_json(body: Mapping[str, Any]) -> Manifest:
+def _from_json(body: Any) -> Manifest:
+    """Raises ValueError, TypeError, KeyError or IndexError for what ``to_json`` never writes."""
     layouts = [
         tuple(
-            Part(name=n, format=f, layout=Layout(y), shape=tuple(s), offset=o, nbytes=b)
-            for n, f, y, s, o, b in parts
+            Part(
+                name=text(n, "a part"),
+                format=text(f, f"the format of {n}"),
+                layout=Layout(y),
+                shape=shape(s, f"the shape of {n}"),
+                offset=count(o, f"the offset of {n}"),
+                nbytes=count(b, f"the size of {n}"),
+            )
+            for n, f, y, s, o, b in rows(parts, "a layout")
         )
-        for parts in body["layouts"]
+        for parts in rows(body["layouts"], "layouts")
     ]
+    page_crcs = texts(body.get("page_crcs", {}), "page_crcs")  # not in the first packs
     blocks = tuple(
         Block(
-            name=n, kind=Kind(k), group=g, file=f, offset=o, nbytes=b,
-            parts=layouts[parts], checksum=c,
+            name=text(n, "a block"),
+            kind=Kind(k),
+            group=text(g, f"the group of {n}"),
+            file=count(f, f"the file of {n}"),
+            offset=count(o, f"the offset of {n}"),
+            nbytes=count(b, f"the size of {n}"),
+            parts=layouts[count(parts, f"the layout of {n}")],
+            checksum=count(c, f"the checksum of {n}"),
+            page_crcs=base64.b64decode(page_crcs.get(n, ""), validate=True),
         )
-        for n, k, g, f, o, b, c, parts in body["blocks"]
-    )  # fmt: skip
-    source = dict(body["source"])
-    source["files"] = tuple((n, b, t, d) for n, b, t, d in source["files"])
+        for n, k, g, f, o, b, c, parts in rows(body["blocks"], "blocks")
+    )
+    source = dict(table(body["source"], "source"))
+    files = tuple(
+        (text(n, "a file"), count(b, f"the size of {n}"), int(t), text(d, f"the digest of {n}"))
+        for n, b, t, d in rows(source.pop("files"), "the source's files")
+    )
     return Manifest(
-        source=SourceId(**source),
-        quant=body["quant"],
-        offload=body["offload"],
-        model=dict(body["model"]),
+        source=SourceId(**texts(source, "source"), files=files),
+        quant=text(body["quant"], "quant"),
+        offload=text(body["offload"], "offload"),
+        model=texts(body["model"], "model"),
         blocks=blocks,
-        files=tuple(body["files"]),
-        aliases=dict(body["aliases"]),
-        kept=dict(body["kept"]),
-        converted=dict(body.get("converted", {})),  # not in the first packs
-        errors={kind: ErrorStat(**e) for kind, e in body["errors"].items()},
+        files=tuple(count(n, "a bundle's size") for n in rows(body["files"], "files")),
+        aliases=texts(body["aliases"], "aliases"),
+        kept=texts(body["kept"], "kept"),
+        converted=texts(body.get("converted", {}), "converted"),  # not in the first packs
+        errors={
+            kind: ErrorStat(
+                relative_rms=real(e["relative_rms"], f"the error of {kind}"),
+                rows=count(e["rows"], f"the rows of {kind}"),
+            )
+            for kind, e in table(body["errors"], "errors").items()
+        },
     )
 
 
 def digest(body: Mapping[str, Any]) -> str:
     """SHA-256 of an object's canonical JSON."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -269,34 +310,40 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise StoreError(_absent(folder)) from None
+        raise StoreError(no_pack(folder)) from None
     except OSError as e:
         raise StoreError(f"cannot read {path}: {e.strerror}") from e
     try:
         whole = json.loads(raw)
         kind, version = whole["format"], whole["version"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         kind, version = None, None
     if kind != FORMAT:
         raise StoreError(f"{path} is not the manifest of a packed model, or is damaged")
     if version != VERSION:
         raise StoreError(
             f"{path} is of pack format {version}, this offload reads format {VERSION}; "
-            "pack the model again into another directory"
+            "pack the model again into another directory, or delete this one"
         )
     try:
-        if digest(whole["pack"]) != whole["sha256"]:
+        if digest(table(whole["pack"], "pack")) != whole["sha256"]:
             raise StoreError(f"{path} is damaged: it does not match its checksum; pack again")
         manifest = _from_json(whole["pack"])
         _check(manifest)
     except (ValueError, TypeError, KeyError, IndexError) as e:
-        raise StoreError(f"{path} cannot be understood: {e!r}; pack again") from e
+        raise StoreError(f"{path} cannot be understood ({_why(e)}); pack again") from e
     for number, nbytes in enumerate(manifest.files):
         check_bundle(folder / bundle_name(number), nbytes)
     return manifest
 
 
-def _absent(folder: Path) -> str:
+def _why(error: Exception) -> str:
+    """A KeyError or an IndexError says nothing without its name."""
+    return str(error) if type(error) is ValueError else repr(error)
+
+
+def no_pack(folder: Path) -> str:
+    """Why ``folder`` is no packed model, and what to do."""
     if not folder.is_dir():
         return f"there is no packed model {folder}: it is not a directory"
     if (folder / JOURNAL).exists():
@@ -314,9 +361,12 @@ JOURNAL = "pack.journal"
 def check_bundle(path: Path, nbytes: int) -> None:
     """Raise StoreError unless ``path`` has ``nbytes``."""
     try:
-        found = path.stat().st_size
+        info = path.stat()
     except OSError as e:
         raise StoreError(f"bundle {path} is missing ({e.strerror}); pack again") from e
+    if not stat.S_ISREG(info.st_mode):
+        raise StoreError(f"bundle {path} is no file; pack again")
+    found = info.st_size
     if found != nbytes:
         what = "truncated" if found < nbytes else "too long"
         raise StoreError(
@@ -330,9 +380,13 @@ def _check(manifest: Manifest) -> None:
     names = set()
     for b in manifest.blocks:
         spec = b.spec()  # checks the parts against each other
-        if b.name in names or b.offset % 4096 or b.offset < ends[b.file] or b.checksum is None:
+        if b.name in names or b.offset % ALIGN or b.offset < ends[b.file] or b.checksum is None:
             raise ValueError(f"block {b.name} is there twice, or at an impossible place")
         names.add(b.name)
+        if not b.parts or bool(b.group) != (b.kind is Kind.EXPERT):
+            raise ValueError(f"block {b.name} has no parts, or is an expert of no layer")
+        if b.page_crcs and len(b.page_crcs) != 4 * (spec.slot_nbytes // ALIGN):
+            raise ValueError(f"block {b.name} has {len(b.page_crcs) // 4} checksums of pages")
         ends[b.file] = b.offset + spec.slot_nbytes
         for p in b.parts:
             if p.layout is Layout.PLAIN and p.nbytes != prod(p.shape) * DTYPE_BYTES[p.format]:
@@ -350,6 +404,10 @@ def require_source(manifest: Manifest, source: SourceId, quant: str, where: obje
         )
 
 
-def with_checksums(blocks: Iterable[Block], checksums: Iterable[int]) -> tuple[Block, ...]:
-    """Planned blocks with the checksums of what was written."""
-    return tuple(replace(b, checksum=c) for b, c in zip(blocks, checksums, strict=True))
+def with_checksums(
+    blocks: Iterable[Block], checksums: Iterable[tuple[int, bytes]]
+) -> tuple[Block, ...]:
+    """Planned blocks with the checksums of what was written, and their pages' CRC-32s."""
+    return tuple(
+        replace(b, checksum=c, page_crcs=p) for b, (c, p) in zip(blocks, checksums, strict=True)
+    )

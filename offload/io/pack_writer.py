@@ -9,6 +9,7 @@ blocks that are whole; the next run continues behind them.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import fcntl
@@ -47,10 +48,12 @@ SYNC_BYTES = 256 * 2**20
 
 @dataclass(slots=True)
 class Finished:
-    """A block that is on the disk: its checksum, and what the packer noted about it."""
+    """A block that is on the disk: its checksum, what the packer noted about it, and the CRC-32s
+    of its pages if rows of it will be read."""
 
     checksum: int
     note: Any = None
+    page_crcs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +206,11 @@ class PackDirectory:
         try:
             header, *lines = [json.loads(line) for line in whole.splitlines()]
             found = {"source": "?", "quant": "?", "offload": "?", "plan": "?", **header}
-            finished = [Finished(checksum, note) for _, checksum, note in lines]
-            numbers = [number for number, _, _ in lines]
+            finished = [
+                Finished(checksum, note, base64.b64decode("".join(crcs), validate=True))
+                for _, checksum, note, *crcs in lines
+            ]
+            numbers = [number for number, *_ in lines]
         except (ValueError, TypeError) as e:
             raise StoreError(
                 f"{self.path / JOURNAL} is damaged ({e}); delete {self.path} to start anew"
@@ -295,7 +301,7 @@ class PackDirectory:
             self._open = _Open(block.file, file, block.offset)
         if self._open.at != block.offset:
             raise ValueError(f"block {block.name} is at {block.offset}, not {self._open.at}")
-        self._sums = PageSums()
+        self._sums = PageSums(pages=self._job.manifest.read_by_row(block))
 
     def _next(self) -> Block:
         if self._journal < 0:
@@ -341,8 +347,11 @@ class PackDirectory:
         self._flush()
         self._sums = None
         line = [len(self.finished), sums.value(), note]
+        crcs = bytes(sums.pages or b"")
+        if crcs:
+            line.append(base64.b64encode(crcs).decode())
         now.pending.append(json.dumps(line, separators=(",", ":")) + "\n")
-        self.finished.append(Finished(sums.value(), note))
+        self.finished.append(Finished(sums.value(), note, crcs))
         if now.unsynced >= self._sync_bytes:
             self.sync()
 
@@ -382,7 +391,7 @@ class PackDirectory:
         if missing:
             raise StoreError(f"{self.path}: {missing} of {len(self._blocks)} blocks are missing")
         self._finish_file()
-        blocks = with_checksums(self._blocks, (f.checksum for f in self.finished))
+        blocks = with_checksums(self._blocks, ((f.checksum, f.page_crcs) for f in self.finished))
         manifest = replace(self._job.manifest, blocks=blocks, **facts)
         try:
             for name, content in extras.items():

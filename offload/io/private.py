@@ -52,7 +52,13 @@ def reserve(fd: int, nbytes: int, directory: str) -> None:
     # which takes minutes for a large file; there we go on without a reservation.
     if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
         code = ctypes.get_errno()
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if code == errno.EFBIG:
+            raise StoreError(
+                f"{directory} takes no file of {format_bytes(nbytes)} ({nbytes} bytes): its "
+                "filesystem, or this process's limit (ulimit -f), allows only smaller ones; choose "
+                "another directory, or smaller files (offload pack --bundle-size)"
+            )
+        if code in (errno.ENOSPC, errno.EDQUOT):
             raise _too_small(nbytes, free, directory)
         log.debug("fallocate in %s: %s", directory, os.strerror(code))
         os.ftruncate(fd, nbytes)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from offload.blocks import DTYPE_BYTES
 from offload.errors import CheckpointError
+from offload.io.pack_manifest import JOURNAL, MANIFEST, bundle_name, no_pack
 
 log = logging.getLogger(__name__)
 
@@ -322,6 +323,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _nothing_found(root: Path, single: str, index: str) -> str:
+    if (root / JOURNAL).exists():
+        return no_pack(root)
+    if (root / bundle_name(0)).exists():
+        return f"{root} was a packed model, but its {MANIFEST} is missing; pack the model again"
     pickles = sorted(p.name for pattern in _PICKLES for p in root.glob(pattern))
     parts = sorted(p.name for p in root.glob("*.safetensors"))
     if parts:

@@ -34,6 +34,9 @@ class Moved(NamedTuple):
     copied: int
 
 
+Check = Callable[[int, memoryview], None]
+"""Called with the offset in the file and the pages that a request brought; may raise."""
+
 Settle = Callable[[BaseException | None], None]
 """Called once per transfer before its future resolves, with its error or None; may raise one."""
 
@@ -236,8 +239,12 @@ class FileStore:
         spans: Sequence[Span],
         view: memoryview,
         priority: int,
+        check: Check | None = None,
     ) -> Future[Receipt]:
-        """Read the parts of ``pieces`` (a whole block's) that ``spans`` ask for, nothing else."""
+        """Read the parts of ``pieces`` (a whole block's) that ``spans`` ask for, nothing else.
+
+        ``check`` sees the whole pages they lie in before they are copied.
+        """
         parts = [
             Piece(p.file, p.src + lo - p.dst, s.dst + lo - s.src, hi - lo)
             for s in spans
@@ -246,7 +253,8 @@ class FileStore:
         ]
         requests = plan_requests(parts, request_bytes=self._staging.chunk_bytes, room=view.nbytes)
         # Never in place: what lies around the wanted bytes in the caller's buffer is the caller's.
-        return self._read(spec, requests, False, view, sum(p.nbytes for p in parts), priority)
+        nbytes = sum(p.nbytes for p in parts)
+        return self._read(spec, requests, False, view, nbytes, priority, check=check)
 
     def _read(
         self,
@@ -257,16 +265,25 @@ class FileStore:
         payload_bytes: int,
         priority: int,
         settle: Settle | None = None,
+        check: Check | None = None,
     ) -> Future[Receipt]:
         base = address(view)
         transfer, is_open = self._start(f"block {spec.id}", view, payload_bytes, settle)
         if is_open:
-            jobs = [partial(self._fetch, r, in_place, view, base, priority) for r in requests]
+            jobs = [
+                partial(self._fetch, r, in_place, view, base, priority, check) for r in requests
+            ]
             transfer.run(self._engine, jobs, priority)
         return transfer.future
 
     def _fetch(
-        self, request: Request, in_place: bool, view: memoryview, base: int, priority: int
+        self,
+        request: Request,
+        in_place: bool,
+        view: memoryview,
+        base: int,
+        priority: int,
+        check: Check | None,
     ) -> Moved:
         file = self._files[request.file]
         parts, copies = request.parts, request.bounced
@@ -284,6 +301,8 @@ class FileStore:
                 else:
                     bufs.append(view[at : at + n])
             physical = file.read(request.offset, *bufs)
+            if check is not None:
+                check(request.offset, chunk.view[: request.nbytes])
             for c in copies:
                 copy(base + c.dst, chunk.address + c.src, c.nbytes)
         return Moved(physical, sum(c.nbytes for c in copies))

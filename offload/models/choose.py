@@ -10,6 +10,7 @@ from offload.io.pack_manifest import is_pack, read_manifest
 from offload.models.meta import resolve
 from offload.models.pack_cache import packed
 from offload.models.pack_checkpoint import CheckpointSource
+from offload.models.pack_open import is_gguf
 from offload.models.pack_run import PackProgress
 from offload.models.pack_source import Source
 
@@ -37,7 +38,7 @@ def model_directory(
         StoreError: the pack cannot be made.
     """
     file = Path(model).expanduser()
-    if file.suffix.lower() == ".gguf" and file.is_file():
+    if is_gguf(file):
         from offload.models.gguf_source import GgufSource
 
         return _pack(GgufSource.open(file), quant or "none", announce, progress)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from offload.errors import StoreError
 from offload.io.pack_manifest import SourceId, is_pack
+from offload.models.naming import packs_folder
 from offload.models.pack_reader import PackedModel
 from offload.models.pack_run import PackProgress, pack
 from offload.models.pack_source import Source
@@ -21,10 +21,7 @@ def pack_cache_dir(source: SourceId, quant: str) -> Path:
 
     A changed source has another fingerprint, and so another directory.
     """
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG base directory specification: what is not absolute is to be ignored.
-    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    return base / "offload" / "packs" / f"{source.fingerprint[:32]}-{quant}"
+    return packs_folder() / f"{source.fingerprint[:32]}-{quant}"
 
 
 def packed(

@@ -11,12 +11,13 @@ import numpy.typing as npt
 from offload.cpu_ops.codecs import decode_rows
 from offload.cpu_ops.formats import get_format
 from offload.cpu_ops.packing import dequantize, packed_bytes
+from offload.errors import CheckpointError
 from offload.io.pack_manifest import ROWS_PER_GROUP, Block, Layout, Part
 from offload.models.gguf_requant import REQUANTISED, dequantize_rows
 from offload.models.pack_interleave import interleave
 from offload.models.pack_kernels import encode
 from offload.models.pack_plan import Piece
-from offload.models.pack_source import Bytes, Source, as_float32
+from offload.models.pack_source import FLOATS, Bytes, Source, as_float32
 
 CHUNK_ELEMENTS = 4 * 2**20
 """Elements that are converted at a time: what bounds the memory, whatever a tensor's size."""
@@ -115,6 +116,9 @@ def make(
 
 def _fill(part: Part, piece: Piece, rows: Bytes, out: Bytes) -> Deviation:
     """Put rows of the source into ``out`` as ``part`` has them."""
+    stays = part.layout is Layout.PLAIN or part.format == piece.source_format
+    if stays and piece.source_format in FLOATS:  # others are checked as they are quantised
+        _check_finite(piece, rows)
     if part.layout is Layout.PLAIN:
         if part.nbytes != rows.size:
             rows = as_float32(piece.source_format, rows).view(np.uint8)
@@ -134,6 +138,26 @@ def _fill(part: Part, piece: Piece, rows: Bytes, out: Bytes) -> Deviation:
         return Deviation()
     weights = as_float32(native, rows[:ROWS_PER_GROUP])
     return _sample(part, weights, gguf, out)
+
+
+EXPONENTS = {"f32": ("<u4", 0x7F800000), "f16": ("<u2", 0x7C00), "bf16": ("<u2", 0x7F80)}
+"""Of a float format: the integer its values are stored as, and the bits of the exponent, all of
+which are set in NaN and in infinities and in nothing else."""
+
+
+def _check_finite(piece: Piece, rows: Bytes) -> None:
+    """Refuse what a kernel would turn into NaN, tokens and layers away from its cause.
+
+    Quantised rows are checked where they are read or made; these are kept as they are.
+    """
+    word, exponent = EXPONENTS[piece.source_format]
+    values = rows.reshape(-1).view(word)
+    bad = int(np.count_nonzero((values & exponent) == exponent))
+    if bad:
+        raise CheckpointError(
+            f"{piece.tensor} has {bad} weights that are NaN or infinite among {values.size}; the "
+            "file is damaged, or training went wrong: fetch it again"
+        )
 
 
 def _sample(part: Part, weights_NK: npt.NDArray[np.float32], gguf: Bytes, out: Bytes) -> Deviation:

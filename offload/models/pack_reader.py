@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from offload.cpu_ops.codecs import decode_rows
 from offload.cpu_ops.formats import get_format
-from offload.cpu_ops.packing import unpack_rows
-from offload.errors import StoreError
+from offload.cpu_ops.packing import packed_bytes, unpack_rows
+from offload.errors import OffloadError, StoreError
 from offload.io.engines import Engine
 from offload.io.memory import Staging
 from offload.io.pack_bundle import BundleStore
@@ -112,6 +112,9 @@ class PackedModel:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
+        for parts in {b.parts for b in manifest.blocks}:
+            for part in parts:
+                _check_size(path, part)
         self.experts: Mapping[str, ExpertGroup] = _groups(manifest)
         tensors = {
             p.name: Located(b, p) for b in manifest.blocks if b.kind is not Kind.EXPERT
@@ -165,6 +168,26 @@ class PackedModel:
         """The blocks as a store; see ``BundleStore``. The caller closes it."""
         return BundleStore(
             self.path, self.manifest, engine, staging, verify=verify, request_bytes=request_bytes
+        )
+
+
+def _check_size(path: Path, part: Part) -> None:
+    """Raise StoreError unless ``part`` has the bytes of its format: kernels count on them."""
+    if part.layout is Layout.PLAIN:
+        return
+    try:
+        n_rows, columns = part.shape
+        format = get_format(part.format)
+        if part.layout is Layout.PACKED:
+            want = packed_bytes(format, n_rows, columns)
+        else:
+            want = n_rows * format.row_bytes(columns)
+    except (ValueError, OffloadError) as e:
+        raise StoreError(f"{path}: {part.name} {list(part.shape)}: {e}; pack again") from e
+    if part.nbytes != want:
+        raise StoreError(
+            f"{path}: {part.name} {list(part.shape)} in {part.format} has {part.nbytes} bytes "
+            f"instead of {want}; pack again"
         )
 
 

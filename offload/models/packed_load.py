@@ -36,6 +36,7 @@ from offload.models.footprint import Footprint, measure
 from offload.models.lean_run import LeanModel, compile_lean, find_lean
 from offload.models.load import Prepared, least_budgets, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
+from offload.models.naming import model_name
 from offload.models.options import (
     LEAST_SLACK,
     MOST_SLACK,
@@ -59,6 +60,10 @@ from offload.units import format_bytes
 
 DISPATCH_S = 3e-5
 """Python around a kernel's call for one layer's experts, per expert that is not there yet."""
+
+ROWS_BYTES = 2**20
+"""Rows of an embedding are read and decoded so many bytes at a time: those of a tied one come
+sixteen for each that is wanted, and a long prompt's would take more than all of its activations."""
 
 
 @dataclass(kw_only=True)
@@ -189,7 +194,7 @@ def plan_packed(
         try:
             plan = make_plan(ask(least_budgets(ask)[Tier.RAM]))
         except PlanError as error:
-            raise PlanError(f"{pack.path.name}: {error}") from error
+            raise PlanError(f"{model_name(pack.path)}: {error}") from error
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
     return PackedPrepared(
@@ -236,12 +241,12 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
         found = next((pack.tensors[n] for n in param.names if n in pack.tensors), None)
         if found is None:
             raise CheckpointError(
-                f"{pack.path.name}: {param.name} is not in the pack; pack the model again"
+                f"{model_name(pack.path)}: {param.name} is not in the pack; pack the model again"
             )
         if found.part.shape != tuple(param.tensor.shape):
             raise CheckpointError(
-                f"{pack.path.name}: {param.name} is {list(found.part.shape)} in the pack and "
-                f"{list(param.tensor.shape)} in config.json; pack the model again"
+                f"{model_name(pack.path)}: {param.name} is {list(found.part.shape)} in the "
+                f"pack and {list(param.tensor.shape)} in config.json; pack the model again"
             )
         if found.part.layout is Layout.PLAIN:
             continue
@@ -291,11 +296,13 @@ def _cut_experts(
     known = parameters(model)
     for name, group in groups.items():
         if name not in pack.experts:
-            raise CheckpointError(f"{pack.path.name}: the experts {name} are not in the pack")
+            raise CheckpointError(
+                f"{model_name(pack.path)}: the experts {name} are not in the pack"
+            )
         packed = pack.experts[name]
         if len(packed.blocks) != group.n_experts:
             raise CheckpointError(
-                f"{pack.path.name}: {name} has {len(packed.blocks)} experts in the pack and "
+                f"{model_name(pack.path)}: {name} has {len(packed.blocks)} experts in the pack and "
                 f"{group.n_experts} in config.json"
             )
         expert_layout_of(packed, group.module)
@@ -346,7 +353,7 @@ def _reserves(
         "kernels' scratch": _scratch(pack, rows) + lean_bytes,
         "logits": 4 * 4 * options.batch * vocabulary,
         "I/O staging": chunks * chunk,
-        "embedding rows": rows * width * 8,
+        "embedding rows": rows * width * 8 + ROWS_BYTES,
         "model structure and slack": overhead,
         "tokenizer": options.tokenizer_bytes,
         "norms, routers, biases": kept,

@@ -27,7 +27,7 @@ from offload.models.meta import materialise_buffers
 from offload.models.opening import finish_model
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
-from offload.models.packed_load import MOST_TOGETHER, plain_tensor
+from offload.models.packed_load import MOST_TOGETHER, ROWS_BYTES, plain_tensor
 from offload.models.packed_modules import (
     PackedExperts,
     PackedSession,
@@ -75,16 +75,19 @@ class PackedAttachment(Attachment):
             return
         rows = self.pack.rows(name)
         executor, nbytes = self.executor, rows.read_bytes
+        together = max(1, ROWS_BYTES // nbytes)
 
         def read(wanted: Sequence[int]) -> torch.Tensor:
             out = torch.empty(len(wanted), rows.columns)
-            with AlignedBuffer(len(wanted) * nbytes) as buffer:
-                spans = [rows.span(row, i * nbytes) for i, row in enumerate(wanted)]
-                executor.read_rows(rows.block, spans, buffer)
-                for i, row in enumerate(wanted):
-                    part = buffer[i * nbytes : (i + 1) * nbytes]
-                    out[i] = torch.from_numpy(rows.decode(row, part))
-                    part.release()
+            with AlignedBuffer(min(together, len(wanted)) * nbytes) as buffer:
+                for first in range(0, len(wanted), together):
+                    some = wanted[first : first + together]
+                    spans = [rows.span(row, i * nbytes) for i, row in enumerate(some)]
+                    executor.read_rows(rows.block, spans, buffer)
+                    for i, row in enumerate(some):
+                        part = buffer[i * nbytes : (i + 1) * nbytes]
+                        out[first + i] = torch.from_numpy(rows.decode(row, part))
+                        part.release()
             return out
 
         shape_only = torch.empty(rows.rows, rows.columns, device="meta")

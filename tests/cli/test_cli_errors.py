@@ -215,3 +215,14 @@ def test_a_bug_keeps_its_traceback(cli: Cli, bare: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(session, "make_plan", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         cli("generate", "-m", bare, *IDS)
+
+
+def test_a_message_never_writes_to_the_terminal_what_a_file_says(cli: Cli, tmp_path: Path) -> None:
+    """Names in a GGUF header may hold escape sequences; they are shown, not obeyed."""
+    key = b"\x1b[2J\x07key"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    file = tmp_path / "m.gguf"
+    file.write_bytes(header + struct.pack("<I", 77) + bytes(8))
+    run = cli("pack", file, tmp_path / "out")
+    refused(run, r"the value of \x1b[2J\x07key has the unknown type 77")
+    assert "\x1b" not in run.err

@@ -129,3 +129,7 @@ def test_a_signal_leaves_what_can_be_continued(
     result = cli("pack", moe, out, "--quant", "q4")
     assert result.code == 0, result.err
     assert is_pack(out)
+
+
+def test_a_name_that_is_too_long_is_an_error(cli: Cli, moe: Path, tmp_path: Path) -> None:
+    refused(cli("pack", moe, tmp_path / ("a" * 300)), "cannot make", "File name too long")

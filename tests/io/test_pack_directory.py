@@ -491,3 +491,80 @@ def test_a_signal_between_journal_and_sync_is_no_damage(
         fill(directory)
         directory.commit({})
     assert read(tmp_path / "p", io) == [content(i) for i in range(len(SIZES))]
+
+
+# Single rows
+
+
+def table_job() -> Job:
+    """As ``job``, and ``b2`` is a table, 17 whole pages and 369 bytes."""
+    plan = job()
+    blocks = list(plan.manifest.blocks)
+    blocks[2] = replace(blocks[2], kind=Kind.ROWS, group="")
+    return Job(manifest=replace(plan.manifest, blocks=tuple(blocks)), plan=plan.plan)
+
+
+def rows_of(path: Path, io: tuple[Engine, Staging], *spans: Span, verify: bool = True) -> bytes:
+    store = BundleStore(path, read_manifest(path), *io, verify=verify)
+    try:
+        buf = memoryview(bytearray(max(s.dst + s.nbytes for s in spans)))
+        store.read_spans_into("b2", spans, buf).result(timeout=30)
+        return bytes(buf)
+    finally:
+        store.close()
+
+
+def test_a_flipped_byte_is_found_in_the_page_of_a_row(
+    tmp_path: Path, io: tuple[Engine, Staging]
+) -> None:
+    with PackDirectory(tmp_path / "p", table_job()) as directory:
+        fill(directory)
+        made = directory.commit({})
+    assert [len(b.page_crcs) for b in made.blocks] == [0, 0, 4 * 18, 0, 0, 0]
+    assert read_manifest(tmp_path / "p") == made
+    start, bundle = made.blocks[2].offset, tmp_path / "p" / bundle_name(0)
+    whole = bundle.read_bytes()
+    row = Span(4000, 3, 500)  # across two pages
+    for page in range(18):
+        raw = bytearray(whole)
+        raw[start + 4096 * page + 7 * page] ^= 0x20
+        bundle.write_bytes(raw)
+        far = Span(SIZES[2] - 9, 600, 9)  # in the last page
+        hurt = page in (0, 1, 17)
+        if hurt:
+            at = start + 4096 * page
+            with pytest.raises(
+                StoreError, match=rf"block b2: .*00001.bin is damaged.*offset {at} "
+            ):
+                rows_of(tmp_path / "p", io, row, far)
+        got = rows_of(tmp_path / "p", io, row, far, verify=not hurt)
+        assert hurt or got[3:503] == content(2)[4000:4500]
+        assert hurt or got[600:] == content(2)[-9:]
+
+
+def test_a_resumed_pack_has_the_checksums_of_its_pages(tmp_path: Path) -> None:
+    def make(path: Path, *stops: int) -> bytes:
+        for stop in stops:
+            with PackDirectory(path, table_job()) as directory:
+                fill(directory, stop)
+        with PackDirectory(path, table_job()) as directory:
+            fill(directory)
+            directory.commit({})
+        return (path / MANIFEST).read_bytes()
+
+    assert make(tmp_path / "a") == make(tmp_path / "b", 2, 3, 5)
+
+
+def test_a_limit_of_the_file_size_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        private.ctypes.set_errno(errno.EFBIG)
+        return -1
+
+    monkeypatch.setattr(private._libc, "fallocate", refuse)
+    with pytest.raises(
+        StoreError, match=r"takes no file of .* \(\d+ bytes\): .*ulimit -f.*smaller"
+    ):
+        PackDirectory(tmp_path / "p", job())
+    assert not (tmp_path / "p").exists()

@@ -321,3 +321,12 @@ def test_nothing_there(tmp_path: Path) -> None:
         CheckpointIndex.open(tmp_path)
     with pytest.raises(CheckpointError, match="cannot read"):
         read_header(tmp_path)
+
+
+def test_a_pack_without_its_manifest_is_not_called_pickled(tmp_path: Path) -> None:
+    (tmp_path / "bundle-00001.bin").write_bytes(bytes(4096))
+    with pytest.raises(CheckpointError, match=r"was a packed model, but its pack\.json is missing"):
+        CheckpointIndex.open(tmp_path)
+    (tmp_path / "pack.journal").write_text("{}")
+    with pytest.raises(CheckpointError, match="is an unfinished pack; run 'offload pack'"):
+        CheckpointIndex.open(tmp_path)

@@ -346,3 +346,13 @@ def test_random_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pack_convert, "CHUNK_ELEMENTS", 1500)
     pack(SynthSource(tmp_path / "c", quant="q4"), tmp_path / "cut", quant="q4")
     assert open_pack(tmp_path / "cut")[1] == open_pack(tmp_path / "whole")[1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["layers.0.norm", "embed", "layers.0.experts.up"])
+def test_what_is_kept_as_it_is_has_to_be_finite(tmp_path: Path, name: str, value: float) -> None:
+    source = small_source()
+    source.arrays[name].reshape(-1)[7] = value
+    with pytest.raises(CheckpointError, match=rf"{name} has 1 weights that are NaN or infinite"):
+        pack(source, tmp_path / "p", quant="none")
+    assert not is_pack(tmp_path / "p")
