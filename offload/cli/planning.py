@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offload.cli.compiling import compiling_notice
 from offload.cli.console import byte_progress, note, share_progress
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
@@ -135,7 +136,8 @@ def make_plan(
     if wanted.predict:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
         options.hardware = on_these_files(find_hardware(directory), directory)
-    prepared = prepare(directory, options)
+    with compiling_notice() as compiling:
+        prepared = prepare(directory, options, compiling)
     if wanted.disk is not None and not prepared.recipes.convert:
         prepared.notes.append(
             f"--disk {wanted.disk} is not needed: every block is read from the checkpoint itself"

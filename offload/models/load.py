@@ -94,8 +94,14 @@ class Prepared:
         return open_prepared(self, progress, wrap_store)
 
 
-def prepare(path: str | Path, options: Options) -> Prepared:
+def prepare(
+    path: str | Path, options: Options, compiling: Callable[[Any], None] | None = None
+) -> Prepared:
     """Plan a checkpoint. Loads no weights.
+
+    Args:
+        compiling: for a packed model: called with ``offload.cpu_ops.warm.Compiling`` while kernels
+            are compiled that this machine does not have yet. None: a line in the log.
 
     Raises:
         CheckpointError, UnsupportedModelError: see ``offload.models.meta.build``.
@@ -107,7 +113,7 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     if is_pack(directory):
         from offload.models.packed_load import prepare_packed
 
-        return prepare_packed(directory, options)
+        return prepare_packed(directory, options, compiling)
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
