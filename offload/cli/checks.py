@@ -151,9 +151,7 @@ def kernels() -> Check:
 
         found = take_stock()
     except OffloadError as error:
-        return Check(
-            name=name, verdict=Verdict.BROKEN, detail=str(error), fix="unset OFFLOAD_ISA"
-        )
+        return Check(name=name, verdict=Verdict.BROKEN, detail=str(error), fix="unset OFFLOAD_ISA")
     except Exception as error:  # noqa: BLE001  without a whole numba anything can be missing
         detail = f"cannot be compiled ({error}); only models that are not packed run"
         return Check(name=name, verdict=Verdict.BETTER, detail=detail, fix="pip install numba")

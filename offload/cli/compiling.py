@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-
 from typing import TYPE_CHECKING
 
 from offload.cli.console import err, note, share_progress

@@ -93,9 +93,7 @@ def _compile(todo: list[Kernel], report: Report | None) -> None:
         if report is not None:
             left_s = pace * (total - expected)
             report(
-                Compiling(
-                    done=done, total=len(todo), next=kernel.what, seconds=gone, left_s=left_s
-                )
+                Compiling(done=done, total=len(todo), next=kernel.what, seconds=gone, left_s=left_s)
             )
         kernel.entry()
         expected += kernel.seconds
