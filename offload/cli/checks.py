@@ -147,7 +147,8 @@ def kernels() -> Check:
     """How many CPU kernels are compiled for this machine, and where."""
     name, fix = "kernels", "offload doctor --warm"
     try:
-        from offload.cli.warming import VARIABLE, take_stock
+        from offload.cli.warming import take_stock
+        from offload.cpu_ops.kernel_cache import VARIABLE
 
         found = take_stock()
     except OffloadError as error:

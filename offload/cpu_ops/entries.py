@@ -17,7 +17,7 @@ from typing import Any
 
 from numba.core import types
 from numba.core.ccallback import CFunc
-from numba.core.typing import signature
+from numba.core.typing import templates
 
 from offload.cpu_ops.ffn import expert_ffn
 from offload.cpu_ops.formats import Activation, get_format
@@ -27,6 +27,9 @@ from offload.cpu_ops.tags import tag
 from offload.cpu_ops.tiles import gemm
 
 log = logging.getLogger(__name__)
+
+# Numba's own annotations are partial and differ between versions.
+_signature: Any = templates.signature
 
 _ARGUMENTS, _RESULT = (types.int64,), types.void
 
@@ -65,7 +68,7 @@ class Kernel:
         if self._entry is not None:
             return True
         cache = self.cache()
-        return cache is not None and cache.has(signature(_RESULT, *_ARGUMENTS))
+        return cache is not None and cache.has(_signature(_RESULT, *_ARGUMENTS))
 
     def cache(self) -> KernelCache | None:
         """Where it is stored, or would be; None if no directory can be written."""

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from numba.core import config
-from numba.core.caching import FunctionCache
-from numba.core.registry import cpu_target
+from numba.core import caching, registry
+from numba.core import config as numba_config
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +26,16 @@ VARIABLE = "NUMBA_CACHE_DIR"
 """Environment variable that names another directory. Without it Numba takes ``__pycache__`` beside
 the sources, or the user's cache directory if that is not writable."""
 
+# Numba's own annotations are partial and differ between versions.
+_FunctionCache: Any = caching.FunctionCache
+_config: Any = numba_config
+
 _LOCK = "offload-kernels.lock"
 
 _warned: set[str] = set()
 
 
-class KernelCache(FunctionCache):  # type: ignore[misc, unused-ignore]
+class KernelCache(_FunctionCache):  # type: ignore[misc]
     """The stored versions of one kernel's body."""
 
     @classmethod
@@ -47,20 +50,20 @@ class KernelCache(FunctionCache):  # type: ignore[misc, unused-ignore]
             )
             return None
         if not cache.as_asked:
-            _warn(f"{config.CACHE_DIR} cannot be written: kernels are kept in {cache.cache_path}")
+            _warn(f"{_config.CACHE_DIR} cannot be written: kernels are kept in {cache.cache_path}")
         return cache
 
     @property
     def as_asked(self) -> bool:
         """Whether it lies in the directory that the environment names, if it names one."""
-        asked = config.CACHE_DIR
+        asked = _config.CACHE_DIR
         return not asked or Path(self.cache_path).is_relative_to(asked)
 
     def has(self, signature: Any) -> bool:
         """Whether this machine's code for ``signature`` is stored. Loads nothing."""
         try:
             file = self._cache_file
-            key = self._index_key(signature, cpu_target.target_context.codegen())
+            key = self._index_key(signature, registry.cpu_target.target_context.codegen())
             name = file._load_index().get(key)
             return name is not None and os.path.exists(file._data_path(name))
         except (OSError, EOFError, pickle.UnpicklingError):

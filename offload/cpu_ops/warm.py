@@ -126,9 +126,11 @@ def layer_kernels(plan: LayerPlan, kv: KvType = KvType.F32) -> list[Kernel]:
     found = [attention_kernel(*formats, kv.value, isa)]
     if plan.router is not None:
         found.append(router_kernel(plan.router.gate.format.name, isa))
-    for mlp in (plan.mlp, plan.shared):
-        if mlp is not None:
-            found.append(mlp_kernel(mlp.gate.format.name, mlp.down.format.name, isa))
+    found += [
+        mlp_kernel(mlp.gate.format.name, mlp.down.format.name, isa)
+        for mlp in (plan.mlp, plan.shared)
+        if mlp is not None
+    ]
     return found
 
 
