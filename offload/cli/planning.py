@@ -47,6 +47,7 @@ class Wanted:
     expert_policy: str | None = None
     routing: Path | None = None
     record_routing: Path | None = None
+    kernels: str | None = None
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -66,6 +67,7 @@ class Wanted:
             expert_policy=self.expert_policy,
             routing=self.routing,
             record_routing=self.record_routing,
+            kernels=self.kernels,
         )
 
 
@@ -145,7 +147,7 @@ def make_plan(
     return prepared
 
 
-def find_model(model: str, quant: str | None) -> Path:
+def find_model(model: str, quant: str | None, kernels: str | None = None) -> Path:
     """The directory of a model, packed first where that is needed; see ``model_directory``."""
     with byte_progress() as report:
 
@@ -156,6 +158,7 @@ def find_model(model: str, quant: str | None) -> Path:
         return model_directory(
             model,
             quant,
+            kernels=kernels,
             announce=lambda path: note(f"once, into {path}", "packing"),
             progress=progress,
         )

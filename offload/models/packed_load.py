@@ -28,6 +28,7 @@ from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_k
 from offload.errors import CheckpointError, OffloadError, PlanError, UnsupportedModelError
 from offload.io.pack_manifest import Kind, Layout
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
+from offload.models import fast_check
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
@@ -80,6 +81,10 @@ class PackedPrepared(Prepared):
         from offload.models.packed_opening import open_packed
 
         return open_packed(self, progress, wrap_store)
+
+    def check_kernels(self, model: Any) -> None:
+        if fast_check.is_due(self.options, self.pack):
+            self.kernel_error = model.offload.kernel_error = fast_check.measure(model, self)
 
 
 def prepare_packed(
@@ -136,8 +141,10 @@ def plan_packed(
     model, dtype = instantiate(config, torch.float32)
     model.tie_weights(missing_keys=set(), recompute_mapping=False)
     prompt = options.prompt_tokens or options.context
-    footprint = measure(model, prompt, options.batch)
-    cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
+    due = fast_check.is_due(options, pack)
+    read = max(prompt, fast_check.tokens_to_check(options)) if due else prompt
+    footprint = measure(model, read, options.batch)
+    cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
     ram = ram_budget(options)
     notes = [
         "weights are packed and activations float32: results differ from the unquantised model's"
@@ -171,10 +178,12 @@ def plan_packed(
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
+        if due:
+            overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
         return {
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
-                cache=cache, prompt=prompt, ram=ram, kept=kept, overhead=overhead,
+                cache=cache, prompt=read, ram=ram, kept=kept, overhead=overhead,
                 lean_bytes=lean.scratch_bytes(max(options.context, prompt)),
             )
         }  # fmt: skip
