@@ -216,7 +216,7 @@ def _product(x: torch.Tensor, fmt: Format, packed: int, rows: int, columns: int)
     for first in range(0, rows, step):
         n = min(step, rows - first)
         nbytes = packed_bytes(fmt, n, columns)
-        raw = (ctypes.c_uint8 * nbytes).from_address(packed + first * row_bytes)
+        raw: Any = (ctypes.c_uint8 * nbytes).from_address(packed + first * row_bytes)
         slab = unpack_rows(fmt, np.frombuffer(raw, np.uint8), n, columns)
         weights = torch.from_numpy(slab).view(_DTYPES[fmt.name])
         out[..., first : first + n] = F.linear(x, weights.to(x.dtype))
@@ -245,7 +245,7 @@ def _experts(
         found = _product(x, fmt, base + getattr(layout, f"{part}_offset"), rows, columns)
         at = getattr(layout, f"{part}_bias_offset")
         if at >= 0:
-            raw = (ctypes.c_uint8 * (4 * rows)).from_address(base + at)
+            raw: Any = (ctypes.c_uint8 * (4 * rows)).from_address(base + at)
             found += torch.frombuffer(raw, dtype=torch.float32).to(x.dtype)
         return found
 
