@@ -19,6 +19,7 @@ def load(
     path: str | Path,
     *,
     quant: str | None = None,
+    kernels: str | None = None,
     ram: str | int | None = None,
     gpu: str | int | None = None,
     disk: str | Path | None = None,
@@ -42,6 +43,9 @@ def load(
         quant: ``"q4"`` or ``"q8"``: run the weights quantised, ``"none"``: as they are, but on our
             own kernels. Packs the model into the cache directory on first use. What runs packed
             (a GGUF always does) computes in float32 and is not bit-equal to the reference.
+        kernels: ``"exact"``: torch's, the default for a checkpoint. ``"fast"``: ours, as with
+            ``quant="none"`` if ``quant`` says nothing else; for unquantised weights the difference
+            to torch's logits is then measured: ``model.offload.kernel_error``.
         ram: bytes, or e.g. ``"8GiB"``: everything above the bare process is kept below it. None:
             a safe share of the memory that is free now.
         gpu: the budget of the device tier; with ``device="sim"`` only.
@@ -63,9 +67,17 @@ def load(
     if context is not None:
         options["context"] = context
     chosen = parse_options(
-        ram=ram, gpu=gpu, disk=disk, dtype=dtype, device=device, batch=batch, guess=guess, **options
+        kernels=kernels,
+        ram=ram,
+        gpu=gpu,
+        disk=disk,
+        dtype=dtype,
+        device=device,
+        batch=batch,
+        guess=guess,
+        **options,
     )
-    return _load(model_directory(path, quant), chosen, progress)
+    return _load(model_directory(path, quant, kernels=kernels), chosen, progress)
 
 
 def wrap(

@@ -70,6 +70,7 @@ def chat(
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
     quant: flags.Quant = None,
+    kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
@@ -117,6 +118,7 @@ def chat(
         guess=guess,
         expert_policy=expert_policy,
         routing=routing,
+        kernels=None if kernels is None else kernels.value,
         record_routing=record_routing,
     )
     run_chat(

@@ -59,7 +59,7 @@ def run_chat(wish: Wish, source: Source) -> None:
     options = wish.wanted.options()
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
-    directory = find_model(wish.model, wish.quant)
+    directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
     config = read_config(directory)
     decode.check_can_generate(model_class(config), model_name(directory))
     tokenizer, tokenizer_bytes = session.measured_tokenizer(directory)
@@ -137,6 +137,7 @@ def _load_and_talk(
     sampling: Mapping[str, float | int] = {}
     try:
         session.stop_between_units(prepared)
+        session.say_kernel_error(prepared, model)
         sampling = wish.sampling.apply(model.generation_config)
         cache = KeptCache(model.offload.new_cache) if wish.reuse else None
         if cache is not None and (why := can_reuse(model, terms.context)) is not None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.errors import OffloadError
 from offload.runtime.hardware_cache import cache_path, default_threads, disk_name, load_cached
 from offload.runtime.rss import available_ram, ram_limit, reset_peak_rss
 from offload.units import format_bytes
@@ -58,6 +59,8 @@ def run_checks(disk: Path) -> Iterator[Check]:
     yield library("numba", "0.61", Verdict.BETTER)
     yield cuda()
     yield cpu_flags()
+    yield kernels()
+    yield threading_layer()
     yield ram()
     yield huge_pages()
     yield peak_reset()
@@ -138,6 +141,83 @@ def cpu_flags() -> Check:
         detail=f"{listed}; no bfloat16 instructions, long prompts are slower in it",
         fix="compare with --dtype float32 (twice the bytes)",
     )
+
+
+def kernels() -> Check:
+    """How many CPU kernels are compiled for this machine, and where."""
+    name, fix = "kernels", "offload doctor --warm"
+    try:
+        from offload.cli.warming import take_stock
+        from offload.cpu_ops.kernel_cache import VARIABLE
+
+        found = take_stock()
+    except OffloadError as error:
+        return Check(name=name, verdict=Verdict.BROKEN, detail=str(error), fix="unset OFFLOAD_ISA")
+    except Exception as error:  # noqa: BLE001  without a whole numba anything can be missing
+        detail = f"cannot be compiled ({error}); only models that are not packed run"
+        return Check(name=name, verdict=Verdict.BETTER, detail=detail, fix="pip install numba")
+    if found.directory is None or not found.as_asked:
+        kept = f"they go to {found.directory}" if found.directory else "every start compiles them"
+        return Check(
+            name=name,
+            verdict=Verdict.BETTER,
+            detail=f"the directory for compiled kernels cannot be written: {kept}",
+            fix=f"export {VARIABLE}=DIR with a directory that can be written",
+        )
+    if found.compiled == found.total:
+        detail = f"all {found.total} for {found.isa} are compiled, in {found.place}"
+        return Check(name=name, verdict=Verdict.GOOD, detail=detail)
+    return Check(
+        name=name,
+        verdict=Verdict.BETTER,
+        detail=f"{found.compiled} of {found.total} for {found.isa} are compiled, in "
+        f"{found.place}; a model's missing ones are compiled before its first token",
+        fix=f"{fix}  (about {max(1, round(found.todo_s / 60))} min, once)",
+    )
+
+
+def threading_layer() -> Check:
+    """Which threads the kernels run on, and what Numba's setting for its own means."""
+    name, variable = "kernel threads", "NUMBA_THREADING_LAYER"
+    try:
+        from offload.cpu_ops.threads import openmp
+
+        shared = openmp() is not None
+    except Exception as error:  # noqa: BLE001  torch or numba may be anything but whole
+        return Check(name=name, verdict=Verdict.BETTER, detail=f"cannot be tried ({error})")
+    detail = "torch's own OpenMP pool" if shared else "1: torch has no OpenMP pool to share"
+    if os.environ.get(variable, "").strip().lower() == "workqueue":
+        return Check(
+            name=name,
+            verdict=Verdict.BETTER,
+            detail=f"{detail}; {variable}=workqueue does not concern them, as no kernel here uses "
+            "Numba's threads, but other Numba code in the same process: that layer is not "
+            "thread-safe, and Numba ends a process whose threads enter it at once",
+            fix=f"unset {variable}, or set it to omp or tbb",
+        )
+    if not shared:
+        return Check(
+            name=name,
+            verdict=Verdict.BETTER,
+            detail=f"{detail} (Numba's own are not used)",
+            fix="pip install torch from pytorch.org, which has one on Linux",
+        )
+    others = "Numba's own are not used"
+    if _numba_layers() == {"workqueue"}:
+        others += ", of which only workqueue is here: not thread-safe"
+    return Check(name=name, verdict=Verdict.GOOD, detail=f"{detail}; {others}")
+
+
+def _numba_layers() -> set[str]:
+    """The threading layers that Numba could start here."""
+    found = set()
+    for layer, module in (("tbb", "tbbpool"), ("omp", "omppool"), ("workqueue", "workqueue")):
+        try:
+            importlib.import_module(f"numba.np.ufunc.{module}")
+        except ImportError:
+            continue
+        found.add(layer)
+    return found
 
 
 def _count(n: int, what: str) -> str:

@@ -14,6 +14,14 @@ def doctor(
     disk: Annotated[
         Path, typer.Option(metavar="DIR", help="The directory that models would be read from.")
     ] = Path("."),
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm",
+            help="Compile all CPU kernels for this machine now (minutes, once) and do nothing "
+            "else; otherwise a model's are compiled when it is first used.",
+        ),
+    ] = False,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -26,6 +34,11 @@ def doctor(
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
+    if warm:
+        from offload.cli import warming
+
+        output.write_json(json_file, warming.warm())
+        return
     from rich.text import Text
 
     from offload.cli import console

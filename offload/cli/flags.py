@@ -87,6 +87,22 @@ Quant = Annotated[
         "the cache directory on first use. The text differs from the unquantised model's.",
     ),
 ]
+
+
+class KernelsName(enum.StrEnum):
+    """``--kernels``."""
+
+    exact = "exact"
+    fast = "fast"
+
+
+Kernels = Annotated[
+    KernelsName | None,
+    typer.Option(
+        help="exact: torch's, bit-equal to transformers (default of a checkpoint); fast: ours, on "
+        "weights packed with every bit kept, and says by how much the logits differ."
+    ),
+]
 Gpu = Annotated[
     int | None,
     typer.Option(

@@ -48,6 +48,7 @@ def generate(
         bool, typer.Option("--raw", help="Do not put the prompt through the chat template.")
     ] = False,
     quant: flags.Quant = None,
+    kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
@@ -91,6 +92,7 @@ def generate(
         guess=guess,
         expert_policy=expert_policy,
         routing=routing,
+        kernels=None if kernels is None else kernels.value,
         record_routing=record_routing,
     )
     run_session(

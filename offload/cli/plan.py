@@ -13,6 +13,7 @@ from offload.errors import OffloadError
 def plan(
     model: flags.Model,
     quant: flags.Quant = None,
+    kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
@@ -64,11 +65,12 @@ def plan(
         guess=guess,
         expert_policy=expert_policy,
         routing=routing,
+        kernels=None if kernels is None else kernels.value,
     )
     options = wanted.options()
     if threads is not None:
         torch.set_num_threads(threads)
-    directory = find_model(model, None if quant is None else quant.value)
+    directory = find_model(model, None if quant is None else quant.value, wanted.kernels)
     room = default_context(context, context_limit(read_config(directory)))
     if prompt_tokens is not None and prompt_tokens > room:
         raise OffloadError(

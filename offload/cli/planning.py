@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offload.cli.compiling import compiling_notice
 from offload.cli.console import byte_progress, note, share_progress
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
@@ -46,6 +47,7 @@ class Wanted:
     expert_policy: str | None = None
     routing: Path | None = None
     record_routing: Path | None = None
+    kernels: str | None = None
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -65,6 +67,7 @@ class Wanted:
             expert_policy=self.expert_policy,
             routing=self.routing,
             record_routing=self.record_routing,
+            kernels=self.kernels,
         )
 
 
@@ -135,7 +138,8 @@ def make_plan(
     if wanted.predict:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
         options.hardware = on_these_files(find_hardware(directory), directory)
-    prepared = prepare(directory, options)
+    with compiling_notice() as compiling:
+        prepared = prepare(directory, options, compiling)
     if wanted.disk is not None and not prepared.recipes.convert:
         prepared.notes.append(
             f"--disk {wanted.disk} is not needed: every block is read from the checkpoint itself"
@@ -143,7 +147,7 @@ def make_plan(
     return prepared
 
 
-def find_model(model: str, quant: str | None) -> Path:
+def find_model(model: str, quant: str | None, kernels: str | None = None) -> Path:
     """The directory of a model, packed first where that is needed; see ``model_directory``."""
     with byte_progress() as report:
 
@@ -154,6 +158,7 @@ def find_model(model: str, quant: str | None) -> Path:
         return model_directory(
             model,
             quant,
+            kernels=kernels,
             announce=lambda path: note(f"once, into {path}", "packing"),
             progress=progress,
         )

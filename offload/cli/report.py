@@ -85,9 +85,10 @@ def run_json(
     run: Run, prepared: Prepared, sampling: Mapping[str, float | int], threads: int
 ) -> dict[str, Any]:
     """``figures`` of a run, and what it ran with. Sizes in bytes, times in seconds."""
+    error = prepared.kernel_error
     return {
         "load_s": run.at_end["load_s"],
-        "load_read_bytes": run.at_start["disk_read_bytes"],
+        "load_read_bytes": run.at_start["disk_read_bytes"] - (error.read_bytes if error else 0),
         **figures(run),
         **surroundings(run.at_end, prepared, sampling, threads),
     }
@@ -133,7 +134,9 @@ def surroundings(
 
     plan = prepared.plan
     predicted = plan.predicted_pass_s
+    error = prepared.kernel_error
     return {
+        "kernel_error": None if error is None else error.to_json(),
         "streamed": streams(plan),
         "baseline_rss_bytes": end["baseline_rss_bytes"],
         "peak_rss_bytes": end["peak_rss_bytes"],

@@ -49,7 +49,7 @@ def run_session(wish: Wish) -> None:
     options = wish.wanted.options()
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
-    directory = find_model(wish.model, wish.quant)
+    directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
     config = read_config(directory)
     decode.check_can_generate(model_class(config), model_name(directory))
     tokenizer, tokenizer_bytes = measured_tokenizer(directory)
@@ -88,6 +88,7 @@ def _load_and_run(
     pipe_gone = False
     try:
         stop_between_units(prepared)
+        say_kernel_error(prepared, model)
         sampling = wish.sampling.apply(model.generation_config)
         with console.waiting(f"reading the prompt, {len(ids)} tokens") as first_text:
             decode.generate(
@@ -144,6 +145,14 @@ def open_model(prepared: Prepared) -> Any:
         said += f", {format_bytes(read / load_s)}/s"
     console.note(said, "load")
     return model
+
+
+def say_kernel_error(prepared: Prepared, model: Any) -> None:
+    """Measure by how much fast kernels change the logits, if they were asked for, and say it."""
+    with console.waiting("comparing the fast kernels with torch's"):
+        prepared.check_kernels(model)
+    if (found := prepared.kernel_error) is not None:
+        console.note(f"{found} ({found.seconds:.1f} s)", "fast kernels")
 
 
 def _show(text: str, first_text: Any) -> None:

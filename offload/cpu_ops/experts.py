@@ -224,7 +224,11 @@ class TokenExperts:
         check_floats("out", out, (self.layout.hidden,), written=True)
         a = self._a
         at = address_of(x)
-        a[Ffn.EXPERTS], a[Ffn.BASES], a[Ffn.SLOT_WEIGHTS] = n, address_of(bases), address_of(weights)
+        a[Ffn.EXPERTS], a[Ffn.BASES], a[Ffn.SLOT_WEIGHTS] = (
+            n,
+            address_of(bases),
+            address_of(weights),
+        )
         a[Ffn.X], a[Ffn.OUT], a[Ffn.ADD] = at, address_of(out), add
         a[Ffn.NEXT_X :] = 0
         if self._reads_floats:

@@ -10,7 +10,7 @@ import enum
 import functools
 from typing import Any
 
-from offload.cpu_ops.entries import Entry, compile_body
+from offload.cpu_ops.entries import Entry, Kernel, compile_seconds
 from offload.cpu_ops.formats import TILE_ROWS, get_format
 from offload.cpu_ops.functions import glu
 from offload.cpu_ops.isa import Isa
@@ -196,7 +196,7 @@ def accumulate(kind: Any, a: int) -> None:
 
 
 @functools.cache
-def dequantize_entry(format_name: str, kind_name: str, isa: Isa) -> Entry:
+def dequantize_kernel(format_name: str, kind_name: str, isa: Isa) -> Kernel:
     """``dequantize_tiles`` of a format to "bf16" or "f32"."""
     fmt, kind = tag("format", get_format(format_name).name), tag("kind", kind_name)
     how, instructions = tag("rounding", rounding(isa)), tag("isa", isa.value)
@@ -204,24 +204,41 @@ def dequantize_entry(format_name: str, kind_name: str, isa: Isa) -> Entry:
     def dequantize_body(arguments: int) -> None:
         dequantize_tiles(fmt, kind, how, instructions, arguments)
 
-    return compile_body(dequantize_body, f"dequantising {format_name} for {isa.value}")
+    what = f"dequantising {format_name} for {isa.value}"
+    return Kernel(dequantize_body, what, compile_seconds(2.0, format_name))
 
 
 @functools.cache
-def activate_entry(kind_name: str, isa: Isa) -> Entry:
+def dequantize_entry(format_name: str, kind_name: str, isa: Isa) -> Entry:
+    return dequantize_kernel(format_name, kind_name, isa).entry()
+
+
+@functools.cache
+def activate_kernel(kind_name: str, isa: Isa) -> Kernel:
     kind, how = tag("kind", kind_name), tag("rounding", rounding(isa))
 
     def activate_body(arguments: int) -> None:
         activate(kind, how, arguments)
 
-    return compile_body(activate_body, f"gated activation in {kind_name}")
+    what = f"gated activation in {kind_name}"
+    return Kernel(activate_body, what, 0.4)
 
 
 @functools.cache
-def accumulate_entry(kind_name: str) -> Entry:
+def activate_entry(kind_name: str, isa: Isa) -> Entry:
+    return activate_kernel(kind_name, isa).entry()
+
+
+@functools.cache
+def accumulate_kernel(kind_name: str) -> Kernel:
     kind = tag("kind", kind_name)
 
     def accumulate_body(arguments: int) -> None:
         accumulate(kind, arguments)
 
-    return compile_body(accumulate_body, f"weighted sum of {kind_name}")
+    return Kernel(accumulate_body, f"weighted sum of {kind_name}", 0.3)
+
+
+@functools.cache
+def accumulate_entry(kind_name: str) -> Entry:
+    return accumulate_kernel(kind_name).entry()

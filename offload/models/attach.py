@@ -9,9 +9,10 @@ Fused experts keep their class's own eager loop as well; see ``experts``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -101,6 +102,18 @@ class Attachment:
         """
         if self._recorder is not None:
             self._recorder.close()
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, nothing is recorded: what runs is no use of the model."""
+        if self._recorder is None:
+            yield
+            return
+        self._recorder.paused = True
+        try:
+            yield
+        finally:
+            self._recorder.paused = False
 
     def bury(self) -> None:
         """Replace every parameter that lived in the arenas: their memory goes away."""

@@ -22,6 +22,7 @@ def model_directory(
     model: str | Path,
     quant: str | None = None,
     *,
+    kernels: str | None = None,
     announce: Announce | None = None,
     progress: Report | None = None,
 ) -> Path:
@@ -30,6 +31,8 @@ def model_directory(
     Args:
         quant: ``"none"``, ``"q8"`` or ``"q4"``: run it packed so. None: as it is, which for a GGUF
             file is packed with every bit kept.
+        kernels: ``"fast"``: packed, with every bit kept unless ``quant`` says otherwise, because
+            our kernels take nothing else; ``"exact"``: not packed. None: as ``quant`` says.
         announce: called with the directory before a pack is made.
         progress: called while it is made.
 
@@ -38,11 +41,20 @@ def model_directory(
         StoreError: the pack cannot be made.
     """
     file = Path(model).expanduser()
-    if is_gguf(file):
+    gguf = is_gguf(file)
+    if kernels == "exact" and (gguf or quant is not None or is_pack(resolve(model))):
+        why = f"--quant {quant}" if quant is not None else f"{file.name} is packed or a GGUF file"
+        raise OffloadError(
+            f"--kernels exact cannot take effect: {why}, and packed weights run on our own "
+            f"kernels; drop --kernels exact, or name a checkpoint and drop --quant"
+        )
+    if gguf:
         from offload.models.gguf_source import GgufSource
 
         return _pack(GgufSource.open(file), quant or "none", announce, progress)
     directory = resolve(model)
+    if quant is None and kernels == "fast" and not is_pack(directory):
+        quant = "none"
     if quant is None:
         return directory
     if is_pack(directory):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.blocks import Tier
 from offload.models.attach import Attachment
 from offload.runtime.executor import Executor
 from offload.runtime.rss import peak_rss
 from offload.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from offload.models.fast_check import KernelError
 
 
 @dataclass(kw_only=True)
@@ -22,6 +25,7 @@ class OffloadHandle:
         load_s: seconds from opening the files to the model being ready.
         baseline_rss: resident bytes of the process before the model (see ``stats``).
         notes: what else a user should know about how the model is run.
+        kernel_error: how far fast kernels are from torch's, if they were asked for by name.
     """
 
     plan: Plan
@@ -34,6 +38,7 @@ class OffloadHandle:
     """After ``wrap``: the model's own parameters, waiting for their data."""
     closed: bool = False
     make_cache: Callable[[], Any] | None = None
+    kernel_error: KernelError | None = None
 
     def new_cache(self) -> Any:
         """An empty KV cache for one sequence, to be given as ``past_key_values``; of a packed model

@@ -18,19 +18,20 @@ import numpy as np
 import torch
 
 from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter, scratch_need
+from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import FORMATS, Format, get_format
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import KvCache
-from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.packing import pack_rows
 from offload.cpu_ops.rope import Rope
+from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
 from offload.io.pack_manifest import Layout
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import rope_of
-from offload.models.lean_verify import verify
+from offload.models.lean_verify import twin_kernels, verify
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedExperts, PackedLinear
 from offload.models.units import unit_modules
@@ -60,22 +61,16 @@ def find_lean(model: Any, pack: PackedModel) -> LeanModel:
 
     All or none: one cache serves the whole model.
     """
+    return prove_lean(model, detect_lean(model, pack))
+
+
+def detect_lean(model: Any, pack: PackedModel) -> LeanModel:
+    """``find_lean`` before anything is tried: what the structure says. Runs no kernel."""
     found: dict[str, Lean] = {}
-    tried: list[tuple[type, Lean]] = []
     for path, layer in unit_modules(model):
         lean = detect(layer, partial(_format_of, pack, path))
         if isinstance(lean, str):
             return LeanModel({}, f"{path}: {lean}")
-        known = any(kind is type(layer) and _alike(lean, other) for kind, other in tried)
-        if not known:
-            try:
-                error = verify(layer, lean)
-            except (OffloadError, RuntimeError, AttributeError, TypeError, ValueError) as why:
-                return LeanModel({}, f"{path}: its twin cannot be tried: {why}")
-            logger.debug("%s: the twin differs by %.1e", path, error)
-            if not error < TOLERANCE:
-                return LeanModel({}, f"{path}: its twin differs by {error:.1e}")
-            tried.append((type(layer), lean))
         found[path] = lean
     if len(found) != model.config.get_text_config().num_hidden_layers:
         return LeanModel({}, f"{len(found)} layers were found")
@@ -85,22 +80,29 @@ def find_lean(model: Any, pack: PackedModel) -> LeanModel:
     return LeanModel(found)
 
 
-def compile_lean(lean: LeanModel) -> None:
-    """Compile the kernels of every layer, or load them from the disk's cache."""
-    done: list[LayerPlan] = []
-    for found in lean.layers.values():
-        plan = found.plan
-        if plan in done:
+def prove_lean(model: Any, lean: LeanModel) -> LeanModel:
+    """The same plan if a twin of every kind of layer computes what it says, else why not."""
+    tried: list[tuple[type, Lean]] = []
+    for path, found in lean.layers.items():
+        layer = model.get_submodule(path)
+        if any(kind is type(layer) and _alike(found, other) for kind, other in tried):
             continue
-        done.append(plan)
-        scratch, heads = Scratch.of([plan], 1), plan.attention
-        still = Rope(np.zeros(heads.rotary // 2, np.float32))
-        AttentionHalf(heads, still, KvCache(1, heads.key_heads, heads.dim, 1), 0, scratch)
-        if plan.router is not None:
-            TokenRouter(plan.router, scratch)
-        for mlp in (plan.mlp, plan.shared):
-            if mlp is not None:
-                DenseMlp(mlp, scratch)
+        try:
+            error = verify(layer, found)
+        except (OffloadError, RuntimeError, AttributeError, TypeError, ValueError) as why:
+            return LeanModel({}, f"{path}: its twin cannot be tried: {why}")
+        logger.debug("%s: the twin differs by %.1e", path, error)
+        if not error < TOLERANCE:
+            return LeanModel({}, f"{path}: its twin differs by {error:.1e}")
+        tried.append((type(layer), found))
+    return lean
+
+
+def lean_kernels(lean: LeanModel) -> list[Kernel]:
+    """What the layers run on, and before them their twins."""
+    plans = [found.plan for found in lean.layers.values()]
+    found = [kernel for plan in plans for kernel in (*layer_kernels(plan), *twin_kernels(plan))]
+    return list(dict.fromkeys(found))
 
 
 def _alike(a: Lean, b: Lean) -> bool:

@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.entries import Kernel, ffn_kernel
+from offload.cpu_ops.isa import choose
+from offload.cpu_ops.kv_cache import KvCache, KvType
+from offload.cpu_ops.layer_entries import attention_kernel, mlp_kernel, router_kernel
+from offload.cpu_ops.layer_plan import LayerPlan
 from offload.errors import UnsupportedModelError
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import PackedLayer, rope_of
@@ -50,6 +54,17 @@ def verify(layer: Any, lean: Lean, *, seed: int = 0) -> float:
     lean_twin = PackedLayer(twin, found, rope_of(rotary, found.layer_type), cache, 0)
     got = np.stack([lean_twin(row.copy()) for row in x[0].numpy()])
     return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def twin_kernels(plan: LayerPlan) -> list[Kernel]:
+    """What ``verify`` runs for a layer of this plan."""
+    isa, name = choose(), "f32"
+    found = [attention_kernel(name, name, name, name, KvType.F32.value, isa)]
+    if plan.router is not None:
+        found += [router_kernel(name, isa), ffn_kernel(name, name, isa)]
+    if plan.mlp is not None or plan.shared is not None:
+        found.append(mlp_kernel(name, name, isa))
+    return found
 
 
 def small_config(config: Any, lean: Lean) -> Any:

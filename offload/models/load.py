@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.blocks import Tier
-from offload.errors import PlanError
+from offload.errors import OffloadError, PlanError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
@@ -63,6 +63,9 @@ from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
 from offload.units import format_bytes
 
+if TYPE_CHECKING:
+    from offload.models.fast_check import KernelError
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["DEFAULT_CONTEXT", "Options", "Prepared", "Progress", "load", "plan_model", "prepare"]
@@ -83,6 +86,7 @@ class Prepared:
     baseline_rss: int
     head_rows: frozenset[int] | None
     notes: list[str] = field(default_factory=list)
+    kernel_error: KernelError | None = None
 
     @property
     def minimum(self) -> Mapping[Tier, int]:
@@ -93,9 +97,19 @@ class Prepared:
         """Load what is pinned and return the model, ready to run."""
         return open_prepared(self, progress, wrap_store)
 
+    def check_kernels(self, model: Any) -> None:
+        """Measure how far the opened model's kernels are from torch's, if fast ones were asked
+        for: ``kernel_error``. These are torch's."""
 
-def prepare(path: str | Path, options: Options) -> Prepared:
+
+def prepare(
+    path: str | Path, options: Options, compiling: Callable[[Any], None] | None = None
+) -> Prepared:
     """Plan a checkpoint. Loads no weights.
+
+    Args:
+        compiling: for a packed model: called with ``offload.cpu_ops.warm.Compiling`` while kernels
+            are compiled that this machine does not have yet. None: a line in the log.
 
     Raises:
         CheckpointError, UnsupportedModelError: see ``offload.models.meta.build``.
@@ -107,7 +121,12 @@ def prepare(path: str | Path, options: Options) -> Prepared:
     if is_pack(directory):
         from offload.models.packed_load import prepare_packed
 
-        return prepare_packed(directory, options)
+        return prepare_packed(directory, options, compiling)
+    if options.kernels == "fast":
+        raise OffloadError(
+            f"{directory.name} is not packed, and fast kernels run on packed weights only; "
+            f"offload.load(kernels='fast') and 'offload pack --quant none' pack it"
+        )
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
@@ -239,8 +258,15 @@ def least_budgets(ask: Callable[[int], PlanRequest]) -> Mapping[Tier, int]:
 
 
 def load(path: str | Path, options: Options, progress: Progress | None = None) -> Any:
-    """Prepare and open in one step."""
-    return prepare(path, options).open(progress)
+    """Prepare and open in one step; with fast kernels, measure their error."""
+    prepared = prepare(path, options)
+    model = prepared.open(progress)
+    try:
+        prepared.check_kernels(model)
+    except BaseException:
+        model.offload.close()
+        raise
+    return model
 
 
 def _fine_units(model: Any) -> list[tuple[str, Any]]:

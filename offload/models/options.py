@@ -55,6 +55,9 @@ class Options:
     """For the policy ``pinned``: a recorded routing, whose most used experts stay."""
     record_routing: str | Path | None = None
     """A file to record into what every layer routes to, published when the model is closed."""
+    kernels: str | None = None
+    """``"exact"``: torch's; ``"fast"``: ours, on a pack, and the error of unquantised weights is
+    measured when it is opened. None: a pack's are ours, a checkpoint's torch's."""
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
@@ -64,6 +67,8 @@ class Options:
     def __post_init__(self) -> None:
         check_device(self)
         check_policy(self)
+        if self.kernels not in (None, "exact", "fast"):
+            raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
 
 
 def check_policy(options: Options) -> None:

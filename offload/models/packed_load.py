@@ -21,19 +21,25 @@ from torch import nn
 from offload.blocks import BlockSpec, Tier
 from offload.cpu_ops import prefill
 from offload.cpu_ops.activations import scratch_bytes
-from offload.cpu_ops.entries import warm as warm_kernels
+from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import get_format
-from offload.cpu_ops.isa import choose
-from offload.cpu_ops.prefill import crossover, slab_kind
-from offload.cpu_ops.prefill_kernels import dequantize_entry
+from offload.cpu_ops.prefill import crossover
+from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import CheckpointError, OffloadError, PlanError, UnsupportedModelError
 from offload.io.pack_manifest import Kind, Layout
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
+from offload.models import fast_check
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import Footprint, measure
-from offload.models.lean_run import LeanModel, compile_lean, find_lean
+from offload.models.lean_run import (
+    LeanModel,
+    detect_lean,
+    find_lean,
+    lean_kernels,
+    prove_lean,
+)
 from offload.models.load import Prepared, least_budgets, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
@@ -81,9 +87,18 @@ class PackedPrepared(Prepared):
 
         return open_packed(self, progress, wrap_store)
 
+    def check_kernels(self, model: Any) -> None:
+        if fast_check.is_due(self.options, self.pack):
+            self.kernel_error = model.offload.kernel_error = fast_check.measure(model, self)
 
-def prepare_packed(directory: Path, options: Options) -> PackedPrepared:
+
+def prepare_packed(
+    directory: Path, options: Options, compiling: Report | None = None
+) -> PackedPrepared:
     """Plan a packed model. Loads no weights, but the kernels it will run on.
+
+    Args:
+        compiling: told how far it is if kernels have to be compiled; see ``compile_ahead``.
 
     Raises:
         StoreError: the pack is damaged or incomplete.
@@ -99,17 +114,18 @@ def prepare_packed(directory: Path, options: Options) -> PackedPrepared:
         )
     pack = PackedModel.open(directory)
     config = read_config(directory)
-    compile_kernels(pack)
-    lean = find_lean(instantiate(config, torch.float32)[0], pack)
-    compile_lean(lean)
+    shape = instantiate(config, torch.float32)[0]
+    lean = detect_lean(shape, pack)
+    # Before the process is weighed: they are the program and not the model.
+    compile_ahead([*pack_kernels(pack), *lean_kernels(lean)], compiling)
+    lean = prove_lean(shape, lean)
     warm = warm_up(config, model_class(config), torch.float32)
     reset_peak_rss()
     return plan_packed(pack, config, options, warm, lean)
 
 
-def compile_kernels(pack: PackedModel) -> None:
-    """The kernels for the formats that are there: compiled, or loaded from the disk's cache, before
-    the process is weighed, because they are the program and not the model."""
+def pack_kernels(pack: PackedModel) -> list[Kernel]:
+    """What the matrices and experts of a pack are multiplied by."""
     formats = {
         p.format for b in pack.manifest.blocks for p in b.parts
         if p.layout is Layout.PACKED and b.kind is not Kind.EXPERT
@@ -119,10 +135,7 @@ def compile_kernels(pack: PackedModel) -> None:
         for g in pack.experts.values()
         if {"gate", "down"} <= {p.name for p in g.parts}
     }
-    warm_kernels(sorted(formats), sorted(pairs))
-    for format in map(get_format, sorted(formats)):
-        if crossover(format) is not None:
-            dequantize_entry(format.name, slab_kind(format), choose(None))
+    return [*matrix_kernels(map(get_format, sorted(formats))), *expert_kernels(sorted(pairs))]
 
 
 def plan_packed(
@@ -133,8 +146,10 @@ def plan_packed(
     model, dtype = instantiate(config, torch.float32)
     model.tie_weights(missing_keys=set(), recompute_mapping=False)
     prompt = options.prompt_tokens or options.context
-    footprint = measure(model, prompt, options.batch)
-    cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
+    due = fast_check.is_due(options, pack)
+    read = max(prompt, fast_check.tokens_to_check(options)) if due else prompt
+    footprint = measure(model, read, options.batch)
+    cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
     ram = ram_budget(options)
     notes = [
         "weights are packed and activations float32: results differ from the unquantised model's"
@@ -168,10 +183,12 @@ def plan_packed(
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
+        if due:
+            overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
         return {
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
-                cache=cache, prompt=prompt, ram=ram, kept=kept, overhead=overhead,
+                cache=cache, prompt=read, ram=ram, kept=kept, overhead=overhead,
                 lean_bytes=lean.scratch_bytes(max(options.context, prompt)),
             )
         }  # fmt: skip

@@ -74,12 +74,10 @@ class PackedLinear(nn.Module):
 class PackedExperts:
     """A MoE layer's experts: fetched in order, computed as many at a time as are there."""
 
-    def __init__(
-        self, layout: ExpertLayout, session: PackedSession, token: TokenExperts
-    ) -> None:
+    def __init__(self, layout: ExpertLayout, session: PackedSession, token: TokenExperts) -> None:
         """``token``: for one token's calls; layers of one layout may share it."""
-        self._layout = layout
-        self._session = session
+        self.layout = layout
+        self.session = session
         self._token = token
 
     def __call__(
@@ -90,7 +88,7 @@ class PackedExperts:
         Experts come in ascending order, as in every eager loop, and the sum does not depend on
         how many of them are computed together.
         """
-        x_TH = hidden.detach().reshape(-1, self._layout.hidden).float().contiguous().numpy()
+        x_TH = hidden.detach().reshape(-1, self.layout.hidden).float().contiguous().numpy()
         index_Tk = top_k_index.reshape(len(x_TH), -1).numpy()
         weights_Tk = top_k_weights.detach().reshape(len(x_TH), -1).float().numpy()
         return (
@@ -103,14 +101,14 @@ class PackedExperts:
         """One token, from the routing on: ``ids`` [k] ascending, ``weights`` [k], ``x`` [H]."""
         out = np.empty_like(x)
         at = 0
-        self._session.begin(ids.tolist(), torch.from_numpy(x))
+        self.session.begin(ids.tolist(), torch.from_numpy(x))
         try:
-            for some, bases in self._session.batches():
+            for some, bases in self.session.batches():
                 end = at + len(some)
                 self._token(bases, x, weights[at:end], out, add=at > 0)
                 at = end
         finally:
-            self._session.end()
+            self.session.end()
         if not at:
             out.fill(0)
         return out
@@ -121,13 +119,13 @@ class PackedExperts:
         one = len(x_TH) == 1
         by_expert = dict(zip(index_Tk[0].tolist(), weights_Tk[0].tolist(), strict=True))
         add = False
-        for some, bases in self._session.batches():
+        for some, bases in self.session.batches():
             if one:
                 weights_TE = np.array([[by_expert[e] for e in some]], np.float32)
             else:
                 chosen_TEk = index_Tk[:, None, :] == np.array(some)[:, None]
                 weights_TE = np.where(chosen_TEk, weights_Tk[:, None, :], np.float32(0)).sum(2)
-            expert_ffn(self._layout, bases, x_TH, weights_TE, out_TH, add=add)
+            expert_ffn(self.layout, bases, x_TH, weights_TE, out_TH, add=add)
             add = True
         if not add:
             out_TH[:] = 0
@@ -199,7 +197,7 @@ def expert_layout_of(group: PackedGroup, module: Any) -> ExpertLayout:
     if not {"gate", "up", "down"} <= parts.keys():
         raise UnsupportedModelError(
             f"{group.name}: packed experts have a gate, an up and a down matrix, these have "
-            f"{', '.join(parts)}; run the model without --quant"
+            f"{', '.join(parts)}; run the model without --quant or --kernels fast"
         )
     others = parts.keys() - {"gate", "up", "down", "gate_bias", "up_bias", "down_bias"}
     if others:
@@ -214,7 +212,8 @@ def expert_layout_of(group: PackedGroup, module: Any) -> ExpertLayout:
         if not right:
             raise UnsupportedModelError(
                 f"{group.name}: {name} is {part.format} {list(part.shape)} in {part.layout.value} "
-                f"form, for which there is no kernel; run the model without --quant"
+                f"form, for which there is no kernel; run the model without --quant or "
+                f"--kernels fast"
             )
     gate, up, down = parts["gate"], parts["up"], parts["down"]
     if gate.format != up.format:

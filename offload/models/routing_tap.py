@@ -136,6 +136,7 @@ class RoutingRecorder:
     def __init__(self, path: Any, groups: Sequence[ExpertGroup], model: str) -> None:
         """Raises StoreError if the file cannot be made."""
         self.path = path
+        self.paused = False
         self._layer = {g.name: i for i, g in enumerate(groups)}
         self._writer = RoutingWriter(
             path,
@@ -144,6 +145,8 @@ class RoutingRecorder:
 
     def add(self, group: str, routing: Routing) -> None:
         """One run of a layer. Raises StoreError."""
+        if self.paused:
+            return
         self._writer.add(
             self._layer[group],
             routing.chosen,
