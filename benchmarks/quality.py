@@ -75,7 +75,7 @@ def main() -> None:
             "text": {"source": source, "windows": len(ids), "window": WINDOW},
             "llama_cpp": version,
             "reference": {"perplexity": perplexity(reference, ids)},
-            "checkpoint": checkpoint_rows(args, ids, reference, work),
+            "checkpoint": checkpoint_rows(args, ids, reference),
             "gguf": gguf_rows(args, ids, reference, work),
         }
     print(f"written to {record('quality', result, args.output)}")
@@ -98,7 +98,7 @@ def transformers_model(dtype: Any, values: dict[str, Any] | None = None) -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
     if values is not None:
-        model.load_state_dict({k: torch.from_numpy(v) for k, v in values.items()})
+        model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in values.items()})
     return model
 
 
@@ -216,9 +216,7 @@ def decoded_row(found: dict[str, Any], ids: Ids, reference: Logits) -> dict[str,
 # Rows of the report
 
 
-def checkpoint_rows(
-    args: argparse.Namespace, ids: Ids, reference: Logits, work: Path
-) -> dict[str, Any]:
+def checkpoint_rows(args: argparse.Namespace, ids: Ids, reference: Logits) -> dict[str, Any]:
     """The checkpoint as it is (bfloat16), and packed by us."""
     import torch
 
