@@ -194,7 +194,8 @@ def _q4_0(source: Any, wide: bool, out: Any, scales: Any) -> int:
         for b in range(n):
             _load(values, first + b, wide, patterns[b * _BLOCK : (b + 1) * _BLOCK])
         if _magnitudes(signed, patterns, block, above[:n], below[:n]) >= _INFINITE:
-            return first * _BLOCK // columns
+            row: int = first * _BLOCK // columns
+            return row
         for b in range(n):
             above[b] = _largest(signed, b * _BLOCK, above[b], below[b])
             for i in range(_BLOCK):
