@@ -7,8 +7,8 @@ A *record* is what one block of weights is multiplied with, in one piece:
 
 The scale is the largest magnitude / 127, the integers are rounded to nearest, as llama.cpp's
 ``q8_0`` and ``q8_K`` do. The scale of ``q8_32`` is then rounded to the 11 bits of a float16, as
-there: 2^-12 is nothing beside the integers' own rounding, but without it the same file gave the
-same next token less often, as later layers round to other integers and route elsewhere. It keeps
+there: 2^-12 is nothing beside the integers' own rounding, and the two then differ in the order of
+sums only. It keeps
 float32's range, which llama.cpp's does not. A NaN or an infinity makes the scale NaN, so that it
 reaches the output.
 """
