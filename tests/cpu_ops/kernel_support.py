@@ -27,6 +27,10 @@ def rounded(fmt: Format, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(top < np.float32(4e-37), np.float32(0), np.float32(127) / top)
     scale = np.where(inverse == 0, np.float32(0), top / np.float32(127))
+    if fmt.activation is Activation.Q8_32:  # to the 11 bits of a float16
+        bits = scale.astype(np.float32).view(np.uint32).astype(np.int64)
+        bits = (bits + 0xFFF + ((bits >> 13) & 1)) & 0x7FFFE000
+        scale = bits.astype(np.uint32).view(np.float32)
     q = np.rint(blocks * inverse)
     return (q.astype(np.float64) * scale.astype(np.float64)).reshape(x.shape)
 

@@ -57,7 +57,8 @@ def test_the_kernels_are_the_reference_to_the_bit(
         x *= draw.random(x.shape) < 0.05
     x *= np.float32(scale)
     rows = encode_rows(get_format(source), x)
-    want = encode_rows(get_format(format), as_float32(source, rows).reshape(5, 96))
+    weights = as_float32(source, rows).reshape(5, 96)
+    want = encode_rows(get_format(format), weights, search=format == "q4_0")
     np.testing.assert_array_equal(encode(get_format(format), source, rows, "w"), want)
 
 
@@ -68,6 +69,15 @@ def test_weights_without_a_scale_are_refused(format: str, value: float) -> None:
     x[2, 63] = value
     with pytest.raises(CheckpointError, match=r"^w has (NaN or infinite|weights up to)"):
         encode(get_format(format), "f32", x.view(np.uint8), "w")
+
+
+def test_a_search_takes_rows_of_any_length() -> None:
+    """Blocks are searched 64 at a time, across rows: fewer, exactly and more than so many."""
+    format, draw = get_format("q4_0"), np.random.default_rng(0)
+    for rows, columns in ((1, 32), (2, 1024), (3, 704), (1, 4128)):
+        x = draw.standard_normal((rows, columns)).astype(np.float32)
+        found = encode(format, "f32", x.view(np.uint8), "w")
+        np.testing.assert_array_equal(found, encode_rows(format, x, search=True))
 
 
 # Plans
