@@ -13,7 +13,7 @@ from random_rows import random_rows
 
 from offload.cpu_ops import threads
 from offload.cpu_ops.codecs import decode_rows
-from offload.cpu_ops.experts import TokenExperts, ExpertLayout, expert_ffn, expert_layout
+from offload.cpu_ops.experts import ExpertLayout, TokenExperts, expert_ffn, expert_layout
 from offload.cpu_ops.formats import FORMATS
 from offload.cpu_ops.functions import Glu
 from offload.cpu_ops.packing import pack_rows, packed_bytes
