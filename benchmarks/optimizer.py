@@ -2,11 +2,11 @@
 
     python benchmarks/optimizer.py --threads 2
 
-Every kernel goes round over at least --gib of states, gradients and copies, tile by tile, so that no
-cache helps. Bytes are what a step must read and write per parameter; that a copy's lines are read
-before they are written is not counted. Bounds, in turn with the kernels: a stream that reads and
-writes the same memory in place (``torch.Tensor.neg_``) and one that only reads (``sum``), by as many
-threads. Peer: ``torch.optim.AdamW(fused=True)`` in float32, over as many parameters.
+Every kernel goes round over as many parameters as make --gib of float32 states, tile by tile, so
+that no cache helps. Bytes are what a step must read and write per parameter; that a copy's lines
+are read before they are written is not counted. Bounds, in turn with the kernels and by as many
+threads: a stream that reads and writes memory in place (``torch.Tensor.neg_``) and one that only
+reads (``sum``). Peer: ``torch.optim.AdamW(fused=True)`` in float32, over as many parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--tile", type=int, default=1 << 20, help="parameters per call")
     parser.add_argument("--isa", default=None)
     parser.add_argument("--samples", type=int, default=9)
-    parser.add_argument("--only", default=None, help="names, separated by commas")
+    parser.add_argument("--only", default=None, help="names, separated by semicolons")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
@@ -55,7 +55,7 @@ def main() -> None:
     n_threads = threads.setup()
     works = list(everything(args))
     if args.only:
-        works = [w for w in works if w.name in args.only.split(",")]
+        works = [w for w in works if w.name in args.only.split(";")]
     seconds: dict[str, list[float]] = {w.name: [] for w in works}
     for work in works:
         work.run()
@@ -110,7 +110,7 @@ def everything(args: argparse.Namespace) -> Any:
     from offload.cpu_ops.adam_states import adam_8bit, adam_bf16
 
     tile = args.tile
-    tiles = max(1, int(args.gib * 2**30) // (14 * tile))
+    tiles = max(1, int(args.gib * 2**30) // (12 * tile))
     count = tiles * tile
     rng = np.random.default_rng(0)
     pattern = rng.standard_normal(1 << 20).astype(np.float32)

@@ -34,6 +34,8 @@ class Constant(enum.IntEnum):
     EPS = 7
     MINUS_STEP = 8
     """-lr / (1 - beta1^step)"""
+    BY_ROOT2 = 9
+    """1 / ROOT2"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class AdamStep:
         return bool(np.float32(1 - self.beta1) >= np.float32(0.5))
 
     def constants(self) -> npt.NDArray[np.float32]:
-        """float32 [9] in the order of ``Constant``: computed in float64 and rounded once."""
+        """float32 [10] in the order of ``Constant``: computed in float64 and rounded once."""
         weight = np.float32(1 - self.beta1)
         return np.array(
             [
@@ -102,6 +104,7 @@ class AdamStep:
                 (1 - self.beta2**self.step) ** 0.5,
                 self.eps,
                 -self.lr / (1 - self.beta1**self.step),
+                1 / (1 - self.beta2**self.step) ** 0.5,
             ],
             np.float32,
         )

@@ -34,13 +34,15 @@ from offload.cpu_ops.vectors import (
     fmul,
     iadd,
     imax,
+    imul,
     int_splat,
     left,
     right,
+    right_signed,
     splat,
     to_float,
 )
-from offload.cpu_ops.wide import look_up_8, where_float_less
+from offload.cpu_ops.wide import imin, look_up_8, where_float_less
 
 BLOCK = 256
 """Values that share a scale."""
@@ -83,6 +85,12 @@ _slope_8, _offset_8 = (look_up_8(t) for t in _lines(UNSIGNED))
 _inverse_slope_7, _inverse_offset_7 = (look_up_8(t) for t in _inverse(SIGNED))
 _inverse_slope_8, _inverse_offset_8 = (look_up_8(t) for t in _inverse(UNSIGNED))
 
+_bound_7, _bound_8 = (
+    look_up_8((*(10.0 ** (h - bits + 1) for h in range(bits - 1)), 2.0))
+    for bits in (SIGNED, UNSIGNED)
+)
+"""Where a decade ends, upon which x is in it still; the last one does not."""
+
 
 @inline
 def _decade(magnitude: Any) -> Any:
@@ -108,10 +116,21 @@ def decode_unsigned(isa: Any, code: Any, scale: Any) -> Any:
 
 
 @inline
-def _passed(x: Any, bound: Any, count: Any) -> Any:
-    """count, and 1 more where x is above the bound"""
-    more = iadd(count, int_splat(1))
-    return where_float_less(splat(float32(bound)), x, more, count)
+def _decade_of(x: Any, levels: int) -> Any:
+    """How many of ``levels`` decades begin below x in 0 .. 1, or the next one: from its exponent.
+
+    -77 / 256 is close enough to -log10(2) for floor() to be right on every power of two that
+    matters; a binade then has at most one bound to compare with.
+    """
+    exponent = imul(right(as_int(x), 23), int_splat(77))
+    return imax(
+        right_signed(iadd(exponent, int_splat(256 * levels - 127 * 77 - 1)), 8), int_splat(0)
+    )
+
+
+@inline
+def _passed(x: Any, bound: Any, at: Any) -> Any:
+    return where_float_less(bound, x, iadd(at, int_splat(1)), at)
 
 
 @inline
@@ -126,12 +145,8 @@ def encode_signed(isa: Any, v: Any, inverse: Any) -> Any:
     """The code nearest to v times the inverse of the block's scale, a byte per lane."""
     x = fmul(v, inverse)
     size = as_float(both(as_int(x), 0x7FFFFFFF))
-    at = _passed(size, 1e-6, int_splat(0))
-    at = _passed(size, 1e-5, at)
-    at = _passed(size, 1e-4, at)
-    at = _passed(size, 1e-3, at)
-    at = _passed(size, 1e-2, at)
-    at = _passed(size, 1e-1, at)
+    at = _decade_of(size, SIGNED)
+    at = _passed(size, _bound_7(isa, at), at)
     code = _rounded(size, _inverse_slope_7(isa, at), _inverse_offset_7(isa, at))
     return either(both(code, 127), both(right(as_int(x), 24), 128))
 
@@ -143,12 +158,7 @@ def encode_unsigned(isa: Any, v: Any, inverse: Any) -> Any:
     A second moment that is rounded to 0 beside a first one that is not makes an update of m / eps.
     """
     x = fmul(v, inverse)
-    at = _passed(x, 1e-7, int_splat(0))
-    at = _passed(x, 1e-6, at)
-    at = _passed(x, 1e-5, at)
-    at = _passed(x, 1e-4, at)
-    at = _passed(x, 1e-3, at)
-    at = _passed(x, 1e-2, at)
-    at = _passed(x, 1e-1, at)
+    at = _decade_of(x, UNSIGNED)
+    at = _passed(x, _bound_8(isa, at), at)
     code = _rounded(x, _inverse_slope_8(isa, at), _inverse_offset_8(isa, at))
-    return imax(both(code, 255), _passed(x, 0.0, int_splat(0)))
+    return imax(both(code, 255), imin(as_int(x), int_splat(1)))

@@ -4,7 +4,7 @@ A gradient tile is a 1-D range, float32 or the bits of bfloat16 in uint16. Its s
 made of one float64 per chunk of 4096 elements (in fixed lanes, see ``grad_bodies.squares``), and
 ``norm`` adds chunks exactly and rounds once. So the norm depends neither on threads nor on
 instructions, nor on the order in which tiles arrive, nor on where tiles end as long as they end on
-chunks. float32 sums would be no faster (the memory is the limit) and overflow for gradients of 2e19.
+chunks. Sums in float32 would overflow for gradients of 2e19.
 """
 
 from __future__ import annotations

@@ -125,16 +125,15 @@ def root(b: Any, v: Any) -> Any:
     return _call(b, "llvm.sqrt.v16f32", _v16f, v)
 
 
-@_operation(F32X16, F32X16, F32X16)
-def with_sign(b: Any, v: Any, sign: Any) -> Any:
-    """|v| with the sign of the other."""
-    return _call(b, "llvm.copysign.v16f32", _v16f, v, sign)
-
-
 @_operation(I32X16, F32X16, F32X16, I32X16, I32X16)
 def where_float_less(b: Any, v: Any, w: Any, yes: Any, no: Any) -> Any:
     """A NaN is not less."""
     return b.select(b.fcmp_ordered("<", v, w), yes, no)
+
+
+@_operation(I32X16, I32X16, I32X16)
+def imin(b: Any, v: Any, w: Any) -> Any:
+    return b.select(b.icmp_signed("<", v, w), v, w)
 
 
 # ---- memory
@@ -158,9 +157,7 @@ def store_bf16_random(b: Any, address: Any, v: Any, dice: Any) -> None:
     quiet = b.or_(bits, _all(_v16i, 0x400000))
     rounded = b.select(b.fcmp_unordered("uno", v, v), quiet, rounded)
     of = ir.VectorType(_i16, LANES)
-    b.store(
-        b.trunc(b.lshr(rounded, sixteen), of), b.inttoptr(address, of.as_pointer()), align=1
-    )
+    b.store(b.trunc(b.lshr(rounded, sixteen), of), b.inttoptr(address, of.as_pointer()), align=1)
 
 
 @_operation(types.void, _I, _I, _I)
