@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from offload.cpu_ops.adam import Adam, arguments, run
+from offload.cpu_ops.adam import arguments, run
+from offload.cpu_ops.adam_bodies import Adam
 from offload.cpu_ops.adam_step import AdamStep
 from offload.cpu_ops.counter_rng import GROUP
 from offload.cpu_ops.dynamic_map import BLOCK

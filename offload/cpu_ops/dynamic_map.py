@@ -77,7 +77,7 @@ def code_values(bits: int) -> npt.NDArray[np.float32]:
     code = np.arange(2**bits)
     decade = np.maximum(np.frexp(code.astype(np.float64))[1] - 1, 0)
     slopes, offsets = (np.array(line)[decade] for line in _lines(bits))
-    return (code * slopes + offsets).astype(np.float32)
+    return np.asarray(code * slopes + offsets, np.float32)
 
 
 _slope_7, _offset_7 = (look_up_8(t) for t in _lines(SIGNED))
