@@ -44,9 +44,9 @@ def adam_fp32(
     """One step of parameters ``p`` [n] and moments ``m``, ``v`` [n], all float32, in place.
 
     ``gradient`` [n] is float32 or bfloat16. ``copy`` [n] gets the new parameters, in float32 or
-    rounded to bfloat16 (to nearest, ties to even). Everything is what ``torch.optim.AdamW`` (or
-    ``Adam``) computes with ``foreach=False`` from a float32 gradient, to the bit in ATen's
-    vectors of 8 and 16 lanes, and else within 2 ulp in ``m``, ``v`` and the update.
+    rounded to bfloat16 (to nearest, ties to even). From the same state
+    the moments were those of ``torch.optim.AdamW`` (or ``Adam``) with ``foreach=False`` to the bit
+    wherever compared; ``p`` is within 2 ulp: torch's square root need not be correctly rounded.
 
     Raises:
         OffloadError: a shape or dtype does not fit.

@@ -6,7 +6,7 @@ The last elements of a tile that fill no group are copied to the stack, padded w
 like all others and copied back: one code, so one result.
 
 The arithmetic is that of ``torch.optim.AdamW`` with ``foreach=False``, operation by operation
-(fused multiply-adds where ATen's vector code has them): the float32 kernel gives its bits.
+(fused multiply-adds where ATen's vector code has them).
 """
 
 from __future__ import annotations

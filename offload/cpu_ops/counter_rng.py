@@ -25,8 +25,8 @@ from offload.cpu_ops.wide import (
 )
 
 ROUNDS = 7
-"""The fewest that pass all of BigCrush (table 2). 10, the paper's default for a margin, cost the
-bfloat16 kernel a tenth of its speed."""
+"""The fewest that pass all of BigCrush (table 2). 10 is the paper's default, for
+a margin that rounding does not need."""
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
