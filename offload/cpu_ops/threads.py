@@ -106,9 +106,15 @@ def count() -> int:
     return setup() if _threads is None else _threads
 
 
-def run(body: Callable[[int], None], address: int, arguments: Arguments) -> None:
-    """Run a kernel's ``body`` (at ``address``) with its arguments on ``count()`` threads."""
-    threads = count()
+def run(
+    body: Callable[[int], None], address: int, arguments: Arguments, workers: int | None = None
+) -> None:
+    """Run a kernel's ``body`` (at ``address``) with its arguments on ``count()`` threads.
+
+    ``workers`` asks for another number; with 1 nothing of OpenMP is touched, so that any thread
+    may do it.
+    """
+    threads = count() if workers is None else workers
     pointer = arguments.__array_interface__["data"][0]
     shared = openmp() if threads > 1 else None
     if shared is None:
