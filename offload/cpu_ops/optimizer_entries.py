@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from offload.cpu_ops import adam_bodies, grad_bodies
-from offload.cpu_ops.entries import Entry, compile_body
+from offload.cpu_ops.entries import Entry, Kernel
 from offload.cpu_ops.isa import Isa
 from offload.cpu_ops.tags import Tag, tag
 
@@ -22,7 +22,8 @@ def fp32_entry(rule: str, gradient: str, copy: str) -> Entry:
     def adam_fp32_body(arguments: int) -> None:
         adam_bodies.fp32(how, kind, copied, arguments)
 
-    return compile_body(adam_fp32_body, f"Adam fp32 ({rule}), gradient {gradient}, copy {copy}")
+    what = f"Adam fp32 ({rule}), gradient {gradient}, copy {copy}"
+    return Kernel(adam_fp32_body, what, 1.5).entry()
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def bf16_entry(rule: str, gradient: str) -> Entry:
     def adam_bf16_body(arguments: int) -> None:
         adam_bodies.bf16(how, kind, arguments)
 
-    return compile_body(adam_bf16_body, f"Adam bf16 ({rule}), gradient {gradient}")
+    return Kernel(adam_bf16_body, f"Adam bf16 ({rule}), gradient {gradient}", 1.0).entry()
 
 
 @functools.cache
@@ -44,7 +45,7 @@ def eight_bit_entry(rule: str, gradient: str, copy: str, isa: Isa) -> Entry:
         adam_bodies.eight_bit(how, kind, copied, instructions, arguments)
 
     what = f"Adam 8-bit ({rule}), gradient {gradient}, copy {copy}, for {isa.value}"
-    return compile_body(adam_8bit_body, what)
+    return Kernel(adam_8bit_body, what, 4.0).entry()
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def squares_entry(gradient: str) -> Entry:
     def squares_body(arguments: int) -> None:
         grad_bodies.squares(kind, arguments)
 
-    return compile_body(squares_body, f"squares of {gradient}")
+    return Kernel(squares_body, f"squares of {gradient}", 1.0).entry()
 
 
 @functools.cache
@@ -64,7 +65,7 @@ def accumulate_entry(gradient: str) -> Entry:
     def accumulate_body(arguments: int) -> None:
         grad_bodies.accumulate(kind, arguments)
 
-    return compile_body(accumulate_body, f"accumulation of {gradient}")
+    return Kernel(accumulate_body, f"accumulation of {gradient}", 1.0).entry()
 
 
 @functools.cache
@@ -74,4 +75,4 @@ def scale_entry(gradient: str) -> Entry:
     def scale_body(arguments: int) -> None:
         grad_bodies.scale(kind, arguments)
 
-    return compile_body(scale_body, f"scaling of {gradient}")
+    return Kernel(scale_body, f"scaling of {gradient}", 1.0).entry()

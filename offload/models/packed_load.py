@@ -58,7 +58,7 @@ from offload.models.params import Param, Place, parameters
 from offload.models.recipes import Recipes
 from offload.models.request import request_of, staging_shape
 from offload.models.toy import Warm, warm_up
-from offload.models.units import Cut, Unit, unit_modules
+from offload.models.units import Cut, RowEmbedding, Unit, unit_modules
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.planner import PlanRequest, make_plan
 from offload.scheduler.policy import SCORED
@@ -292,6 +292,7 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
                 outside.append(owner)
             if spec.id not in owner.blocks:
                 owner.blocks += (spec.id,)
+    _cut_table(embedding, params, pack, result)
     _cut_experts(model, pack, groups, units, result)
     # Now: a linear layer's bias has moved to the module that took its place.
     resident = {}
@@ -301,6 +302,22 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
             resident[found.part.name] = param
     result.units = [u for u in (*units.values(), *outside) if u.blocks or u.groups]
     return result, resident
+
+
+def _cut_table(embedding: Any, params: Mapping[int, Param], pack: PackedModel, result: Cut) -> None:
+    """A table of rows gets a place in the plan: in memory if there is room left, else on disk."""
+    param = params.get(id(getattr(embedding, "weight", None)))
+    if param is None:
+        return
+    name = next(n for n in param.names if n in pack.tensors)
+    found = pack.tensors[name]
+    if found.part.layout is not Layout.ROWS or found.block.name in result.blocks:
+        return  # small and plain, or tied to the head, whose block it is
+    spec = found.block.spec()
+    result.blocks[spec.id] = spec
+    result.params[spec.id] = []
+    path = name.rpartition(".")[0]
+    result.embedding = RowEmbedding(path, embedding, param, spec.id)
 
 
 def _cut_experts(

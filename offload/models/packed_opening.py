@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 import weakref
@@ -36,6 +37,7 @@ from offload.models.packed_modules import (
 )
 from offload.models.recipes import RoutedStore
 from offload.models.routing_tap import RoutingRecorder
+from offload.models.units import RowEmbedding
 from offload.runtime.executor import Executor
 from offload.runtime.null_device import NullDevice
 
@@ -50,7 +52,8 @@ class PackedAttachment(Attachment):
         self.pack = pack
         self._token_calls: dict[tuple[ExpertLayout, int], TokenExperts] = {}
         super().__init__(*args, **kwargs)
-        self._hook_table()
+        if self.cut.embedding is None:
+            self._hook_table()  # tied to the head, or plain
 
     def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> PackedSession:
         pinned = group.blocks[0] in self._resident
@@ -66,8 +69,12 @@ class PackedAttachment(Attachment):
         self._undo.append(partial(group.module.__dict__.pop, "forward", None))
         return session
 
+    def _hook_embedding(self, embedding: RowEmbedding) -> None:
+        self._hook_table()
+
     def _hook_table(self) -> None:
-        """Rows of the embedding are read as they are looked up."""
+        """Rows of the embedding are decoded as they are looked up: from memory if their block is
+        pinned, else from disk."""
         module = self.model.get_input_embeddings()  # type: ignore[operator]
         names = {m: path for path, m in self.model.named_modules()}
         name = f"{names[module]}.weight"
@@ -76,6 +83,16 @@ class PackedAttachment(Attachment):
         rows = self.pack.rows(name)
         executor, nbytes = self.executor, rows.read_bytes
         together = max(1, ROWS_BYTES // nbytes)
+        pinned = executor.address(rows.block) if rows.block in self._resident else None
+
+        def copy(wanted: Sequence[int]) -> torch.Tensor:
+            assert pinned is not None
+            out = torch.empty(len(wanted), rows.columns)
+            for i, row in enumerate(wanted):
+                at = pinned + rows.span(row).src
+                there = memoryview((ctypes.c_ubyte * nbytes).from_address(at)).cast("B")
+                out[i] = torch.from_numpy(rows.decode(row, there))
+            return out
 
         def read(wanted: Sequence[int]) -> torch.Tensor:
             out = torch.empty(len(wanted), rows.columns)
@@ -91,7 +108,9 @@ class PackedAttachment(Attachment):
             return out
 
         shape_only = torch.empty(rows.rows, rows.columns, device="meta")
-        table = row_table(name, shape_only, executor.device.torch_device, read)
+        table = row_table(
+            name, shape_only, executor.device.torch_device, read if pinned is None else copy
+        )
         module._parameters["weight"] = nn.Parameter(table, requires_grad=False)
 
 
