@@ -15,7 +15,6 @@ from offload.errors import UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.params import Param
 from offload.runtime.executor import Executor
-from offload.scheduler.guesses import guess_count
 from offload.scheduler.policy import Scores
 
 GUESS_ROWS = 4
@@ -48,7 +47,7 @@ class ExpertSession:
         self._open = True
         self.executor.route(self.group.name, [self.group.blocks[e] for e in experts], scores)
         if self._after is not None and hidden is not None:
-            likely = guess(self._after, hidden, guess_count(len(experts)))
+            likely = guess(self._after, hidden, len(experts))
             self.executor.guess(self._after.name, [self._after.blocks[e] for e in likely])
 
     def get(self, expert: int, name: str) -> torch.Tensor:

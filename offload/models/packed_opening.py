@@ -23,6 +23,7 @@ from offload.models.attach import Attachment
 from offload.models.expert_groups import ExpertGroup
 from offload.models.expert_options import recorder_of
 from offload.models.handle import OffloadHandle
+from offload.models.lean_forward import take_over
 from offload.models.lean_run import LeanRun
 from offload.models.meta import materialise_buffers
 from offload.models.opening import finish_model
@@ -145,6 +146,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         if prepared.lean.layers:
             tokens = max(options.context, options.prompt_tokens or 0)
             make_cache = LeanRun(meta.model, prepared.lean, attachment, tokens).new_cache
+            take_over(meta.model, list(prepared.lean.layers), make_cache, attachment)
     except BaseException:
         if recorder is not None:
             recorder.abandon()

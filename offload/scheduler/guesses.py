@@ -4,6 +4,8 @@ Between the last expert of a MoE layer and the routing of the next one the disk 
 what it will be asked for is not known yet. The next layer's gate, applied to this layer's input
 (the *stale gate* of Eliseev and Mazur, "Fast Inference of Mixture-of-Experts Language Models with
 Offloading", section 3.2), names three in four of its experts right; its first choices nine in ten.
+How often each rank holds differs between models and layers, so it is counted, at no cost: a gate's
+choices are compared with the routing whether they were read or not.
 
 The rules keep a wrong guess cheap: nothing is read while compute waits for anything or the disk
 has more than the last of its requests to do; only into slots kept free for it, never a live
@@ -19,8 +21,10 @@ from collections.abc import Collection, Mapping, Sequence
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.shelf import NEVER, Pool, Stock
 
-MOST_SPARE = 4
-"""Slots kept free for guesses: as many as a disk reads while a layer's attention runs."""
+MOST_SPARE = 12
+"""Slots kept free for guesses, at most, and never more than a layer's experts. Where computing
+takes less time than reading, the guess of one layer should keep the disk busy until the next has
+been routed: with four a disk idled for 8 of 57 ms per token, with all eight of a layer for 3."""
 
 SPARE_SHARE = 16
 """One slot in so many at most, where slots bring hits."""
@@ -30,10 +34,20 @@ LOW_WATER = 4
 are on their way, and the disk's queue does not run dry before the guess is in it."""
 
 
+SURE = 0.65
+"""A rank is read ahead if it has held this often lately. A right guess saves its read from the time
+that computing waits; a wrong one costs as much, where the disk is never idle."""
+
+FIRST_TRUST = 0.7
+"""What a rank is taken for before it has been seen: it is tried, and dropped after two misses."""
+
+MEMORY = 16
+"""Routings over which the average of a rank forgets."""
+
+
 def guess_count(top_k: int) -> int:
-    """How many experts to guess for a layer that uses about ``top_k``: the best three quarters.
-    The gate's first choices hold far more often than its last, and those that hold are often in
-    memory already: what is left to read has the lower ranks."""
+    """About how many experts of a layer that uses ``top_k`` are guessed right, for predictions: the
+    best three quarters."""
     return max(1, 3 * top_k // 4)
 
 
@@ -44,7 +58,7 @@ def spare_slots(slots: int, top_k: Mapping[str, int]) -> int:
         # Less than one token's experts: hardly any is there when it comes round again, and all
         # that a layer does not need at once is of more use for guesses.
         spare = max(spare, min(slots // 3, slots - max(top_k.values()) - 1))
-    return max(0, min(MOST_SPARE, spare))
+    return max(0, min(MOST_SPARE, spare, max(top_k.values(), default=0)))
 
 
 class Guesses:
@@ -63,6 +77,8 @@ class Guesses:
         self._spare = spare_slots(self._shelf.layout.slots, plan.top_k) if usable else 0
         self._next: deque[str] = deque()  # not begun, best first
         self._open: dict[str, None] = {}  # begun, and not asked for yet
+        self._offered: list[str] = []  # the gate's choices, best first
+        self._trust: dict[str, list[float]] = {}  # by layer: how often each rank has held
 
     @property
     def waiting(self) -> bool:
@@ -72,10 +88,16 @@ class Guesses:
     def offer(self, experts: Sequence[str], wanted: Collection[str]) -> None:
         """The next layer may use ``experts``, the likeliest first. ``wanted``: what the running
         layer uses, which stays whatever happens."""
-        if not self._spare:
+        if not self._spare or not experts:
             return
         shelf, homes = self._shelf, self._homes
-        absent = [b for b in experts if b not in shelf.entries and homes.get(b) is Home.CACHED]
+        self._offered = list(experts)
+        trust = self._ranks(len(experts))
+        absent = [
+            b
+            for b, held in zip(experts, trust, strict=False)
+            if held >= SURE and b not in shelf.entries and homes.get(b) is Home.CACHED
+        ]
         self._next = deque(dict.fromkeys(absent[: self._spare]))
 
         def idle(b: str) -> bool:
@@ -93,6 +115,7 @@ class Guesses:
     def settle(self, wanted: Collection[str]) -> set[str]:
         """A layer has been routed: returns the guesses it confirms, lets the others go."""
         self._next.clear()
+        self._learn(wanted)
         confirmed: set[str] = set()
         entries = self._shelf.entries
         for block in self._open:
@@ -108,6 +131,23 @@ class Guesses:
         self._open.clear()
         self.right += len(confirmed)
         return confirmed
+
+    def _learn(self, wanted: Collection[str]) -> None:
+        """Compare the gate's choices with the routing, if it is of the layer they were for."""
+        offered, blocks = self._offered, self._blocks
+        first, routed = (blocks.get(next(iter(some), "")) for some in (offered, wanted))
+        if first and routed and first.group == routed.group:
+            trust = self._ranks(len(offered))
+            for rank, block in enumerate(offered):
+                trust[rank] += ((block in wanted) - trust[rank]) / MEMORY
+        self._offered = []
+
+    def _ranks(self, n: int) -> list[float]:
+        """How often the ranks of the layer that ``_offered`` is about have held: ``n`` or more."""
+        first = self._blocks.get(self._offered[0])
+        trust = self._trust.setdefault(first.group if first else "", [])
+        trust.extend([FIRST_TRUST] * (n - len(trust)))
+        return trust
 
     def serve(self) -> None:
         """Begin what the disk has time for."""

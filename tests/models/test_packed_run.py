@@ -3,6 +3,7 @@ bits whatever the budget."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from families import write
 from pack_support import open_pack, value_of
 from test_pack_families import expert_of
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import offload
 from offload.blocks import Tier
 from offload.errors import OffloadError, PlanError, UnsupportedModelError
 from offload.models.lean_cache import LeanCache
+from offload.models.lean_forward import LeanForward
 from offload.models.meta import read_config
 from offload.models.options import Options
 from offload.models.pack_checkpoint import CheckpointSource
@@ -181,6 +184,72 @@ def test_lean_steps_are_the_layers_own(family: str, tmp_path: Path) -> None:
             assert (a - b).abs().max() < 1e-3 * a.std()
     finally:
         model.offload.close()
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_one_token_skips_the_models_own_forward(family: str, tmp_path: Path) -> None:
+    """And has the same bits as through it, which a hook on the decoder brings back."""
+    _, pack_dir = packed(family, tmp_path, "q8")
+    model = load(pack_dir)
+    try:
+        assert isinstance(inspect.getclosurevars(model.forward).nonlocals["self"], LeanForward)
+        kw = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        kw |= {"output_logits": True, "return_dict_in_generate": True}
+        calls: list[int] = []
+        lean = model.generate(IDS, **kw)
+        hook = model.base_model.register_forward_hook(lambda *_: calls.append(1))
+        own = model.generate(IDS, **kw)
+        hook.remove()
+        assert len(calls) == 8, "a hook on the decoder was passed over"
+        assert torch.equal(lean.sequences, own.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(lean.logits, own.logits, strict=True))
+        cache = model.offload.new_cache()
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+            one = IDS[:, :1]
+            with pytest.raises(OffloadError, match="one sequence without padding"):
+                model(input_ids=one, past_key_values=cache, attention_mask=one * 0)
+            out = model(input_ids=one, past_key_values=cache, output_hidden_states=True)
+        assert len(out.hidden_states) == len(model.base_model.layers) + 1
+    finally:
+        model.offload.close()
+
+
+def test_what_is_done_around_the_layers_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that also scales its embedding keeps its own forward, and its values."""
+    _, pack_dir = packed("llama", tmp_path, "q8")
+    stock = LlamaModel.forward
+
+    def scaled(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        kwargs["inputs_embeds"] = 3 * self.embed_tokens(input_ids)
+        return stock(self, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", scaled)
+    model = load(pack_dir)
+    try:
+        assert "self" not in inspect.getclosurevars(model.forward).nonlocals
+        lean = model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        kw: dict[str, Any] = {"past_key_values": DynamicCache(config=model.config)}
+        own = model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, **kw)
+        assert torch.equal(lean, own)
+    finally:
+        model.offload.close()
+
+
+def test_a_table_in_memory_is_not_read(tmp_path: Path) -> None:
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    reads, said = [], []
+    for ram in (least(pack_dir), 2**30):
+        model = load(pack_dir, ram)
+        try:
+            said.append(model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0))
+            reads.append(model.offload.executor.stats.row_reads)
+        finally:
+            model.offload.close()
+    assert torch.equal(*said)
+    assert reads[0] > reads[1] == 0
 
 
 def test_lean_streams_layers_too(tmp_path: Path) -> None:

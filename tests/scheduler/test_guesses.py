@@ -147,15 +147,34 @@ def test_unknown_layers_and_experts() -> None:
     assert not h.oracle.flights
 
 
+def test_ranks_that_do_not_hold_are_not_read() -> None:
+    """The gate's first choice is always right here and its second never; a layer is no other's."""
+    h = harness(12, top_k=7)
+    for i in range(40):
+        first, second, third = (B[(i + j) % 8] for j in range(3))
+        run(h, "a", A[:1], [first, second])
+        h.settle()
+        run(h, "b", [first, third], [A[0]])
+        h.settle()
+        assert h.residency.guessed[1] <= h.residency.guessed[0]
+    guesses = h.residency._routes.guesses
+    assert guesses._trust["b"][0] > 0.9
+    assert guesses._trust["b"][1] < 0.1
+    assert guesses._trust["a"][0] > 0.9
+    read, right = h.residency.guessed
+    assert right >= read - 2, "the second choice went on being read"
+
+
 @pytest.mark.parametrize(
     ("slots", "top_k", "spare"),
     [
         (0, {"a": 2}, 0),
         (9, {"a": 8}, 0),  # what one layer uses and one more
         (14, dict.fromkeys(range(14), 8), 4),
-        (144, dict.fromkeys(range(14), 8), MOST_SPARE),
+        (144, dict.fromkeys(range(14), 8), 8),  # as many as a layer uses
+        (400, dict.fromkeys(range(14), 16), MOST_SPARE),
         (20, dict.fromkeys(range(8), 2), 1),  # more than a token's 16: each slot brings hits
-        (15, dict.fromkeys(range(8), 2), 4),
+        (15, dict.fromkeys(range(8), 2), 2),
         (5, {}, 0),
     ],
 )
