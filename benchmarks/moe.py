@@ -1,6 +1,11 @@
 """A MoE model on a laptop's processor: this runtime and llama.cpp on the same GGUF file.
 
-    python benchmarks/moe.py --gguf MODEL.gguf --llama-python VENV/bin/python
+    python benchmarks/moe.py --model MODEL.gguf --llama-python VENV/bin/python
+    offload synth benchmarks/configs/moe-30b-a3b.json PACK --quant q4
+    python benchmarks/moe.py --model PACK --ram 4GiB --name moe-30b-a3b
+
+The second form has no peer: a pack of random weights routes evenly, where random GGUF files often
+stay in a few experts.
 
 In RAM, and with memory for a share of the model: then both run in a cgroup of that share of the
 file plus our bare process, which bounds the page cache as well. Bounds, measured in the same run:
@@ -37,9 +42,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True, help="a GGUF file, or a pack")
     parser.add_argument("--llama-python", type=Path, help="an interpreter that has llama_cpp")
     parser.add_argument("--shares", type=int, nargs="*", default=[100, 75, 50, 25])
+    parser.add_argument("--ram", nargs="*", default=[], help="budgets instead of shares")
+    parser.add_argument("--name", default="moe", help="of the results' file")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--peer-tokens", type=int, default=8, help="of the peer beyond RAM")
@@ -49,18 +56,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     from offload.models.choose import model_directory
+    from offload.units import parse_bytes
 
-    pack = model_directory(args.gguf)
+    pack = model_directory(args.model)
     rates = {"ram_read": read_stream(args.threads), "weights": token_bytes(pack)}
     points = []
     baseline: int | None = None
-    for share in args.shares:
-        point = measure(args, pack, share, baseline, rates)
+    size = rates["weights"]["pack_bytes"] if args.model.is_dir() else args.model.stat().st_size
+    asked = [(100 * parse_bytes(ram) / size, parse_bytes(ram)) for ram in args.ram]
+    for share, ram in asked or [(share, None) for share in args.shares]:
+        point = measure(args, pack, size, share, ram, baseline, rates)
         baseline = baseline or point.get("baseline_rss_bytes")
         points.append(point)
         print(line(point), flush=True)
     result = {"facts": facts(), "settings": settings(args), "rates": rates, "points": points}
-    print(f"written to {record('moe', result, args.output)}")
+    print(f"written to {record(args.name, result, args.output)}")
 
 
 def read_stream(threads: int) -> float:
@@ -95,15 +105,20 @@ def token_bytes(pack: Path) -> dict[str, int]:
 
 
 def measure(
-    args: argparse.Namespace, pack: Path, share: int, baseline: int | None, rates: dict[str, Any]
+    args: argparse.Namespace,
+    pack: Path,
+    size: int,
+    share: float,
+    ram: int | None,
+    baseline: int | None,
+    rates: dict[str, Any],
 ) -> dict[str, Any]:
-    """Both at one share of the file's bytes in memory."""
-    size = args.gguf.stat().st_size
+    """Both at one share of the model's ``size`` bytes in memory, or ours in a budget of ``ram``."""
     limit = None if share >= 100 or args.no_cgroup or baseline is None else (
-        size * share // 100 + baseline
+        int(size * share / 100) + baseline
     )  # fmt: skip
     # A budget is kept to 105 %, and the kernel charges the group for tables and sockets.
-    budget = 2 * size if share >= 100 else int(0.94 * size * share / 100)
+    budget = ram or (2 * size if share >= 100 else int(0.94 * size * share / 100))
     before = ssd_rate(pack)
     ours = run_offload(args, budget, limit)
     after = ssd_rate(pack)
@@ -133,7 +148,7 @@ def run_offload(args: argparse.Namespace, budget: int, limit: int | None) -> dic
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "ours.json"
         command = offload_command(
-            "generate", "-m", str(args.gguf), "--prompt-ids", ids, "-n", str(args.tokens),
+            "generate", "-m", str(args.model), "--prompt-ids", ids, "-n", str(args.tokens),
             "--ignore-eos", "--temp", "1", "--seed", "0", "-t", str(args.threads),
             "--ram", str(budget), "--json", str(out),
         )  # fmt: skip
@@ -150,15 +165,17 @@ def run_offload(args: argparse.Namespace, budget: int, limit: int | None) -> dic
     return {k: v for k, v in run.items() if k not in ("token_ids", "plan", "text")}
 
 
-def run_llama(args: argparse.Namespace, share: int, limit: int | None) -> dict[str, Any]:
+def run_llama(args: argparse.Namespace, share: float, limit: int | None) -> dict[str, Any]:
     if args.llama_python is None:
         return {"error": "no interpreter with llama_cpp was given (--llama-python)"}
+    if args.model.is_dir():
+        return {"error": "it reads GGUF files"}
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "llama.json"
         command = [
             str(args.llama_python),
             str(ROOT / "benchmarks" / "peers" / "llama_cpp_speed.py"),
-            str(args.gguf), "--prompt", str(args.prompt), "--threads", str(args.threads),
+            str(args.model), "--prompt", str(args.prompt), "--threads", str(args.threads),
             "--tokens", str(args.tokens if share >= 100 else args.peer_tokens),
             "--json", str(out),
             *([] if share >= 100 else ["--mmap-only"]),
@@ -174,7 +191,7 @@ def run_llama(args: argparse.Namespace, share: int, limit: int | None) -> dict[s
 def line(point: dict[str, Any]) -> str:
     """What a person reads."""
     if "error" in point:
-        return f"{point['share']:>4} %  did not run: {point['error']}"
+        return f"{point['share']:>4.0f} %  did not run: {point['error']}"
     peer = point["llama_cpp"]
     said = (
         f"llama.cpp {peer['decode_tok_s']:.2f} and {peer['prefill_tok_s']:.1f}: "
@@ -188,7 +205,7 @@ def line(point: dict[str, Any]) -> str:
         else ""
     )
     return (
-        f"{point['share']:>4} %  decode {point['decode_tok_s']:.2f} tok/s "
+        f"{point['share']:>4.0f} %  decode {point['decode_tok_s']:.2f} tok/s "
         f"({point['fraction_of_bound']:.0%} of the bound{hits}), prompt "
         f"{point['prefill_tok_s']:.1f} tok/s; {said}"
     )
