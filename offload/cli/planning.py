@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +19,14 @@ from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import read_header
 from offload.models.choose import model_directory
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
-from offload.models.pack_run import PackProgress
 from offload.models.recipes import spill_directory
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
 from offload.runtime.probe_together import measure
 from offload.scheduler.hardware import Hardware
+
+if TYPE_CHECKING:
+    from offload.models.pack_run import PackProgress
 
 logger = logging.getLogger(__name__)
 

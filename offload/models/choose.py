@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from offload.errors import OffloadError
 from offload.io.pack_manifest import is_pack, read_manifest
 from offload.models.meta import resolve
-from offload.models.pack_cache import packed
-from offload.models.pack_checkpoint import CheckpointSource
 from offload.models.pack_open import is_gguf
-from offload.models.pack_run import PackProgress
-from offload.models.pack_source import Source
 
-Announce = Callable[[Path], None]
-Report = Callable[[PackProgress], None]
+# Packing is imported where a pack is made: Numba takes 60 MB that nothing else needs here.
+if TYPE_CHECKING:
+    from offload.models.pack_run import PackProgress
+    from offload.models.pack_source import Source
+
+Announce: TypeAlias = "Callable[[Path], None]"
+Report: TypeAlias = "Callable[[PackProgress], None]"
 
 
 def model_directory(
@@ -65,10 +67,14 @@ def model_directory(
                 f"--quant, or name the model it was made from"
             )
         return directory
+    from offload.models.pack_checkpoint import CheckpointSource
+
     return _pack(CheckpointSource.open(directory), quant, announce, progress)
 
 
 def _pack(source: Source, quant: str, announce: Announce | None, progress: Report | None) -> Path:
+    from offload.models.pack_cache import packed
+
     try:
         return packed(source, quant, announce=announce, progress=progress).path
     finally:

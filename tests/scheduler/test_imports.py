@@ -65,3 +65,21 @@ def test_the_io_package_does_not_shadow_the_standard_library() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert not (ROOT / "offload" / "io" / "__init__.py").exists()
+
+
+def test_an_unquantised_run_does_without_numba(tmp_path: Path) -> None:
+    """60 MB and a second, for kernels that it does not use."""
+    script = """
+import sys
+from offload.cli.main import main
+sys.argv = ["offload", "generate", "-m", sys.argv[1], "--prompt-ids", "5,6,7", "-n", "2"]
+try:
+    main()
+finally:
+    assert not {"numba", "llvmlite"} & sys.modules.keys(), "numba was imported"
+"""
+    model = ROOT / "examples" / "tiny_moe"
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(model)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
