@@ -59,6 +59,7 @@ from offload.models.recipes import Recipes
 from offload.models.request import request_of, staging_shape
 from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, RowEmbedding, Unit, unit_modules
+from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.planner import PlanRequest, make_plan
 from offload.scheduler.policy import SCORED
@@ -112,6 +113,7 @@ def prepare_packed(
         raise OffloadError(
             f"dtype {options.dtype} cannot take effect: packed weights are computed in float32"
         )
+    return_large_blocks()
     pack = PackedModel.open(directory)
     config = read_config(directory)
     shape = instantiate(config, torch.float32)[0]

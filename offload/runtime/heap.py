@@ -1,0 +1,38 @@
+"""What the C library does with large blocks of memory that are given back."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 4 * 2**20
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_TRIM_THRESHOLD = -1
+
+
+def return_large_blocks() -> bool:
+    """Have glibc give blocks of ``LARGE_BYTES`` and more back to the system when they are freed;
+    whether it will. Process-wide, and harmless if called again.
+
+    By default glibc puts ever larger blocks, up to 32 MiB, on its heap once it has seen some freed,
+    and a heap shrinks only from its end. The activations of a prompt of 512 tokens (4 to 16 MiB
+    each, of many sizes) left 217 MB of free blocks behind where 115 MB were in use at most, and a
+    budget was exceeded by a seventh. A block of its own costs its pages at each use, about
+    0.25 ms per MiB; blocks below 4 MiB are what a few tokens at once need, and stay on the heap.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        logger.debug("this C library has no mallopt")
+        return False
+    mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
+    mallopt.restype = ctypes.c_int
+    # Setting either ends the dynamic adjustment of both.
+    done = mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) and mallopt(_M_TRIM_THRESHOLD, LARGE_BYTES)
+    return bool(done)
+
+
+__all__ = ["LARGE_BYTES", "return_large_blocks"]

@@ -1,0 +1,55 @@
+"""Large blocks that are freed are the system's again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import ctypes, sys
+from offload.runtime.heap import LARGE_BYTES, return_large_blocks
+
+class MallInfo(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_size_t) for n in
+        "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "mallinfo2"):
+    print("skip")
+    sys.exit()
+libc.mallinfo2.restype = MallInfo
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+if sys.argv[1] == "yes":
+    assert return_large_blocks() and return_large_blocks()
+size = 3 * LARGE_BYTES
+libc.free(libc.malloc(size))  # from now on glibc would put blocks of this size on its heap
+blocks = []
+for _ in range(8):
+    blocks.append(libc.malloc(size))
+    libc.malloc(100_000)  # stays, so that the heap cannot shrink
+for block in blocks:
+    libc.free(block)
+print(libc.mallinfo2().fordblks // size)
+"""
+
+
+def left_behind(how: str) -> int:
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True
+    )
+    if run.stdout.strip() == "skip":
+        pytest.skip("this C library does not say what its heap holds")
+    return int(run.stdout)
+
+
+def test_large_blocks_are_returned() -> None:
+    assert left_behind("yes") == 0
+
+
+def test_the_default_keeps_them() -> None:
+    """Else there would be nothing to mend."""
+    assert left_behind("no") >= 6
