@@ -58,8 +58,8 @@ from offload.cpu_ops.vectors import (
 
 NIBBLES = 0x0F0F0F0F
 MXFP4_ZERO = 12
-mxfp4_values = look_up(tuple(v + MXFP4_ZERO for v in MXFP4_VALUES))
-iq4_nl_values = look_up(tuple(v + 128 for v in IQ4_NL_VALUES))
+_mxfp4 = look_up(tuple(v + MXFP4_ZERO for v in MXFP4_VALUES))
+_iq4_nl = look_up(tuple(v + 128 for v in IQ4_NL_VALUES))
 
 
 # ---- float weights: exact products in float32 with one rounding each, columns in order
@@ -87,18 +87,18 @@ def f16(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 @inline
-def half(isa: Any, address: int) -> Any:
+def _half(isa: Any, address: int) -> Any:
     return widen_f16(isa, load_u16(address))
 
 
 @inline
-def add_scaled(isa: Any, d: Any, dot: Any, x: int, acc: Any) -> Any:
+def _add(isa: Any, d: Any, dot: Any, x: int, acc: Any) -> Any:
     """acc + d * scale of x * dot"""
     return fma(to_float(dot), fmul(d, splat_f32(x + SCALE)), acc)
 
 
 @inline
-def add_minimum(m: Any, x: int, acc: Any) -> Any:
+def _add_minimum(m: Any, x: int, acc: Any) -> Any:
     """acc + m * the sum of the activations"""
     total = load_float(x + SCALE) * float32(load_int32(x + SUM))
     return fma(m, splat(total), acc)
@@ -116,16 +116,16 @@ def _dot_nibbles(isa: Any, w: int, x: int, start: Any) -> Any:
 
 def q4_0(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     start = int_splat(-8 * load_int32(x + SUM))
-    return add_scaled(isa, half(isa, w), _dot_nibbles(isa, w + 32, x, start), x, acc)
+    return _add(isa, _half(isa, w), _dot_nibbles(isa, w + 32, x, start), x, acc)
 
 
 def q4_1(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    acc = add_scaled(isa, half(isa, w), _dot_nibbles(isa, w + 64, x, int_splat(0)), x, acc)
-    return add_minimum(half(isa, w + 32), x, acc)
+    acc = _add(isa, _half(isa, w), _dot_nibbles(isa, w + 64, x, int_splat(0)), x, acc)
+    return _add_minimum(_half(isa, w + 32), x, acc)
 
 
 @inline
-def fifth(high: Any, c: int) -> Any:
+def _fifth(high: Any, c: int) -> Any:
     """Bit c of every byte, as bit 4."""
     return both(left(right(high, c), 4), 0x10101010)
 
@@ -137,8 +137,8 @@ def _dot_fives(isa: Any, w: int, x: int, start: Any) -> Any:
     low, high = start, int_splat(0)
     for j in range(4):
         v = load_i32(w + 64 + 64 * j)
-        even = either(both(v, NIBBLES), fifth(fifths, j))
-        odd = either(both(right(v, 4), NIBBLES), fifth(fifths, 4 + j))
+        even = either(both(v, NIBBLES), _fifth(fifths, j))
+        odd = either(both(right(v, 4), NIBBLES), _fifth(fifths, 4 + j))
         low = dot4(isa, low, even, splat_i32(x + 4 * j))
         high = dot4(isa, high, odd, splat_i32(x + 16 + 4 * j))
     return iadd(low, high)
@@ -146,12 +146,12 @@ def _dot_fives(isa: Any, w: int, x: int, start: Any) -> Any:
 
 def q5_0(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     start = int_splat(-16 * load_int32(x + SUM))
-    return add_scaled(isa, half(isa, w), _dot_fives(isa, w + 32, x, start), x, acc)
+    return _add(isa, _half(isa, w), _dot_fives(isa, w + 32, x, start), x, acc)
 
 
 def q5_1(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    acc = add_scaled(isa, half(isa, w), _dot_fives(isa, w + 64, x, int_splat(0)), x, acc)
-    return add_minimum(half(isa, w + 32), x, acc)
+    acc = _add(isa, _half(isa, w), _dot_fives(isa, w + 64, x, int_splat(0)), x, acc)
+    return _add_minimum(_half(isa, w + 32), x, acc)
 
 
 def q8_0(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
@@ -159,35 +159,31 @@ def q8_0(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     for j in range(4):
         low = dot4_wide(isa, low, load_i32(w + 32 + 64 * j), splat_i32(x + 4 * j))
         high = dot4_wide(isa, high, load_i32(w + 288 + 64 * j), splat_i32(x + 16 + 4 * j))
-    return add_scaled(isa, half(isa, w), iadd(low, high), x, acc)
+    return _add(isa, _half(isa, w), iadd(low, high), x, acc)
 
 
 def iq4_nl(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     low, high = wide_start(isa, load_int32(x + SUM)), int_splat(0)
     for j in range(4):
         v = load_i32(w + 32 + 64 * j)
-        low = dot4_wide(isa, low, iq4_nl_values(isa, both(v, NIBBLES)), splat_i32(x + 4 * j))
-        v = iq4_nl_values(isa, both(right(v, 4), NIBBLES))
+        low = dot4_wide(isa, low, _iq4_nl(isa, both(v, NIBBLES)), splat_i32(x + 4 * j))
+        v = _iq4_nl(isa, both(right(v, 4), NIBBLES))
         high = dot4_wide(isa, high, v, splat_i32(x + 16 + 4 * j))
-    return add_scaled(isa, half(isa, w), iadd(low, high), x, acc)
-
-
-@inline
-def mxfp4_scale(w: int) -> Any:
-    """Half of 2^(e - 127), e being the bytes at ``w``; 2^-128 and 2^-127 are subnormal."""
-    e = load_u8(w)
-    tiny = where_less(e, 1, int_splat(0x00200000), int_splat(0x00400000))
-    return as_float(where_less(e, 2, tiny, left(iadd(e, int_splat(-1)), 23)))
+    return _add(isa, _half(isa, w), iadd(low, high), x, acc)
 
 
 def mxfp4(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     low, high = int_splat(-MXFP4_ZERO * load_int32(x + SUM)), int_splat(0)
     for j in range(4):
         v = load_i32(w + 16 + 64 * j)
-        low = dot4(isa, low, mxfp4_values(isa, both(v, NIBBLES)), splat_i32(x + 4 * j))
-        v = mxfp4_values(isa, both(right(v, 4), NIBBLES))
+        low = dot4(isa, low, _mxfp4(isa, both(v, NIBBLES)), splat_i32(x + 4 * j))
+        v = _mxfp4(isa, both(right(v, 4), NIBBLES))
         high = dot4(isa, high, v, splat_i32(x + 16 + 4 * j))
-    return add_scaled(isa, mxfp4_scale(w), iadd(low, high), x, acc)
+    e = load_u8(w)
+    # Half of 2^(e - 127); 2^-128 and 2^-127 are subnormal.
+    tiny = where_less(e, 1, int_splat(0x00200000), int_splat(0x00400000))
+    d = as_float(where_less(e, 2, tiny, left(iadd(e, int_splat(-1)), 23)))
+    return _add(isa, d, iadd(low, high), x, acc)
 
 
 # ---- 256 columns, activations per 256
@@ -224,9 +220,9 @@ def _k_add(isa: Any, w: int, x: int, scaled: Any, acc: Any) -> Any:
     rest = right(load_i32(w + 192), 4)
     minima = _k_minima(minima, _k_high(w + 128, rest), x + 16)
     s = splat_f32(x + K_SCALE)
-    acc = fma(to_float(scaled), fmul(half(isa, w), s), acc)
+    acc = fma(to_float(scaled), fmul(_half(isa, w), s), acc)
     minus = fmul(splat(float32(-1.0)), to_float(minima))
-    return fma(minus, fmul(half(isa, w + 32), s), acc)
+    return fma(minus, fmul(_half(isa, w + 32), s), acc)
 
 
 @inline
@@ -264,8 +260,8 @@ def _q5_k_pair(
     low, high = int_splat(0), int_splat(0)
     for j in range(8):
         v, bits = load_i32(w + 64 * j), load_i32(fifths + 64 * j)
-        even = either(both(v, NIBBLES), fifth(bits, bit))
-        odd = either(both(right(v, 4), NIBBLES), fifth(bits, bit + 1))
+        even = either(both(v, NIBBLES), _fifth(bits, bit))
+        odd = either(both(right(v, 4), NIBBLES), _fifth(bits, bit + 1))
         low = dot4(isa, low, even, splat_i32(x + 4 * j))
         high = dot4(isa, high, odd, splat_i32(x + 4 * j + 32))
     total = iadd(total, imul(low, _byte(scales, 2 * c)))
@@ -323,7 +319,7 @@ def _q6_k_half(isa: Any, total: Any, scales: int, high: int, x: int, sums: int) 
 def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     total = _q6_k_half(isa, int_splat(0), w + 32, w + 288, x, x + K_SUMS16)
     total = _q6_k_half(isa, total, w + 160, w + 1824, x + 128, x + K_SUMS16 + 32)
-    return fma(to_float(total), fmul(half(isa, w), splat_f32(x + K_SCALE)), acc)
+    return fma(to_float(total), fmul(_half(isa, w), splat_f32(x + K_SCALE)), acc)
 
 
 # ---- the table

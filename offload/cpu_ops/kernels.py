@@ -113,7 +113,7 @@ def gemm(
 ) -> Floats:  # fmt: skip
     """``out`` [T, N] = x [T, K] W^T, for few tokens: each row of ``out`` is what ``gemv`` gives.
 
-    Weights are read once per 32 tokens (``tiles.GROUP``). Raises as ``gemv`` does.
+    Weights are read once per 8 tokens. Raises as ``gemv`` does.
     """
     tokens = x_TK.shape[0]
     check_floats("x", x_TK, (tokens, columns))

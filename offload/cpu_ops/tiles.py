@@ -12,12 +12,10 @@ from typing import Any
 
 from offload.cpu_ops.activations import quantize_blocks
 from offload.cpu_ops.blocks_dot import block_bytes, block_dot, record_stride
-from offload.cpu_ops.blocks_held import HELD, held_dot, held_dots, hold
 from offload.cpu_ops.formats import TILE_ROWS
-from offload.cpu_ops.tags import by_format, inline, outline
+from offload.cpu_ops.tags import inline, outline
 from offload.cpu_ops.vectors import (
     call,
-    fence,
     fetch_add,
     lane,
     load_f32,
@@ -30,10 +28,8 @@ from offload.cpu_ops.vectors import (
     store_float,
 )
 
-GROUP = 32
-"""Tokens that a pass over a tile computes at most; more are passes over a tile in cache. Experts of
-64 tokens each, q4_0, two Zen 4 cores: 8 0.49, 16 0.56, 32 0.585 Top/s of 0.87 for ``vpdpbusd`` on
-registers alone; two float products beside eight of those leave 80 % of that."""
+GROUP = 8
+"""Tokens that a pass over a tile computes at most; more are passes over a tile in cache."""
 STREAMS = 4
 """Tiles read side by side for one token. Measured on two Zen 4 cores, Q4_0 and bf16, of the read
 stream: one tile 77 %, two 88 %, four 95 %. Asking for every line (0.5 to 8 KiB ahead, one to four
@@ -124,73 +120,23 @@ def _four(
 
 
 @inline
-def _held(fmt: Any, isa: Any, w: int, blocks: int, inputs: int, n: int, out: int) -> None:
-    for t in range(n):
-        store_f32(out + 64 * t, splat(0.0))
-    x = 0
-    for _ in range(blocks):
-        block = hold(fmt, isa, w)
-        for t in range(n):
-            at = load_int(inputs + 8 * t) + x
-            store_f32(out + 64 * t, held_dot(fmt, isa, block, at, load_f32(out + 64 * t)))
-        w += block_bytes(fmt)
-        x += record_stride(fmt)
-
-
-@inline
-def _held_two(fmt: Any, isa: Any, w: int, blocks: int, inputs: int, n: int, out: int) -> None:
-    """Two tiles, so that a broadcast activation is used twice and four sums are in flight."""
-    for t in range(n):
-        store_f32(out + 64 * t, splat(0.0))
-        store_f32(out + SUMS + 64 * t, splat(0.0))
-    x, second = 0, blocks * block_bytes(fmt)
-    for _ in range(blocks):
-        one, two = hold(fmt, isa, w), hold(fmt, isa, w + second)
-        for t in range(n):
-            at = load_int(inputs + 8 * t) + x
-            a, b = load_f32(out + 64 * t), load_f32(out + SUMS + 64 * t)
-            a, b = held_dots(fmt, isa, one, two, at, a, b)
-            store_f32(out + 64 * t, a)
-            store_f32(out + SUMS + 64 * t, b)
-        w += block_bytes(fmt)
-        x += record_stride(fmt)
-
-
-def several(
-    fmt: Any, isa: Any, w: int, tiles: int, blocks: int, inputs: int, n: int, out: int
-) -> None:
-    """``products`` of more than one token; only inside kernels."""
-    raise NotImplementedError
-
-
-def _several_held(
-    fmt: Any, isa: Any, w: int, tiles: int, blocks: int, inputs: int, n: int, out: int
-) -> None:
-    tile_bytes = blocks * block_bytes(fmt)
-    for i in range(0, tiles - 1, 2):
-        _held_two(fmt, isa, w + i * tile_bytes, blocks, inputs, n, out + i * SUMS)
-    if tiles % 2:
-        i = tiles - 1
-        _held(fmt, isa, w + i * tile_bytes, blocks, inputs, n, out + i * SUMS)
-
-
-def _several_fours(
-    fmt: Any, isa: Any, w: int, tiles: int, blocks: int, inputs: int, n: int, out: int
-) -> None:
-    last = n - 1
-    for i in range(tiles):
-        for t in range(0, n, 4):  # of fewer than four the last fills the empty places, unread
+def _tile(fmt: Any, isa: Any, w: int, blocks: int, inputs: int, n: int, out: int) -> None:
+    t = 0
+    while t < n:
+        if n - t == 1:
+            _one(fmt, isa, w, blocks, load_int(inputs + 8 * t), out + 64 * t)
+            t += 1
+        else:  # the last of fewer than four fills the empty places, its copies are not read
+            last = n - 1
             _four(
-                fmt, isa, w + i * blocks * block_bytes(fmt), blocks,
+                fmt, isa, w, blocks,
                 load_int(inputs + 8 * t),
                 load_int(inputs + 8 * min(t + 1, last)),
                 load_int(inputs + 8 * min(t + 2, last)),
                 load_int(inputs + 8 * min(t + 3, last)),
-                out + i * SUMS + 64 * t,
+                out + 64 * t,
             )  # fmt: skip
-
-
-by_format(several)(lambda name: _several_held if name in HELD else _several_fours)
+            t += 4
 
 
 @outline
@@ -210,15 +156,9 @@ def products(
     neither on ``n`` nor on ``tiles``. ``ahead``: the tiles that will be asked for next."""
     if n == 1 and tiles == STREAMS:
         _streams(fmt, isa, w, blocks, load_int(inputs), out, ahead)
-    elif n == 1:
-        for i in range(tiles):
-            at = w + i * blocks * block_bytes(fmt)
-            _one(fmt, isa, at, blocks, load_int(inputs), out + i * SUMS)
     else:
-        several(fmt, isa, w, tiles, blocks, inputs, n, out)
-    # Callers read ``out``, a place on their stack, back through an integer address. Where LLVM
-    # inlines this function it has dropped the stores of the second branch without the fence.
-    fence()
+        for i in range(tiles):
+            _tile(fmt, isa, w + i * blocks * block_bytes(fmt), blocks, inputs, n, out + i * SUMS)
 
 
 @inline

@@ -313,11 +313,6 @@ def iadd(b: Any, v: Any, w: Any) -> Any:
 
 
 @_operation(I32X16, I32X16, I32X16)
-def isub(b: Any, v: Any, w: Any) -> Any:
-    return b.sub(v, w)
-
-
-@_operation(I32X16, I32X16, I32X16)
 def imul(b: Any, v: Any, w: Any) -> Any:
     return b.mul(v, w)
 

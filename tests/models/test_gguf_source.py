@@ -241,7 +241,9 @@ def test_types_without_kernels(tmp_path: Path, kind: Type) -> None:
     errors = model.manifest.errors
     assert set(errors) == {"expert", "matrix", "head", "rows"}
     assert 0 < errors["head"].relative_rms < 0.01
-    assert 0 < errors["expert"].relative_rms < 0.15
+    # What TQ2_0 can say, Q4_0 can: three values, a multiple of one scale.
+    assert 0 <= errors["expert"].relative_rms < 0.15
+    assert (errors["expert"].relative_rms == 0) == (kind is Type.TQ2_0)
     want = model_of(tmp_path / "hf", read_gguf(file))["state"]["lm_head.weight"]
     head = model.tensors["lm_head.weight"]
     got = value_of(head.part, blocks[head.block.name])

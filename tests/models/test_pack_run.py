@@ -135,7 +135,7 @@ def test_what_is_quantised_keeps_its_bits_or_is_refused(tmp_path: Path) -> None:
             rows = super().rows(tensor, expert, start, stop)
             if tensor.kind is not Kind.MATRIX:
                 return rows
-            return encode_rows(get_format("q4_0"), as_float32("f32", rows))
+            return encode_rows(get_format("q4_0"), as_float32("f32", rows), search=True)
 
     source = Quantised(list(small_source().outline.items), small_source().arrays)
     pack(source, tmp_path / "kept", quant="none")
