@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 import weakref
@@ -74,8 +73,7 @@ class PackedAttachment(Attachment):
         self._hook_table()
 
     def _hook_table(self) -> None:
-        """Rows of the embedding are decoded as they are looked up: from memory if their block is
-        pinned, else from disk."""
+        """Rows of the embedding are decoded as they are looked up."""
         module = self.model.get_input_embeddings()  # type: ignore[operator]
         names = {m: path for path, m in self.model.named_modules()}
         name = f"{names[module]}.weight"
@@ -84,16 +82,6 @@ class PackedAttachment(Attachment):
         rows = self.pack.rows(name)
         executor, nbytes = self.executor, rows.read_bytes
         together = max(1, ROWS_BYTES // nbytes)
-        pinned = executor.address(rows.block) if rows.block in self._resident else None
-
-        def copy(wanted: Sequence[int]) -> torch.Tensor:
-            assert pinned is not None
-            out = torch.empty(len(wanted), rows.columns)
-            for i, row in enumerate(wanted):
-                at = pinned + rows.span(row).src
-                there = memoryview((ctypes.c_ubyte * nbytes).from_address(at)).cast("B")
-                out[i] = torch.from_numpy(rows.decode(row, there))
-            return out
 
         def read(wanted: Sequence[int]) -> torch.Tensor:
             out = torch.empty(len(wanted), rows.columns)
@@ -109,9 +97,7 @@ class PackedAttachment(Attachment):
             return out
 
         shape_only = torch.empty(rows.rows, rows.columns, device="meta")
-        table = row_table(
-            name, shape_only, executor.device.torch_device, read if pinned is None else copy
-        )
+        table = row_table(name, shape_only, executor.device.torch_device, read)
         module._parameters["weight"] = nn.Parameter(table, requires_grad=False)
 
 

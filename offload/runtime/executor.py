@@ -289,9 +289,15 @@ class Executor:
     # -- rows -----------------------------------------------------------------------------
 
     def read_rows(self, block: str, spans: Sequence[Span], buffer: memoryview) -> None:
-        """Fill ``buffer`` with parts of a block that is not resident (rows of an embedding)."""
+        """Fill ``buffer`` with parts of a block, from host memory if it is pinned there (rows of an
+        embedding). Under the lock: ``close()`` in another thread takes the memory away."""
         with self._lock:
             self._check_open()
+            if block in self.plan.tiers[Tier.RAM].pinned:
+                there = self._leases[Tier.RAM][block].view
+                for src, dst, nbytes in spans:
+                    buffer[dst : dst + nbytes] = there[src : src + nbytes]
+                return
         began = time.perf_counter()
         reading = self.store.read_spans_into(block, spans, buffer, priority=DEMAND)
         try:

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 import offload
 from offload.blocks import Tier
-from offload.errors import OffloadError, PlanError, UnsupportedModelError
+from offload.errors import ClosedError, OffloadError, PlanError, UnsupportedModelError
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_forward import LeanForward
 from offload.models.meta import read_config
@@ -248,6 +248,8 @@ def test_a_table_in_memory_is_not_read(tmp_path: Path) -> None:
             reads.append(model.offload.executor.stats.row_reads)
         finally:
             model.offload.close()
+        with pytest.raises(ClosedError), torch.no_grad():
+            model(IDS)  # the memory of the table is gone
     assert torch.equal(*said)
     assert reads[0] > reads[1] == 0
 
