@@ -51,6 +51,13 @@ class AbsentTensor(torch.Tensor):
             f"without a budget"
         )
 
+    def data_ptr(self) -> int:
+        """Refused: a kernel would read address 0."""
+        raise OffloadError(
+            f"{self._offload_name} is streamed and not in memory now; its address can be had only "
+            f"while its layer runs and before the model is closed"
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
         return f"AbsentTensor({self._offload_name!r}, shape={shape}, dtype={self.dtype})"

@@ -250,6 +250,8 @@ def test_a_table_in_memory_is_not_read(tmp_path: Path) -> None:
             model.offload.close()
         with pytest.raises(ClosedError), torch.no_grad():
             model(IDS)  # the memory of the table is gone
+        with pytest.raises(OffloadError, match="before the model is closed"), torch.no_grad():
+            model(inputs_embeds=torch.zeros(1, 3, model.config.hidden_size))
     assert torch.equal(*said)
     assert reads[0] > reads[1] == 0
 
