@@ -134,14 +134,12 @@ class LeanForward:
 
 def take_over(
     model: Any, paths: Sequence[str], make_cache: Callable[[], LeanCache], attachment: Attachment
-) -> str:
-    """Put a ``LeanForward`` in place; returns why not, or ''."""
+) -> None:
+    """Put a ``LeanForward`` in place, or log why not."""
     try:
         LeanForward(model, paths).attach(make_cache(), attachment)
     except (OffloadError, RuntimeError, AttributeError, TypeError, ValueError) as why:
         logger.info("single tokens go through the model's own forward: %s", why)
-        return str(why)
-    return ""
 
 
 class _ScaleAndShift(nn.Module):
