@@ -22,6 +22,7 @@ MAY_IMPORT = {  # package of offload -> other packages of offload it may import
     "cpu_ops": BASE,
     "runtime": LOWER,
     "models": LOWER | {"runtime"},
+    "train": LOWER | {"runtime", "models"},
 }
 
 
