@@ -1,1 +1,1 @@
-"""Fine-tuning models that are larger than memory: weights, gradients and optimizer states stream."""
+"""Fine-tuning models larger than memory: weights, gradients and optimizer states stream."""

@@ -1,4 +1,4 @@
-"""What a run tells while it works. Plain values: the command line prints them, tests compare them."""
+"""What a run tells while it works. Plain values: the command line prints them."""
 
 from __future__ import annotations
 

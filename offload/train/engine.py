@@ -1,0 +1,346 @@
+"""The training engine: a model whose weights, gradients and optimizer states stream.
+
+It stands between a model's own code and the lanes. ``Segment``s tell it which unit runs; it puts
+weights in place, takes gradients away, and turns a step into updates that run behind the next
+forward, block by block in its order (*deferred*), or inside backward as soon as a block's gradients
+are complete (without clipping, whose factor is known only at the end).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.cpu_ops.adam_step import AdamStep
+from offload.errors import OffloadError
+from offload.train.grads import Gradients
+from offload.train.layout import Block, Piece, TrainLayout
+from offload.train.order import UseOrder
+from offload.train.segments import Segment, same_random_numbers
+from offload.train.updates import Job, Updater
+from offload.train.weights import Entry, Shared, Weights
+
+__all__ = ["Engine", "Group", "NotFinite", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Hyper-parameters of some parameters for one step."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def step(self, number: int, clip: float) -> AdamStep:
+        return AdamStep(
+            lr=self.lr, step=number, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
+            weight_decay=self.weight_decay, clip=clip,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """``norm`` of all gradients before clipping, and the factor they were multiplied by."""
+
+    norm: float
+    clip: float
+
+
+class NotFinite(OffloadError):
+    """A loss or a gradient is NaN or infinite; nothing was updated by that step."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the training thread's time goes, in seconds."""
+
+    waiting: float = 0.0
+    """For weights: reads and updates that were not through."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A unit whose weights are in place."""
+
+    depth: int = 0
+    entries: list[Entry] = field(default_factory=list)
+    ends: list[Callable[[], Any]] = field(default_factory=list)
+
+
+class Engine:
+    """See the module. One training thread at a time; the lanes are the engine's own."""
+
+    def __init__(
+        self, model: nn.Module, layout: TrainLayout, order: UseOrder, weights: Weights,
+        gradients: Gradients, updater: Updater, shared: Shared,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.layout = layout
+        self.order = order
+        self.weights = weights
+        self.gradients = gradients
+        self.updater = updater
+        self.shared = shared
+        self.clock = Clock()
+        self.steps: dict[str, int] = {}
+        """Steps that each parameter has taken."""
+        self.in_backward: Callable[[Piece], Group] | None = None
+        """Set: update inside backward, with these hyper-parameters."""
+        self.last_micro_batch = True
+        """Whether gradients of this backward complete the step."""
+        self.random_key: Callable[[int], int] | None = None
+        """Set: seed torch's generator for each unit's forward with this, for repeatable dropout in
+        any order of micro-batches. None: torch's own sequence."""
+        self.hollow: dict[str, torch.Tensor] = {}
+        self.params: dict[str, nn.Parameter] = {}
+        self._running = [_Running() for _ in layout.units]
+        self._left = self._uses()
+        self._pieces: dict[str, tuple[int, int]] = {
+            piece.param: (block.index, i)
+            for block in layout.blocks
+            for i, piece in enumerate(block.pieces)
+            if piece.expert is None
+        }
+        self._closers: list[Callable[[], Any]] = []
+        self._install()
+
+    # -- the model ------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        """Give the model parameters without memory, and units that ask for theirs."""
+        for name, param in self.layout.params.items():
+            stand_in = torch.full((1,), math.nan, dtype=param.tensor.dtype)
+            hollow = stand_in.expand(param.tensor.shape)
+            fresh = nn.Parameter(hollow, requires_grad=param.tensor.requires_grad)
+            self.hollow[name] = hollow
+            self.params[name] = fresh
+            for place in param.places:
+                place.module._parameters[place.attr] = fresh
+            if fresh.requires_grad and name in self._pieces:
+                handle = fresh.register_post_accumulate_grad_hook(self._take(name))
+                self._closers.append(handle.remove)
+        trained = {b.index for b in self.layout.trained}
+        for unit in self.layout.units:
+            mine = {*unit.blocks, *itertools.chain.from_iterable(unit.experts.values())}
+            segment = Segment(self, unit.index, unit.module, trains=bool(mine & trained))
+            self._closers.append(segment.restore)
+
+    def start(self) -> None:
+        """Read what stays in RAM and put in place what is used everywhere."""
+        self.updater.load_resident()
+        self.weights.pin_all()
+        for block in self.layout.rest:
+            self._place(self.weights.acquire(block))
+            self.weights.release(block)  # pinned: it stays where it is
+        with self.shared.changed:
+            self.weights.pump()
+
+    def _place(self, entry: Entry) -> None:
+        for piece in entry.block.pieces:
+            data = entry.tensor[piece.offset : piece.offset + piece.count]
+            self.params[piece.param].data = data.view(piece.shape)
+
+    def _remove(self, entry: Entry) -> None:
+        for piece in entry.block.pieces:
+            self.params[piece.param].data = self.hollow[piece.param]
+
+    def _take(self, name: str) -> Callable[[nn.Parameter], None]:
+        block, piece = self._pieces[name]
+
+        def take(param: nn.Parameter) -> None:
+            gradient, param.grad = param.grad, None
+            if gradient is not None:
+                self.gradients.add(block, piece, gradient)
+
+        return take
+
+    # -- units ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self, unit: int, *, backward: bool) -> Iterator[None]:
+        """The unit's weights are in place inside. Nests (a unit within its own backward)."""
+        state = self._running[unit]
+        if not state.depth:
+            began = time.perf_counter()
+            with self.shared.changed:
+                self.order.enter(unit)
+                self.weights.pump()
+            for block in self.layout.units[unit].blocks:
+                entry = self.weights.acquire(block)
+                state.entries.append(entry)
+                self._place(entry)
+            self.clock.waiting += time.perf_counter() - began
+        state.depth += 1
+        try:
+            yield
+        finally:
+            state.depth -= 1
+            if not state.depth:
+                for end in state.ends:
+                    end()
+                for entry in state.entries:
+                    self._remove(entry)
+                    self.weights.release(entry.block.index)
+                state.entries.clear()
+
+    def on_unit_end(self, unit: int, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Call ``call`` whenever the unit's weights are about to leave; returns what undoes it."""
+        self._running[unit].ends.append(call)
+        return lambda: self._running[unit].ends.remove(call)
+
+    def forward_key(self, unit: int) -> Any:
+        if self.random_key is None:
+            return torch.get_rng_state()
+        seed = self.random_key(unit)
+        torch.manual_seed(seed)
+        return seed
+
+    @contextlib.contextmanager
+    def replay(self, key: Any) -> Iterator[None]:
+        with same_random_numbers(torch.get_rng_state() if isinstance(key, int) else key):
+            if isinstance(key, int):
+                torch.manual_seed(key)
+            yield
+
+    def _uses(self) -> list[int]:
+        """For each block, by how many units its gradients are added to in one backward."""
+        return [len(users) for users in self.layout.users]
+
+    def backward_done(self, unit: int) -> None:
+        """Called when a unit's gradients of one micro-batch are all there."""
+        blocks = [b for b in self._blocks_of(unit) if self.layout.blocks[b].trained]
+        if not self.last_micro_batch:
+            for block in blocks:
+                self.gradients.park(block)
+            return
+        complete = []
+        for block in blocks:
+            self._left[block] -= 1
+            if self._left[block] > 0:
+                self.gradients.park(block)
+            else:
+                self.gradients.seal(block)
+                complete.append(block)
+        self._update_now(complete)
+
+    def _blocks_of(self, unit: int) -> Iterator[int]:
+        spec = self.layout.units[unit]
+        yield from spec.blocks
+        for ids in spec.experts.values():
+            yield from ids
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Wait for the updates of what is used outside of all units."""
+        with self.shared.changed:
+            rest = set(self.layout.rest)
+            self.shared.wait_for(lambda: not rest & self.weights.stale, "the first updates")
+
+    def end_backward(self) -> None:
+        """Backward is through: seal what no unit has sealed (parameters outside of units, units
+        that did not run)."""
+        self._left = self._uses()
+        late = [b for b in self.gradients.blocks() if not self.gradients.sealed(b)]
+        for block in late:
+            self.gradients.seal(block)
+        self._update_now(late)
+
+    def _update_now(self, blocks: Collection[int]) -> None:
+        if self.in_backward is not None:
+            self._update([b for b in blocks if self.gradients.pieces(b)], self.in_backward, 1.0)
+
+    def step(self, group_of: Callable[[Piece], Group], max_norm: float = 0.0) -> StepResult:
+        """Take a step with the gradients of the backward passes since the last one.
+
+        With ``max_norm`` > 0 gradients are multiplied by max_norm / (norm + 1e-6) where that is
+        below 1, as ``torch.nn.utils.clip_grad_norm_`` does. All hyper-parameters are read now; the
+        updates run when they run.
+
+        Raises:
+            NotFinite: the norm is not a finite number. Nothing is updated.
+        """
+        norm = self.gradients.norm()
+        if not math.isfinite(norm):
+            bad = self.gradients.first_bad()
+            raise NotFinite(f"the gradient norm is {norm}" + (f" (first in {bad})" if bad else ""))
+        clip = 1.0
+        if max_norm > 0:
+            clip = min(1.0, max_norm / (norm + 1e-6))
+        if self.in_backward is None:
+            self._update(self.gradients.blocks(), group_of, clip)
+        self.gradients.clear_sums()
+        with self.shared.changed:
+            self.order.end_step()
+        return StepResult(norm, clip)
+
+    def _update(
+        self, blocks: Collection[int], group_of: Callable[[Piece], Group], clip: float
+    ) -> None:
+        touched = self._with_siblings(blocks)
+        jobs, taken = [], set()
+        for index in touched:
+            block = self.layout.blocks[index]
+            have = self.gradients.pieces(index)
+            steps = {}
+            for i, piece in enumerate(block.pieces):
+                if i not in have and piece.expert is None:
+                    continue
+                taken.add(piece.param)
+                steps[i] = group_of(piece).step(self.steps.get(piece.param, 0) + 1, clip)
+            jobs.append(Job(index, steps))
+        for name in taken:
+            self.steps[name] = self.steps.get(name, 0) + 1
+        self.updater.schedule(jobs)
+
+    def _with_siblings(self, blocks: Collection[int]) -> list[int]:
+        """With an expert go all experts of its layer: of a fused parameter the resident optimizer
+        has a gradient of zeros for those that no token went to, and their moments decay."""
+        out = set(blocks)
+        for unit in self.layout.units:
+            for ids in unit.experts.values():
+                if not out.isdisjoint(ids):
+                    out.update(ids)
+        return sorted(out)
+
+    def drain(self) -> None:
+        """Wait until everything is updated and written."""
+        self.updater.drain()
+
+    def state(self) -> Mapping[str, int]:
+        """What a commit has to know besides tiles."""
+        return dict(self.steps)
+
+    # -- reading --------------------------------------------------------------------------
+
+    def block_values(self, block: Block) -> torch.Tensor:
+        """A copy of a block's current weights [count], its update waited for."""
+        entry = self.weights.acquire(block.index)
+        try:
+            return entry.tensor.clone()
+        finally:
+            self.weights.release(block.index)
+
+    def on_close(self, close: Callable[[], Any]) -> None:
+        """Call ``close`` when the engine closes, after its thread has ended."""
+        self._closers.append(close)
+
+    def close(self) -> None:
+        """End the threads and free the memory. Updates that are pending are lost: ``drain`` or
+        commit first. Idempotent."""
+        if not self._closers:
+            return
+        for name, param in self.params.items():
+            param.data = self.hollow[name]
+        while self._closers:
+            self._closers.pop(0)()

@@ -1,0 +1,206 @@
+"""Fused experts in training: one by one, in both directions.
+
+A MoE layer's own eager loop indexes ``self.gate_up_proj[e]``. What it finds is a leaf of autograd
+for expert ``e`` alone, whose memory is there while the loop is at it. What backward needs of it later
+is not kept: saved tensors that are views of an expert's memory are saved as their place in it
+(``torch.autograd.graph.saved_tensors_hooks``), and the expert comes again when backward asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.errors import UnsupportedModelError
+from offload.models.expert_groups import ExpertGroup
+from offload.models.experts import routing
+from offload.train.layout import TrainUnit
+from offload.train.weights import Entry
+
+if TYPE_CHECKING:
+    from offload.train.engine import Engine
+
+
+def stream_experts(engine: Engine) -> Iterator[Callable[[], Any]]:
+    """Let every group's experts come one by one; yields what undoes it."""
+    for unit in engine.layout.units:
+        for group in unit.groups:
+            yield from _ExpertRun(engine, unit, group).attach()
+
+
+class _Leaf:
+    """One expert's piece of a fused parameter during one run of its layer."""
+
+    def __init__(self, run: _ExpertRun, block: int, piece: int) -> None:
+        spec = run.engine.layout.blocks[block].pieces[piece]
+        dtype: torch.dtype = getattr(torch, run.engine.layout.blocks[block].dtype)
+        stand_in = torch.full((1,), math.nan, dtype=dtype)
+        self.hollow = stand_in.expand(spec.shape)
+        self.spec = spec
+        trained = run.engine.layout.blocks[block].trained
+        self.tensor = nn.Parameter(self.hollow, requires_grad=trained)
+        if trained:
+            gradients = run.engine.gradients
+
+            def take(param: nn.Parameter) -> None:
+                gradient, param.grad = param.grad, None
+                if gradient is not None:
+                    gradients.add(block, piece, gradient)
+
+            self.tensor.register_post_accumulate_grad_hook(take)
+
+    def place(self, entry: Entry) -> None:
+        spec = self.spec
+        self.tensor.data = entry.tensor[spec.offset : spec.offset + spec.count].view(spec.shape)
+
+    def remove(self) -> None:
+        self.tensor.data = self.hollow
+
+
+class _ExpertRun:
+    """A layer's experts while its forward or backward runs."""
+
+    def __init__(self, engine: Engine, unit: TrainUnit, group: ExpertGroup) -> None:
+        self.engine = engine
+        self.unit = unit
+        self.group = group
+        self.blocks = unit.experts[group.name]
+        self.attrs = {p.places[0].attr: i for i, p in enumerate(group.params)}
+        self._at: tuple[int, Entry] | None = None
+        self._leaves: dict[int, list[_Leaf]] = {}
+
+    def attach(self) -> Iterator[Callable[[], Any]]:
+        module = self.group.module
+        for attr, index in self.attrs.items():
+            module.__dict__[attr] = _Proxy(self, index, module._parameters[attr])
+            yield partial(module.__dict__.pop, attr, None)
+        inner = module.forward
+        before = module.__dict__.get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._leaves = {}
+            try:
+                self._announce(routing(args, kwargs, self.group))
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                    return inner(*args, **kwargs)
+            finally:
+                self._let_go()
+
+        module.__dict__["forward"] = forward
+
+        def undo() -> None:
+            module.__dict__.pop("forward", None)
+            if before is not None:
+                module.__dict__["forward"] = before
+
+        yield undo
+        done = self.engine.on_unit_end(self.unit.index, self._end)
+        yield done
+
+    def _announce(self, experts: list[int]) -> None:
+        self.engine.weights.expect_experts(2 * len(experts) >= self.group.n_experts)
+        self.engine.weights.want([self.blocks[e] for e in experts])
+
+    def get(self, expert: int, index: int) -> torch.Tensor:
+        """An expert's tensor, its memory in place until another expert's is asked for."""
+        if not 0 <= expert < self.group.n_experts:
+            raise IndexError(f"expert {expert} of {self.group.n_experts} in {self.group.name}")
+        leaves = self._leaves.get(expert)
+        if leaves is None:
+            block = self.blocks[expert]
+            leaves = [_Leaf(self, block, i) for i in range(len(self.attrs))]
+            self._leaves[expert] = leaves
+        self._come(expert)
+        return leaves[index].tensor
+
+    def _come(self, expert: int) -> Entry:
+        if self._at is not None and self._at[0] == expert:
+            return self._at[1]
+        self._let_go()
+        entry = self.engine.weights.acquire(self.blocks[expert])
+        self._at = expert, entry
+        for leaf in self._leaves.get(expert, ()):
+            leaf.place(entry)
+        return entry
+
+    def _let_go(self) -> None:
+        if self._at is not None:
+            (expert, entry), self._at = self._at, None
+            for leaf in self._leaves.get(expert, ()):
+                leaf.remove()
+            self.engine.weights.release(entry.block.index)
+
+    def _end(self) -> None:
+        """The unit is through: nothing of its experts is asked for any more."""
+        self._let_go()
+        self._leaves = {}
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._at is None:
+            return tensor
+        expert, entry = self._at
+        start = entry.memory.tensor().data_ptr()
+        at = tensor.data_ptr() - start
+        if not 0 <= at < entry.block.nbytes:
+            return tensor
+        return _Place(
+            expert, at // tensor.element_size(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+        )
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Place):
+            return saved  # type: ignore[no-any-return]
+        entry = self._come(saved.expert)
+        return entry.tensor.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class _Place:
+    """A saved view of an expert's memory: where in it, and how."""
+
+    __slots__ = ("dtype", "expert", "offset", "shape", "stride")
+
+    def __init__(
+        self, expert: int, offset: int, shape: tuple[int, ...], stride: Any, dtype: torch.dtype
+    ) -> None:
+        self.expert = expert
+        self.offset = offset
+        self.shape = shape
+        self.stride = stride
+        self.dtype = dtype
+
+
+class _Proxy:
+    """What an experts module finds in place of a fused parameter ``[E, ...]``."""
+
+    def __init__(self, run: _ExpertRun, index: int, stand_in: Any) -> None:
+        self._run = run
+        self._index = index
+        self._stand_in = stand_in
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        if isinstance(key, torch.Tensor) and key.dim() == 0:
+            key = int(key)
+        if isinstance(key, int):
+            return self._run.get(key, self._index)
+        return self._refuse(f"indexing with {key!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "ndim", "size", "dim", "is_meta"):
+            return getattr(self._stand_in, name)
+        return self._refuse(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._refuse(getattr(func, "__name__", str(func)))
+
+    def _refuse(self, what: str) -> Any:
+        name = self._run.group.name
+        raise UnsupportedModelError(
+            f"the experts of {name} are streamed one by one and {what} needs all of them at once"
+        )
+
+

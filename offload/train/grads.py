@@ -1,0 +1,292 @@
+"""Gradients between backward and the update: summed, measured, kept in RAM or spilled.
+
+What autograd has made of a parameter is taken as it is: no copy where it stays in RAM. A block
+whose gradients are *spilled* is written, tile by tile, to a private file when its unit is through,
+and read back beside the tile's states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.blocks import DTYPE_BYTES, align_up
+from offload.cpu_ops import grad_norm
+from offload.cpu_ops.grad_norm import Numbers
+from offload.io.engines import Engine
+from offload.io.files import DirectFile
+from offload.io.store import DEMAND, PREFETCH
+from offload.train.buffers import BufferPool
+from offload.train.layout import Block, Piece, TrainLayout
+from offload.train.tiles import numbers
+from offload.train.weights import Shared, as_numbers
+
+
+@dataclass(slots=True)
+class _Held:
+    """A block's gradients: one tensor for each piece that has any."""
+
+    pieces: dict[int, torch.Tensor] = field(default_factory=dict)
+    spilled: set[int] = field(default_factory=set)
+    """Pieces whose bytes are in the file."""
+
+
+class Gradients:
+    """The gradients of one step, block by block."""
+
+    def __init__(
+        self, layout: TrainLayout, shared: Shared, engine: Engine, *, dtype: str | None,
+        spill: Collection[int], file: DirectFile | None, workers: int | None = None,
+    ) -> None:  # fmt: skip
+        """``dtype``: in which gradients are summed and kept; None: in their weights' dtype.
+        ``spill``: blocks that go to ``file``, which has room for ``spill_bytes``.
+        """
+        self.layout = layout
+        self.dtype = dtype
+        self._shared = shared
+        self._engine = engine
+        self._spill = frozenset(spill)
+        self._file = file
+        self._workers = workers
+        self._held: dict[int, _Held] = {}
+        self._sums: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+        self._offsets = spill_offsets(layout, self._spill, dtype)
+        self._staging = BufferPool(SPILL_BUFFERS * align_up(4 * _largest(layout)), "spill")
+        self._writing: dict[int, int] = {}
+        self.written_bytes = 0
+        self.read_bytes = 0
+
+    def dtype_of(self, block: Block) -> str:
+        return self.dtype or block.dtype
+
+    # -- backward -------------------------------------------------------------------------
+
+    def add(self, block: int, piece: int, gradient: torch.Tensor, rows: slice | None = None) -> None:
+        """Add ``gradient`` (any shape of the piece's size; [rows] of its first dimension with
+        ``rows``) to a piece's. May keep the tensor itself: the caller lets go of it."""
+        spec = self.layout.blocks[block]
+        held = self._held.setdefault(block, _Held())
+        if piece in held.spilled:
+            self._fetch(spec, held)
+        dtype: torch.dtype = getattr(torch, self.dtype_of(spec))
+        flat = gradient.detach().reshape(-1)
+        total = held.pieces.get(piece)
+        if rows is not None:
+            shape = spec.pieces[piece].shape
+            if total is None:
+                total = held.pieces[piece] = torch.zeros(spec.pieces[piece].count, dtype=dtype)
+                total.view(shape)[rows].copy_(gradient)
+            else:
+                total.view(shape)[rows].add_(gradient)
+        elif total is None:
+            held.pieces[piece] = flat.to(dtype)
+        else:
+            total.add_(flat)
+
+    def seal(self, block: int) -> None:
+        """No more gradients of this block in this step: measure them, and spill them if planned."""
+        spec = self.layout.blocks[block]
+        held = self._held.get(block)
+        if held is None:
+            return
+        if held.spilled:
+            self._fetch(spec, held)
+        for i, tensor in held.pieces.items():
+            flat = as_numbers(tensor)
+            sums = np.empty(grad_norm.chunks(flat.size), np.float64)
+            grad_norm.squares(flat, sums, workers=self._workers)
+            self._sums[block, i] = sums
+        self.park(block)
+
+    def park(self, block: int) -> None:
+        """Write a spilled block's gradients to the file, also if more will be added."""
+        held = self._held.get(block)
+        if held is None or block not in self._spill or not held.pieces:
+            return
+        self._write(self.layout.blocks[block], held)
+        held.spilled.update(held.pieces)
+        held.pieces.clear()
+
+    def norm(self) -> float:
+        """The norm of all sealed gradients: exact sums over pieces in the order of the layout."""
+        return grad_norm.norm(self._sums[key] for key in sorted(self._sums))
+
+    def first_bad(self) -> str | None:
+        """A parameter whose gradient is not finite, if there is one."""
+        for (block, piece), sums in sorted(self._sums.items(), key=lambda item: item[0]):
+            if not np.isfinite(sums).all():
+                return self.layout.blocks[block].pieces[piece].param
+        return None
+
+    def pieces(self, block: int) -> frozenset[int]:
+        """The pieces of a block that have gradients."""
+        held = self._held.get(block)
+        return frozenset() if held is None else frozenset(held.pieces) | held.spilled
+
+    def blocks(self) -> list[int]:
+        """The blocks that have gradients."""
+        return sorted(self._held)
+
+    def sealed(self, block: int) -> bool:
+        """Whether a block's gradients were measured in this step."""
+        return any(key[0] == block for key in self._sums)
+
+    def clear_sums(self) -> None:
+        self._sums.clear()
+
+    # -- updates --------------------------------------------------------------------------
+
+    def tile_bytes(self, block: Block, count: int) -> int:
+        """Bytes that a tile's spilled gradients take in a buffer; 0 where they are in RAM."""
+        if block.index not in self._spill:
+            return 0
+        return align_up(count * DTYPE_BYTES[self.dtype_of(block)])
+
+    def read_tile(self, block: Block, tile: int, into: memoryview) -> Future[int] | None:
+        """Start reading a tile's spilled gradients."""
+        held = self._held.get(block.index)
+        if held is None or not held.spilled:
+            return None
+        assert self._file is not None
+        self.read_bytes += into.nbytes
+        return self._engine.read(self._file, self._offsets[tile], into, PREFETCH)
+
+    def of_tile(
+        self, block: Block, tile: int, buffer: npt.NDArray[np.uint8] | None
+    ) -> Iterator[tuple[int, Piece, int, int, Numbers | None]]:
+        """(piece index, piece, start in the tile, count, gradient or None) of each piece in it."""
+        held = self._held.get(block.index)
+        spec = self.layout.tiles[tile]
+        for i, piece, low, high in overlaps(block, spec.start, spec.start + spec.count):
+            gradient: Numbers | None = None
+            if held is not None and i in held.pieces:
+                whole = as_numbers(held.pieces[i])
+                gradient = whole[low - piece.offset : high - piece.offset]
+            elif held is not None and i in held.spilled and buffer is not None:
+                whole = numbers(buffer, self.dtype_of(block))
+                gradient = whole[low - spec.start : high - spec.start]
+            yield i, piece, low - spec.start, high - low, gradient
+
+    def drop(self, block: int) -> None:
+        """The block's update is through."""
+        self._held.pop(block, None)
+
+    # -- the file -------------------------------------------------------------------------
+
+    def _write(self, block: Block, held: _Held) -> None:
+        size = DTYPE_BYTES[self.dtype_of(block)]
+        for index in block.tiles:
+            tile = self.layout.tiles[index]
+            nbytes = align_up(tile.count * size)
+            with self._shared.changed:
+                self._shared.wait_for(
+                    lambda n=nbytes: self._staging.fits(n), "spilling gradients"  # type: ignore[misc]
+                )
+                memory = self._staging.take(nbytes)
+            target = numbers(memory.tensor().numpy(), self.dtype_of(block))
+            for i, piece, low, high in overlaps(block, tile.start, tile.start + tile.count):
+                part = target[low - tile.start : high - tile.start]
+                tensor = held.pieces.get(i)
+                if tensor is None:
+                    part[:] = 0
+                else:
+                    part[:] = as_numbers(tensor)[low - piece.offset : high - piece.offset]
+            assert self._file is not None
+            self.written_bytes += nbytes
+            with self._shared.changed:
+                self._writing[block.index] = self._writing.get(block.index, 0) + 1
+            future = self._engine.write(self._file, self._offsets[index], memory.view())
+            future.add_done_callback(self._done(block.index, memory))
+
+    def _done(self, block: int, memory: Any) -> Callable[[Future[int]], None]:
+        def done(future: Future[int]) -> None:
+            error = future.exception()
+            with self._shared.changed:
+                self._staging.give(memory)
+                self._writing[block] -= 1
+                if error is not None:
+                    self._shared.fail(error)
+                self._shared.notify()
+
+        return done
+
+    def settle(self, block: int) -> None:
+        """Wait until what was spilled of a block is in the file."""
+        with self._shared.changed:
+            self._shared.wait_for(lambda: not self._writing.get(block), "spilled gradients")
+
+    def _fetch(self, block: Block, held: _Held) -> None:
+        """Bring spilled gradients back, to add to them."""
+        self.settle(block.index)
+        assert self._file is not None
+        size = DTYPE_BYTES[self.dtype_of(block)]
+        dtype: torch.dtype = getattr(torch, self.dtype_of(block))
+        for i in held.spilled:
+            held.pieces[i] = torch.empty(block.pieces[i].count, dtype=dtype)
+        pool = self._staging
+        for index in block.tiles:
+            tile = self.layout.tiles[index]
+            nbytes = align_up(tile.count * size)
+            with self._shared.changed:
+                self._shared.wait_for(lambda n=nbytes: pool.fits(n), "spilled gradients")  # type: ignore[misc]
+                memory = pool.take(nbytes)
+            try:
+                self.read_bytes += nbytes
+                view = memory.view()
+                self._engine.read(self._file, self._offsets[index], view, DEMAND).result()
+                source = numbers(memory.tensor().numpy(), self.dtype_of(block))
+                for i, piece, low, high in overlaps(block, tile.start, tile.start + tile.count):
+                    if i in held.spilled:
+                        whole = as_numbers(held.pieces[i])
+                        whole[low - piece.offset : high - piece.offset] = source[
+                            low - tile.start : high - tile.start
+                        ]
+            finally:
+                with self._shared.changed:
+                    pool.give(memory)
+        held.spilled.clear()
+
+    def close(self) -> None:
+        self._held.clear()
+        self._staging.close()
+        if self._file is not None:
+            self._file.close()
+
+
+SPILL_BUFFERS = 3
+"""Tiles of gradients on their way to the disk."""
+
+
+def _largest(layout: TrainLayout) -> int:
+    return max((t.count for t in layout.tiles), default=1)
+
+
+def spill_offsets(
+    layout: TrainLayout, spill: Iterable[int], dtype: str | None
+) -> dict[int, int]:
+    """Tile -> its offset in the file of spilled gradients; -1: the file's bytes."""
+    out, end = {}, 0
+    for b in sorted(spill):
+        block = layout.blocks[b]
+        size = DTYPE_BYTES[dtype or block.dtype]
+        for index in block.tiles:
+            out[index] = end
+            end += align_up(layout.tiles[index].count * size)
+    out[-1] = end
+    return out
+
+
+def overlaps(block: Block, start: int, stop: int) -> Iterator[tuple[int, Piece, int, int]]:
+    """(index, piece, first, last + 1 element of the block) of what lies in ``start:stop``."""
+    for i, piece in enumerate(block.pieces):
+        low, high = max(piece.offset, start), min(piece.offset + piece.count, stop)
+        if low < high:
+            yield i, piece, low, high
+
+

@@ -1,0 +1,179 @@
+"""From a checkpoint and a placement to a running engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import OffloadError
+from offload.io.engines import make_engine
+from offload.io.files import DirectFile
+from offload.io.memory import Staging
+from offload.io.private import nameless_file, reserve
+from offload.models.meta import MetaModel, materialise_buffers
+from offload.models.recipes import TensorReader
+from offload.runtime.memory import HostMemory
+from offload.train.engine import Engine
+from offload.train.experts import stream_experts
+from offload.train.grads import Gradients, spill_offsets
+from offload.train.layout import TrainLayout
+from offload.train.order import UseOrder
+from offload.train.source import CheckpointSource, TileSource, check_dtypes
+from offload.train.tiles import Slot, widen
+from offload.train.updates import Tiles, Updater
+from offload.train.weights import Shared, Weights, as_numbers
+
+STAGING_CHUNKS = 4
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What lives where; made by the plan."""
+
+    weights_bytes: int
+    """Of RAM for weights: pinned ones and what comes and goes."""
+    pinned: frozenset[int]
+    """Blocks whose weights stay in RAM."""
+    resident: frozenset[int] = frozenset()
+    """Blocks whose states stay in RAM; their weights do, too."""
+    spilled: frozenset[int] = frozenset()
+    """Blocks whose gradients go to the disk between backward and update."""
+    buffers: int = 6
+    """Tiles under way in the update lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine computes; none of it but ``states``, ``grad_dtype``, ``seed`` changes bits."""
+
+    states: str = "fp32"
+    grad_dtype: str | None = None
+    seed: int = 0
+    queue_depth: int = 4
+    update_workers: int | None = 1
+    directory: Path | None = None
+    """Where gradients are spilled to; None: the system's temporary directory."""
+    progress: Callable[[str, int, int], None] = field(default=lambda *_: None)
+
+
+def open_engine(
+    meta: MetaModel, layout: TrainLayout, placement: Placement, options: EngineOptions,
+    make_tiles: Callable[[TrainLayout, Callable[[int], tuple[int, ...]], Any], Tiles],
+) -> Engine:  # fmt: skip
+    """Open what trains ``meta.model``. ``make_tiles(layout, parts of a tile, I/O engine)``.
+
+    Raises:
+        OffloadError: a dtype that cannot be trained, a disk that is too small.
+    """
+    check_dtypes(layout)
+    _check(layout, placement)
+    with contextlib.ExitStack() as undo:
+        io = make_engine(queue_depth=options.queue_depth)
+        undo.callback(io.close)
+        staging = Staging(STAGING_CHUNKS, CHUNK_BYTES)
+        undo.callback(staging.close)
+        reader = TensorReader(meta.index, io, staging)
+        try:
+            materialise_buffers(meta.model, meta.mapping, reader.read)
+        finally:
+            reader.close()
+        shared = Shared()
+        order = UseOrder(len(layout.units))
+        kinds = Updater.kinds(layout, options.states)
+        tiles = make_tiles(
+            layout,
+            lambda i: kinds[layout.blocks[layout.tiles[i].block].dtype].parts(layout.tiles[i].count),
+            io,
+        )
+        undo.callback(tiles.close)
+        checkpoint = CheckpointSource(layout, meta.mapping, io, staging)
+        undo.callback(checkpoint.close)
+        directory = options.directory or Path(tempfile.gettempdir())
+        checkpoint.convert_frozen(directory, lambda d, t: options.progress("convert", d, t))
+        import_made(layout, checkpoint, tiles, kinds, options)
+        source = TileSource(layout, tiles, checkpoint, lambda b: kinds[b.dtype])
+        weights = Weights(layout, order, source, shared, placement.weights_bytes, placement.pinned)
+        undo.callback(weights.close)
+        spill = None
+        if placement.spilled:
+            fd, _ = nameless_file(directory)
+            size = spill_offsets(layout, placement.spilled, options.grad_dtype)[-1]
+            try:
+                reserve(fd, size, os.fspath(directory))
+            except BaseException:
+                os.close(fd)
+                raise
+            spill = DirectFile(fd, f"{directory}/(gradients)")
+        gradients = Gradients(
+            layout, shared, io, dtype=options.grad_dtype, spill=placement.spilled, file=spill
+        )
+        undo.callback(gradients.close)
+        updater = Updater(
+            layout, weights, gradients, tiles, shared, states=options.states,
+            buffers=placement.buffers, resident=placement.resident, seed=options.seed,
+            workers=options.update_workers,
+        )  # fmt: skip
+        undo.callback(updater.free)
+        undo.callback(updater.close)
+        engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
+        for detach in stream_experts(engine):
+            engine.on_close(detach)
+        engine.on_close(undo.pop_all().close)
+        try:
+            engine.start()
+        except BaseException:
+            engine.close()
+            raise
+    return engine
+
+
+def _check(layout: TrainLayout, placement: Placement) -> None:
+    if not layout.trained:
+        raise OffloadError("nothing to train: no parameter requires a gradient")
+    if not placement.resident <= placement.pinned:
+        raise OffloadError("states stay in RAM only of blocks whose weights do")
+    if not set(layout.rest) <= placement.pinned:
+        raise OffloadError("what is used outside of all units must stay in RAM")
+
+
+def import_made(
+    layout: TrainLayout, source: CheckpointSource, tiles: Tiles, kinds: Any, options: EngineOptions
+) -> None:
+    """Write the tiles of trained blocks that cannot be read from the checkpoint as they are: masters
+    with every bit of it, no moments. Once; a resumed run has them."""
+    todo = [
+        b for b in layout.trained if b.index in source.made and not tiles.written(b.tiles[0])
+    ]
+    total, done = sum(b.nbytes for b in todo), 0
+    for block in todo:
+        kind = kinds[block.dtype]
+        whole = torch.zeros(block.count, dtype=torch.float32)
+        for piece in block.pieces:
+            value = source.value(piece)
+            whole[piece.offset : piece.offset + piece.count] = value.reshape(-1).to(torch.float32)
+        weights = whole.to(getattr(torch, block.dtype))
+        for index in block.tiles:
+            tile = layout.tiles[index]
+            span = slice(tile.start, tile.start + tile.count)
+            memory = HostMemory(kind.offsets(tile.count)[-1], "import")
+            try:
+                slot = Slot(kind, tile.count, memory.tensor().numpy())
+                slot.start(as_numbers(weights[span]))
+                if kind.states != "bf16":
+                    import numpy as np
+
+                    widen(as_numbers(whole[span]), slot.part("p").view(np.float32))
+                del slot
+                tiles.write_from(index, memory.view()).result()
+            finally:
+                memory.close()
+        done += block.nbytes
+        options.progress("convert", done, total)

@@ -1,0 +1,175 @@
+"""A unit as one node of autograd: forward keeps its inputs only, backward runs it again.
+
+Activation checkpointing at the units' boundaries (Chen et al. 2016, "Training Deep Nets with
+Sublinear Memory Cost", section 4.1), in its re-entrant form: when the inner backward returns, all
+gradients of the unit are there and its weights can go. torch's own checkpointing would leave both
+to hooks that nobody calls in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from offload.errors import OffloadError
+
+
+class Runtime(Protocol):
+    """What a unit needs from the engine."""
+
+    def running(self, unit: int, *, backward: bool) -> contextlib.AbstractContextManager[None]:
+        """The unit's weights are in place inside."""
+        ...
+
+    def forward_key(self, unit: int) -> Any:
+        """What makes dropout of a unit's forward repeatable; seeds torch's generator by it."""
+        ...
+
+    def replay(self, key: Any) -> contextlib.AbstractContextManager[None]:
+        """The random numbers of that forward again inside; the generator as it was behind it."""
+        ...
+
+    def backward_done(self, unit: int) -> None:
+        """All gradients of this run of the unit have been taken."""
+        ...
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+class Segment:
+    """Replaces ``module.forward``. Without autograd it runs the unit with its weights in place."""
+
+    def __init__(self, runtime: Runtime, unit: int, module: nn.Module, *, trains: bool) -> None:
+        """``trains``: whether any of the unit's weights wants a gradient."""
+        self.runtime = runtime
+        self.trains = trains
+        self.unit = unit
+        self.module = module
+        self.inner = module.forward
+        self._before = module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        grad = torch.is_grad_enabled()
+        if grad and not self.trains:
+            # Below the first trained unit there is nothing to go back for.
+            leaves, _ = tree_flatten((args, kwargs))
+            grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        if not grad:
+            with torch.no_grad(), self.runtime.running(self.unit, backward=False):
+                return self.inner(*args, **kwargs)
+        for name in _CACHES:
+            if kwargs.get(name) is not None:
+                # Recomputing would append this step's keys twice.
+                kwargs[name] = None
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        leaves, spec = tree_flatten((args, kwargs))
+        anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
+        call = _Call(self, spec, leaves)
+        out = _Run.apply(call, anchor, *[x if isinstance(x, torch.Tensor) else None for x in leaves])
+        return tree_unflatten(
+            [call.fixed[i] if t is None else t for i, t in enumerate(out)], call.out_spec
+        )
+
+    def restore(self) -> None:
+        self.module.__dict__.pop("forward", None)
+        if self._before is not None:
+            self.module.__dict__["forward"] = self._before
+
+
+class _Call:
+    """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness."""
+
+    def __init__(self, segment: Segment, spec: TreeSpec, leaves: list[Any]) -> None:
+        self.segment = segment
+        self.spec = spec
+        self.others = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.out_spec: Any = None
+        self.fixed: list[Any] = []
+        """Output leaves that are no tensors; None where there is one."""
+        self.key: Any = None
+
+    def run(self, tensors: list[torch.Tensor | None]) -> list[Any]:
+        leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        out, spec = tree_flatten(self.segment.inner(*args, **kwargs))
+        if self.out_spec is None:
+            self.out_spec = spec
+        elif self.out_spec != spec:
+            raise OffloadError(
+                f"{type(self.segment.module).__name__} returns another structure when it is run "
+                f"again; it cannot be trained with recomputation"
+            )
+        return out
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
+        runtime, unit = call.segment.runtime, call.segment.unit
+        call.key = runtime.forward_key(unit)
+        with runtime.running(unit, backward=False):
+            out = call.run(list(tensors))
+        call.fixed = [None if isinstance(x, torch.Tensor) else x for x in out]
+        ctx.call = call
+        ctx.present = [t is not None for t in tensors]
+        ctx.save_for_backward(*[t for t in tensors if t is not None])
+        given = {id(t) for t in tensors if t is not None}
+        # A unit may hand an input through; autograd wants to be told, or given another tensor.
+        result = [
+            (x.view_as(x) if id(x) in given else x) if isinstance(x, torch.Tensor) else None
+            for x in out
+        ]
+        ctx.mark_non_differentiable(
+            *[x for x in result if x is not None and not x.is_floating_point()]
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call: _Call = ctx.call
+        runtime, unit = call.segment.runtime, call.segment.unit
+        saved = iter(ctx.saved_tensors)
+        needs = ctx.needs_input_grad[2:]
+        tensors: list[torch.Tensor | None] = []
+        for present, need in zip(ctx.present, needs, strict=True):
+            tensor = next(saved) if present else None
+            if tensor is not None:
+                tensor = tensor.detach()
+                if need:
+                    tensor.requires_grad_()
+            tensors.append(tensor)
+        with runtime.running(unit, backward=True):
+            with torch.enable_grad(), runtime.replay(call.key):
+                out = call.run(tensors)
+            pairs = [
+                (o, g)
+                for o, g in zip(out, grads, strict=True)
+                if isinstance(o, torch.Tensor) and o.requires_grad and g is not None
+            ]
+            del out
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            del pairs
+        runtime.backward_done(unit)
+        return None, None, *[None if t is None or not need else t.grad
+                             for t, need in zip(tensors, needs, strict=True)]  # fmt: skip
+
+
+@contextlib.contextmanager
+def same_random_numbers(state: torch.Tensor) -> Iterator[None]:
+    """torch's CPU generator in ``state`` inside, as it was behind it."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

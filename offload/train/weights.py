@@ -1,0 +1,378 @@
+"""Weights in RAM: what compute needs now, what it needs next, and what stays for good.
+
+A step runs through the units forward and backward, so when each block is needed next is known.
+Room is made by dropping what is needed farthest in the future (Belady 1966): around the turn from
+forward to backward blocks stay by themselves. Nothing here is dirty: updates write to the disk
+what they change, and into the block's memory if it has some.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from offload.cpu_ops.grad_norm import Numbers
+from offload.errors import ClosedError, OffloadError, PlanError, WatchdogError
+from offload.io.store import DEMAND, PREFETCH
+from offload.runtime.memory import HostMemory
+from offload.train.buffers import BufferPool
+from offload.train.layout import Block, TrainLayout
+from offload.train.order import UseOrder
+from offload.train.tiles import numbers
+from offload.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+WATCHDOG_S = 300.0
+"""Without any event for so long, a wait is given up."""
+
+LOADING_AHEAD = 4
+"""Blocks read ahead at once: enough requests for the disk, and few enough that updates, which share
+it, are not held up by reads that nobody waits for yet."""
+
+
+class Shared:
+    """The lock of a training engine, its first error, and waiting that cannot hang."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.error: BaseException | None = None
+        self.events = 0
+        self.closed = False
+
+    def notify(self) -> None:
+        """Something happened. With the lock held."""
+        self.events += 1
+        self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error: everybody who waits gets it."""
+        with self.changed:
+            if self.error is None:
+                self.error = error
+            self.notify()
+
+    def check(self) -> None:
+        """Raise the error if there is one. With the lock held."""
+        if self.error is not None:
+            raise self.error
+        if self.closed:
+            raise ClosedError("the training engine is closed")
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait, with the lock held. Raises the engine's error, or WatchdogError if nothing moves."""
+        while not ready():
+            self.check()
+            before = self.events
+            self.changed.wait(WATCHDOG_S)
+            if self.events == before and not ready():
+                raise WatchdogError(f"{what}: nothing has happened for {WATCHDOG_S:.0f} s")
+        self.check()
+
+
+class WeightSource(Protocol):
+    """Where a block's weights are read from."""
+
+    def read(self, block: Block, into: memoryview, priority: int) -> list[Future[Any]]:
+        """Start reading the block's ``nbytes`` weights; gaps between pieces may stay undefined."""
+        ...
+
+
+class Entry:
+    """A block's memory."""
+
+    __slots__ = ("_numbers", "_tensor", "block", "memory", "missing", "pins", "ready", "started")
+
+    def __init__(self, block: Block, memory: HostMemory) -> None:
+        self.block = block
+        self.memory = memory
+        self.pins = 0
+        self.ready = False
+        self.missing = 0
+        """Reads under way."""
+        dtype: torch.dtype = getattr(torch, block.dtype)
+        self._tensor = memory.tensor()[: block.nbytes].view(dtype)
+        self._numbers = numbers(memory.tensor().numpy()[: block.nbytes], block.dtype)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[count] in the compute dtype."""
+        return self._tensor
+
+    @property
+    def numbers(self) -> Numbers:
+        return self._numbers
+
+
+class Weights:
+    """The blocks in RAM. All methods take the engine's lock themselves."""
+
+    def __init__(
+        self, layout: TrainLayout, order: UseOrder, source: WeightSource, shared: Shared,
+        limit: int, pinned: Iterable[int],
+    ) -> None:  # fmt: skip
+        """``limit``: bytes for all of it; ``pinned``: blocks that never leave."""
+        self.layout = layout
+        self.order = order
+        self.pinned = frozenset(pinned)
+        self._source = source
+        self._shared = shared
+        self._pool = BufferPool(limit, "weights")
+        self._entries: dict[int, Entry] = {}
+        self.stale: set[int] = set()
+        """Blocks whose update is pending: nobody may read them before."""
+        self.unsettled: dict[int, int] = {}
+        """Block -> writes of it under way: it cannot be read from the disk."""
+        self._updating = -1
+        """The block whose update is under way: its memory stays."""
+        self._loading = 0
+        self._experts_too = False
+        self.waited_s = 0.0
+
+    # -- for compute ----------------------------------------------------------------------
+
+    def acquire(self, block: int) -> Entry:
+        """The block's current weights, in RAM until ``release``. Waits for its pending update."""
+        shared = self._shared
+        with shared.changed:
+            while True:
+                shared.check()
+                entry = self._entries.get(block)
+                if block not in self.stale:
+                    if entry is None and block not in self.unsettled and self._room(block, -1):
+                        entry = self._load(block, DEMAND, pins=1)
+                    elif entry is not None:
+                        entry.pins += 1
+                    if entry is not None:
+                        # Held from now on: its next use is far away, and reads ahead would drop it.
+                        shared.wait_for(
+                            lambda e=entry: e.ready,  # type: ignore[misc]
+                            f"reading {entry.block.id}",
+                        )
+                        return entry
+                self._await(block)
+
+    def _await(self, block: int) -> None:
+        shared = self._shared
+        before = shared.events
+        name = self.layout.blocks[block].id
+        if self._stuck(block):
+            held = sum(e.memory.nbytes for e in self._entries.values() if e.pins)
+            raise PlanError(
+                f"no room for the weights of {name} "
+                f"({format_bytes(self.layout.blocks[block].nbytes)}): {format_bytes(held)} of "
+                f"{format_bytes(self._pool.limit)} are in use at this moment; raise --ram"
+            )
+        shared.wait_for(lambda: shared.events != before, f"waiting for the weights of {name}")
+
+    def _stuck(self, block: int) -> bool:
+        """Whether nothing under way could ever make room."""
+        return (
+            block not in self._entries
+            and not self.stale
+            and not self.unsettled
+            and not self._loading
+        )
+
+    def release(self, block: int) -> None:
+        with self._shared.changed:
+            entry = self._entries[block]
+            entry.pins -= 1
+            self.pump()
+            self._shared.notify()
+
+    # -- for updates ----------------------------------------------------------------------
+
+    def entry_for_update(self, block: int, *, must: bool) -> Entry | None:
+        """The memory that a pending update shall write to, made if there is room for it; it stays
+        until ``updated``. To be asked once for each update of a block.
+
+        ``must``: wait for room, and for the current weights to be in it.
+        """
+        shared = self._shared
+        with shared.changed:
+            while True:
+                shared.check()
+                entry = self._entries.get(block)
+                if entry is None:
+                    distance = min(
+                        (self.order.distance(u) for u in self.layout.users[block]), default=0
+                    )
+                    if self._room(block, -1 if must else distance):
+                        if not must:
+                            entry = self._add(block)
+                            entry.ready = True  # stale until the update is through
+                            self._updating = block
+                            return entry
+                        entry = self._load(block, DEMAND, pins=1)
+                        shared.wait_for(lambda e=entry: e.ready, "reading what is updated")  # type: ignore[misc]
+                        entry.pins -= 1
+                        self._updating = block
+                        return entry
+                    if not must:
+                        return None
+                elif entry.ready and not entry.pins:
+                    self._updating = block
+                    return entry
+                before = shared.events
+                shared.wait_for(lambda: shared.events != before, "an update waits for memory")
+
+    def make_stale(self, blocks: Iterable[int]) -> None:
+        with self._shared.changed:
+            self.stale.update(blocks)
+
+    def updated(self, block: int) -> None:
+        """The update is through: what is in memory, or on the disk once settled, is current."""
+        with self._shared.changed:
+            self.stale.discard(block)
+            self._updating = -1
+            self.pump()
+            self._shared.notify()
+
+    def write_begins(self, block: int) -> None:
+        with self._shared.changed:
+            self.unsettled[block] = self.unsettled.get(block, 0) + 1
+
+    def write_ended(self, block: int) -> None:
+        with self._shared.changed:
+            self.unsettled[block] -= 1
+            if not self.unsettled[block]:
+                del self.unsettled[block]
+            self.pump()
+            self._shared.notify()
+
+    def want(self, blocks: Iterable[int]) -> None:
+        """These are used next, in this order: start reading them as far as there is room."""
+        with self._shared.changed:
+            for block in blocks:
+                if self._loading >= LOADING_AHEAD:
+                    return
+                if block in self._entries or block in self.stale or block in self.unsettled:
+                    continue
+                if not self._room(block, 0):
+                    return
+                self._load(block, PREFETCH)
+
+    # -- inside, with the lock held ----------------------------------------------------------
+
+    def pump(self) -> None:
+        """Start reading what is needed next, as far as there is room for it."""
+        shared = self._shared
+        if shared.closed or shared.error is not None:
+            return
+        for distance, unit in self.order.upcoming():
+            blocks: list[int] = self.layout.units[unit].blocks
+            if self._experts_too and distance < 2:
+                groups = self.layout.units[unit].experts.values()
+                blocks = [*blocks, *(b for ids in groups for b in ids)]
+            for block in blocks:
+                if self._loading >= LOADING_AHEAD:
+                    return
+                if block in self._entries or block in self.stale or block in self.unsettled:
+                    continue
+                if not self._room(block, distance):
+                    return
+                self._load(block, PREFETCH)
+
+    def expect_experts(self, all_of_them: bool) -> None:
+        """Whether a unit's experts are worth reading before they are routed to."""
+        self._experts_too = all_of_them
+
+    def _room(self, block: int, distance: int) -> bool:
+        """Make room by dropping what is needed later than ``distance`` (-1: whatever it is)."""
+        pool, need = self._pool, self.layout.blocks[block].nbytes
+        if pool.fits(need):
+            return True
+        free = [
+            (self._distance(b), b)
+            for b, e in self._entries.items()
+            if e.ready and not e.pins and b not in self.pinned and b != self._updating
+        ]
+        free.sort()
+        while free and not pool.fits(need):
+            when, victim = free.pop()
+            if when <= distance:
+                return False
+            pool.give(self._entries.pop(victim).memory)
+        return pool.fits(need)
+
+    def _distance(self, block: int) -> int:
+        return min(self.order.distance(u) for u in self.layout.users[block])
+
+    def _add(self, block: int) -> Entry:
+        spec = self.layout.blocks[block]
+        entry = self._entries[block] = Entry(spec, self._pool.take(spec.nbytes))
+        return entry
+
+    def _load(self, block: int, priority: int, pins: int = 0) -> Entry:
+        entry = self._add(block)
+        entry.pins = pins  # before a read can end, whose callback makes room for others
+        spec = self.layout.blocks[block]
+        self._loading += 1
+        try:
+            futures = self._source.read(spec, entry.memory.view(), priority)
+        except BaseException:
+            self._loading -= 1
+            self._pool.give(self._entries.pop(block).memory)
+            raise
+        entry.missing = len(futures)
+        for future in futures:
+            future.add_done_callback(lambda f, e=entry: self._read_done(e, f))  # type: ignore[misc]
+        if not futures:
+            self._loading -= 1
+            entry.ready = True
+        return entry
+
+    def _read_done(self, entry: Entry, future: Future[Any]) -> None:
+        error = future.exception()
+        with self._shared.changed:
+            if error is not None:
+                self._shared.fail(error)
+            entry.missing -= 1
+            if not entry.missing:
+                self._loading -= 1
+                entry.ready = error is None
+                self.pump()
+            self._shared.notify()
+
+    def pin_all(self) -> None:
+        """Read what stays for good. Waits.
+
+        Raises:
+            OffloadError: it does not fit (a bug of the plan), or cannot be read.
+        """
+        for block in sorted(self.pinned):
+            with self._shared.changed:
+                if block not in self._entries and not self._room(block, -1):
+                    raise OffloadError("the plan pins more weights than it has room for")
+                if block not in self._entries:
+                    self._load(block, PREFETCH)
+        for block in sorted(self.pinned):
+            self.acquire(block)
+            self.release(block)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._pool.peak
+
+    def close(self) -> None:
+        """Forget everything. Reads under way must have ended."""
+        with self._shared.changed:
+            for entry in self._entries.values():
+                self._pool.give(entry.memory)
+            self._entries.clear()
+            self._pool.close()
+
+
+def as_numbers(tensor: torch.Tensor) -> Numbers:
+    """A contiguous float32 or bfloat16 tensor as what kernels take, flat, without a copy."""
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype == torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(np.uint16)
+    return flat.numpy()  # type: ignore[no-any-return]
