@@ -132,4 +132,3 @@ def _check_gpu(gpu: int | None) -> None:
         f"{asked}: training on cards is not supported yet ({torch.cuda.get_device_name(0)} would "
         "idle); drop --gpu: the CPU computes"
     )
-

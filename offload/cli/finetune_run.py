@@ -116,7 +116,7 @@ def _figures(wish: Wish, curve: Curve, lines: JsonLines | None) -> None:
 
 
 def _prepare(options: TrainOptions) -> Run:
-    from offload.train.run import prepare
+    from offload.train.run import prepare  # type: ignore[import-not-found,unused-ignore]
 
     run: Run = prepare(options)
     return run

@@ -35,7 +35,7 @@ class Board:
         """
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except Exception as error:  # noqa: BLE001  a broken install fails in any way it likes
+        except Exception as error:  # a broken install fails in any way it likes
             if asked:
                 raise OffloadError(
                     f"--tensorboard: it cannot be imported ({error}); pip install tensorboard, or "

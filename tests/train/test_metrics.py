@@ -11,7 +11,7 @@ import math
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -86,7 +86,9 @@ def test_what_is_not_finite_is_null_and_the_file_is_json(tmp_path: Path) -> None
     path = tmp_path / "m.jsonl"
     with JsonLines(path) as lines:
         lines.step(dataclasses.replace(step(1, math.nan), grad_norm=math.inf, seconds=0.0))
-    (found,) = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    (found,) = [
+        json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()
+    ]
     assert found["loss"] is None
     assert found["grad_norm"] is None
     assert found["tok_s"] == 0
@@ -222,7 +224,7 @@ def test_several_listeners_hear_everything_in_their_order() -> None:
 class Writer:
     """What a board needs of TensorBoard's."""
 
-    made: list[Writer] = []
+    made: ClassVar[list[Writer]] = []
 
     def __init__(self, **settings: Any) -> None:
         self.settings, self.scalars, self.closed = settings, [], False
