@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from rich.text import Text
 
 from offload.cli import console
@@ -54,16 +55,18 @@ def run_finetune(wish: Wish) -> None:
     options = wish.options
     _check_figures(wish)
     board = _board(wish)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     run = _prepare(options)
     try:
         plan = run.describe()
         err = console.err()
         for line in plan:
             err.print(Text(line), soft_wrap=not err.is_terminal)
-        end, signum = _train(wish, run, plan, board)
+        end, loss, signum = _train(wish, run, plan, board)
     finally:
         run.close()
-    console.note(say.stats_line(end), "stats")
+    console.note(say.stats_line(end, loss), "stats")
     for line in say.use_lines(end, options):
         console.out().print(Text(line), soft_wrap=True)
     if end.stopped == "interrupted":
@@ -75,8 +78,12 @@ def run_finetune(wish: Wish) -> None:
 
 def _train(
     wish: Wish, run: Run, plan: list[str], board: Board | None
-) -> tuple[EndReport, int | None]:
-    """Train with all who listen; the report, and the signal that asked for the end."""
+) -> tuple[EndReport, float | None, int | None]:
+    """Train with all who listen.
+
+    Returns:
+        the report, the loss at the end (smoothed), and the signal that asked for the end.
+    """
     curve = Curve()
     lines: JsonLines | None = None
     try:
@@ -99,7 +106,7 @@ def _train(
             console.note(str(error), "warning")
         raise
     _figures(wish, curve, lines)
-    return end, stop.signum
+    return end, view.loss, stop.signum
 
 
 def _figures(wish: Wish, curve: Curve, lines: JsonLines | None) -> None:
@@ -123,9 +130,23 @@ def _prepare(options: TrainOptions) -> Run:
 
 
 def _check_figures(wish: Wish) -> None:
-    """Refuse to write over what is no metrics file, before anything is done."""
-    if wish.json is not None and wish.json.expanduser().is_file():
-        read_lines(wish.json)
+    """Refuse, before anything is done, files that would be written over or be lost.
+
+    Raises:
+        OffloadError: one file is two things, lies in the output, or is no metrics file.
+    """
+    output = wish.options.output.expanduser().resolve()
+    named = (("--json", wish.json), ("--plot", wish.plot))
+    files = {flag: path.expanduser().resolve() for flag, path in named if path is not None}
+    if len(files) == 2 and files["--json"] == files["--plot"]:
+        raise OffloadError(f"--json and --plot are both {wish.json}; give two files")
+    for flag, file in files.items():
+        if output in file.parents:
+            raise OffloadError(
+                f"{flag} {file} lies in --output {output}, which is made anew; give another place"
+            )
+    if "--json" in files and files["--json"].is_file():
+        read_lines(files["--json"])
 
 
 def _board(wish: Wish) -> Board | None:

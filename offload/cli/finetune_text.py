@@ -97,9 +97,11 @@ def commit_line(report: CommitReport) -> str:
     return f"step {report.step} is safe, {duration(report.seconds)}"
 
 
-def stats_line(end: EndReport) -> str:
-    """All that counts, separated by dots."""
+def stats_line(end: EndReport, loss: float | None = None) -> str:
+    """All that counts, separated by dots; ``loss``: the smoothed one at the end."""
     parts = [f"{count(end.steps, 'step')} in {duration(end.seconds)}"]
+    if loss is not None:
+        parts.append(f"smoothed loss {loss:.4f}")
     if end.seconds > 0 and end.tokens:
         parts.append(rate(end.tokens / end.seconds))
     parts.append(memory_text(end.peak_rss_bytes, end.budget_bytes))

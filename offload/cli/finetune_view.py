@@ -38,7 +38,9 @@ class View:
         self._console = console or consoles.err()
         self._clock = clock
         self._began = clock()
-        self._loss, self._pace = Mean(), Mean()
+        self._mean, self._pace = Mean(), Mean()
+        self.loss: float | None = None
+        """Smoothed, of the last step."""
         self._parts: dict[str, str] = {}
         self._next = ""
         self._phase = ""
@@ -105,8 +107,8 @@ class View:
 
     def step(self, report: StepReport) -> None:
         left = self._pace.add(report.seconds) * (report.of - report.step)
-        loss = self._loss.add(report.loss)
-        self._parts = say.step_parts(report, loss, left)
+        self.loss = self._mean.add(report.loss)
+        self._parts = say.step_parts(report, self.loss, left)
         self._next = f"step {report.step + 1}" if report.step < report.of else "ending"
         self._began = self._clock()
         self._phase = self._phase_name = ""

@@ -239,8 +239,8 @@ def _check_files(options: TrainOptions) -> None:
         )
     read = {"data": options.data, "eval_data": options.eval_data, "model": Path(options.model)}
     for other, path in read.items():
-        if path is None:
-            continue
+        if path is None or not os.path.exists(path.expanduser()):
+            continue  # a model may be a hub id
         taken = _absolute(path)
         # What is read may lie beside the states on one scratch disk, but never among the output,
         # which is replaced as a whole.

@@ -11,6 +11,8 @@ from typing import Any
 from offload.errors import OffloadError
 from offload.train.reports import CommitReport, EndReport, EvalReport, StepReport
 
+_PNG = b"\x89PNG\r\n\x1a\n"
+
 SMOOTHING = 0.9
 """Share of the mean before that stays with each step."""
 
@@ -75,15 +77,25 @@ class Mean:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse ``--plot`` without matplotlib before the run, not after it.
+    """Refuse before the run what would fail after it, and a file that is no picture.
 
     Raises:
-        OffloadError: it is not installed.
+        OffloadError: matplotlib is not installed, or ``path`` holds something else.
     """
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
         raise OffloadError(
             "--plot needs matplotlib; pip install 'offload[plot]' (or matplotlib), or drop --plot"
         )
+    path = path.expanduser()
+    if path.is_file() and path.stat().st_size and not _is_png(path):
+        raise OffloadError(f"--plot {path} is a file and no PNG, and would be lost; give another")
+
+
+def _is_png(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_PNG)) == _PNG
 
 
 def draw(path: Path, curve: Curve, title: str = "") -> None:
@@ -93,6 +105,7 @@ def draw(path: Path, curve: Curve, title: str = "") -> None:
         OffloadError: matplotlib is missing, or the file cannot be written.
     """
     check_plot(path)
+    path = path.expanduser()
     import matplotlib as mpl
 
     mpl.use("Agg")  # no window, whatever the environment says
@@ -118,7 +131,7 @@ def draw(path: Path, curve: Curve, title: str = "") -> None:
         bottom.plot(steps, [curve.lr[s] for s in steps], marker=mark, color="C2")
         bottom.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         bottom.grid(alpha=0.2)
-        figure.savefig(path.expanduser(), format="png", dpi=120)
+        figure.savefig(path, format="png", dpi=120)
     except OSError as error:
         raise OffloadError(f"--plot {path} cannot be written: {error.strerror or error}") from error
     finally:

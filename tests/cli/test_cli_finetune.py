@@ -11,9 +11,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from cli_support import Cli, Result, refused
 from finetune_support import FakeRun, fake_engine
 from rich.console import Console
@@ -89,13 +91,14 @@ def test_a_run_from_the_plan_to_the_result(tune: Tune, runs: list[FakeRun], tmp_
         "commit: step 3 is safe, 0.25 s",
         "writing the model: 1.0 GiB",
         "writing the model: 1.0 GiB, done",
-        "stats: 3 steps in 6.00 s · 500 tok/s · peak RSS 3.0 GiB above the process, 75.0% of the "
-        "budget 4.0 GiB · SSD 5.0 GiB read, 2.0 GiB written",
+        "stats: 3 steps in 6.00 s · smoothed loss 1.7638 · 500 tok/s · peak RSS 3.0 GiB above "
+        "the process, 75.0% of the budget 4.0 GiB · SSD 5.0 GiB read, 2.0 GiB written",
     ]
     assert [run.closed for run in runs] == [1]
 
 
 def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
     assert tune().code == 0
     plain = runs.pop().options
     assert (plain.method, plain.lr, plain.packing, plain.resume) == ("full", 1e-5, True, False)
@@ -113,6 +116,8 @@ def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path
         "-t", 1,
     )  # fmt: skip
     assert done.code == 0, done.err
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(threads)
     asked = runs.pop().options
     unchanged = {
         name
@@ -169,8 +174,6 @@ def test_what_is_missing_is_one_line(cli: Cli) -> None:
 def test_an_accelerator_that_is_not_used_yet(
     tune: Tune, runs: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some Card")
     refused(tune("--gpu", "8GiB"), "Some Card", "not supported yet", "drop --gpu")
@@ -213,6 +216,21 @@ def test_figures_never_go_over_another_file(
     data = tmp_path / "train.jsonl"
     before = data.read_bytes()
     refused(tune("--json", data), "line 1 is not a line of metrics")
+    out = tmp_path / "out"
+    out.mkdir()
+    refused(tune("--json", out / "m.jsonl"), "--json", "lies in --output")
+    assert data.read_bytes() == before
+    assert not runs
+
+
+def test_a_plot_never_goes_over_another_file(
+    tune: Tune, runs: list[FakeRun], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    data, same = tmp_path / "train.jsonl", tmp_path / "x"
+    before = data.read_bytes()
+    refused(tune("--plot", data), "no PNG")
+    refused(tune("--json", same, "--plot", same), "two files")
     assert data.read_bytes() == before
     assert not runs
 
@@ -243,6 +261,50 @@ def test_a_run_that_fails_is_closed_and_its_figures_stay(
     assert refused(done) == "error: the loss of step 3 is nan: row 17 of the data"
     assert [e["step"] for e in read_lines(figures) if e["event"] == "step"] == [1, 2]
     assert runs[0].closed == 1
+
+
+def test_the_plot_of_a_failed_run_never_hides_why_it_failed(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "plots").mkdir()
+
+    def fail(n: int) -> None:
+        if n == 3:
+            (tmp_path / "plots").rmdir()
+            raise OffloadError("the disk is full")
+
+    monkeypatch.setitem(sys.modules, "offload.train.run", fake_engine([], before_step=fail))
+    done = tune("--max-steps", 5, "--plot", tmp_path / "plots" / "p.png")
+    assert refused(done) == "error: the disk is full"
+    assert "warning: --plot" in done.err
+
+
+def test_tensorboard_if_it_is_installed(
+    cli: Cli, tune: Tune, runs: list[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    refused(tune("--tensorboard"), "--tensorboard", "pip install tensorboard")
+    assert not runs
+    made: list[Path] = []
+
+    class Writer:
+        def __init__(self, *, log_dir: str, purge_step: int) -> None:
+            made.append(Path(log_dir))
+
+        def __getattr__(self, _: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    assert tune().code == 0
+    assert made == []  # --no-tensorboard, from the fixture
+    assert tune("--tensorboard").code == 0
+    assert made == [tmp_path / "out.tensorboard"]
+    needed = ("-m", tmp_path / "model", "--data", tmp_path / "train.jsonl")
+    assert cli("finetune", *needed, "--output", tmp_path / "out").code == 0
+    assert made == [tmp_path / "out.tensorboard"] * 2
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,10 @@ def test_where_results_go(good: TrainOptions, tmp_path: Path) -> None:
         assert all(word in message for word in words), message
 
 
+def test_a_model_may_be_a_hub_id(good: TrainOptions, tmp_path: Path) -> None:
+    check_options(dataclasses.replace(good, model="some-org/some-model"))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_is_not_writable(good: TrainOptions, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
