@@ -1,0 +1,134 @@
+"""``offload finetune``: train a model whose states need not fit in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload.cli import finetune_flags as tune
+from offload.cli import flags, output
+from offload.errors import OffloadError
+from offload.units import format_bytes
+
+
+def finetune(
+    model: flags.Model,
+    data: tune.Data,
+    output_dir: tune.Output,
+    eval_data: tune.EvalData = None,
+    method: tune.MethodFlag = None,
+    ram: flags.Ram = None,
+    gpu: tune.Gpu = None,
+    disk: tune.Disk = None,
+    states: tune.StatesFlag = None,
+    grad_dtype: tune.GradDtypeFlag = None,
+    dtype: flags.Dtype = None,
+    max_steps: tune.MaxSteps = None,
+    epochs: tune.Epochs = None,
+    batch_size: tune.BatchSize = None,
+    grad_accum: tune.GradAccum = None,
+    order: tune.OrderFlag = None,
+    seq_len: tune.SeqLen = None,
+    packing: tune.Packing = None,
+    skip_bad_rows: tune.SkipBadRows = False,
+    lr: tune.Lr = None,
+    schedule: tune.ScheduleFlag = None,
+    warmup: tune.Warmup = None,
+    weight_decay: tune.WeightDecay = None,
+    betas: tune.Betas = None,
+    eps: tune.Eps = None,
+    max_grad_norm: tune.MaxGradNorm = None,
+    seed: tune.Seed = None,
+    eval_every: tune.EvalEvery = None,
+    eval_share: tune.EvalShare = None,
+    save_every: tune.SaveEvery = None,
+    save_total_limit: tune.SaveTotalLimit = None,
+    resume: tune.Resume = False,
+    router_aux_loss: tune.RouterAuxLoss = None,
+    lora_r: tune.LoraR = None,
+    lora_alpha: tune.LoraAlpha = None,
+    lora_dropout: tune.LoraDropout = None,
+    lora_targets: tune.LoraTargets = None,
+    merge: tune.Merge = False,
+    threads: flags.Threads = None,
+    json_file: tune.JsonLinesFile = None,
+    tensorboard: tune.TensorBoard = None,
+    plot: tune.Plot = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Train a model; its weights, gradients and states stream from the disk as far as needed.
+
+    The plan comes first: memory and disk by purpose, the time of a step, the bytes written to the
+    SSD. Ctrl-C finishes the step that runs, commits it and exits; a second one exits at once. After
+    either, or a crash, the same command with --resume continues from the last commit. stdout says
+    where the result is; everything else goes to stderr.
+    """  # fmt: skip
+    asked: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "output": output_dir,
+        "eval_data": eval_data,
+        "method": None if method is None else method.value,
+        "ram": ram,
+        "disk": disk,
+        "states": None if states is None else states.value,
+        "grad_dtype": None if grad_dtype is None else grad_dtype.value,
+        "dtype": dtype,
+        "max_steps": max_steps,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "grad_accum": grad_accum,
+        "order": None if order is None else order.value,
+        "seq_len": seq_len,
+        "packing": packing,
+        "skip_bad_rows": skip_bad_rows or None,
+        "lr": lr,
+        "schedule": None if schedule is None else schedule.value,
+        "warmup": warmup,
+        "weight_decay": weight_decay,
+        "betas": tune.betas(betas),
+        "eps": eps,
+        "max_grad_norm": max_grad_norm,
+        "seed": seed,
+        "eval_every": eval_every,
+        "eval_share": eval_share,
+        "save_every": save_every,
+        "save_total_limit": save_total_limit,
+        "resume": resume or None,
+        "router_aux_loss": router_aux_loss,
+        "lora_r": lora_r,
+        "lora_alpha": lora_alpha,
+        "lora_dropout": lora_dropout,
+        "lora_targets": tune.targets(lora_targets),
+        "merge": merge or None,
+        "threads": threads,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    from offload.train import checks, plots
+    from offload.train.options import TrainOptions
+
+    options = TrainOptions(**given)
+    checks.check_options(options, given)
+    output.check_json_target(json_file)
+    output.check_target(plot, "--plot")
+    plots.check_plot(plot)
+    _check_gpu(gpu)
+    from offload.cli import libraries
+
+    libraries.set_up(verbose=verbose)
+    from offload.cli.finetune_run import Wish, run_finetune
+
+    run_finetune(Wish(options=options, json=json_file, plot=plot, tensorboard=tensorboard))
+
+
+def _check_gpu(gpu: int | None) -> None:
+    if gpu is None:
+        return
+    import torch
+
+    asked = f"--gpu {format_bytes(gpu)}"
+    if not torch.cuda.is_available():
+        raise OffloadError(f"{asked}: torch sees no accelerator here; drop --gpu: the CPU computes")
+    raise OffloadError(
+        f"{asked}: training on cards is not supported yet ({torch.cuda.get_device_name(0)} would "
+        "idle); drop --gpu: the CPU computes"
+    )

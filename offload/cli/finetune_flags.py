@@ -1,0 +1,272 @@
+"""The flags of ``offload finetune``. None means "not given": see ``offload.train.checks``."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.cli import flags
+from offload.errors import OffloadError
+from offload.train.options import TrainOptions
+
+_DEFAULT = {field.name: field.default for field in fields(TrainOptions)}
+
+
+def _help(text: str, name: str) -> str:
+    """``text``, and the default that the library has."""
+    value = _DEFAULT[name]
+    if isinstance(value, tuple):
+        shown = ",".join(f"{v:g}" for v in value)
+    else:
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{text} Default: {shown}."
+
+
+def betas(text: str | None) -> tuple[float, float] | None:
+    """Adam's betas from a flag's text.
+
+    Raises:
+        OffloadError: not two numbers.
+    """
+    if text is None:
+        return None
+    try:
+        first, second = (float(word) for word in text.split(","))
+    except ValueError:
+        raise OffloadError(f"--betas {text!r} is not two numbers; e.g. 0.9,0.999") from None
+    return first, second
+
+
+def targets(text: str | None) -> tuple[str, ...] | None:
+    """Names of modules from a flag's text; empty for what names none."""
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
+class Method(enum.StrEnum):
+    """``--method``."""
+
+    full = "full"
+    lora = "lora"
+
+
+class States(enum.StrEnum):
+    """``--states``."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    eight = "8bit"
+
+
+class ScheduleName(enum.StrEnum):
+    """``--schedule``."""
+
+    linear = "linear"
+    cosine = "cosine"
+    constant = "constant"
+
+
+class GradDtype(enum.StrEnum):
+    """``--grad-dtype``."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class Order(enum.StrEnum):
+    """``--order``."""
+
+    vertical = "vertical"
+    usual = "usual"
+
+
+Data = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="JSONL or Parquet with text, prompt and completion, or messages; a plain text file; "
+        "or a directory that 'datasets' saved.",
+        show_default=False,
+    ),
+]
+EvalData = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What to evaluate on, as --data.")
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output", metavar="DIR", help="Where the model goes, as transformers write it.",
+        show_default=False,
+    ),
+]  # fmt: skip
+MethodFlag = Annotated[
+    Method | None,
+    typer.Option("--method", help=_help("Train every weight, or adapters.", "method")),
+]
+Gpu = Annotated[
+    int | None,
+    typer.Option(
+        parser=flags.size, metavar="SIZE",
+        help="Budget of the accelerator; refused until cards are supported: the CPU computes.",
+    ),
+]  # fmt: skip
+Disk = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where states, gradients and commits live; of a fast SSD. Default: OUTPUT.offload.",
+    ),
+]
+StatesFlag = Annotated[
+    States | None,
+    typer.Option(
+        "--states",
+        help=_help(
+            "fp32: masters and moments; bf16: both rounded stochastically; 8bit: moments of one "
+            "byte.",
+            "states",
+        ),
+    ),
+]
+GradDtypeFlag = Annotated[
+    GradDtype | None,
+    typer.Option(
+        "--grad-dtype",
+        help="Of gradients on their way to the update. Default: fp32 if several micro-batches "
+        "are added up, else the compute dtype.",
+    ),
+]
+MaxSteps = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="End after N steps, however often that goes through the data."),
+]
+Epochs = Annotated[
+    float | None, typer.Option(metavar="X", help=_help("Passes over the data.", "epochs"))
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(metavar="N", help=_help("Sequences of a micro-batch.", "batch_size")),
+]
+GradAccum = Annotated[
+    int | None, typer.Option(metavar="N", help=_help("Micro-batches of a step.", "grad_accum"))
+]
+OrderFlag = Annotated[
+    Order | None,
+    typer.Option(
+        "--order",
+        help=_help(
+            "Micro-batches layer by layer all together (weights are read once per step), or one "
+            "after the other. The result is the same.",
+            "order",
+        ),
+    ),
+]
+SeqLen = Annotated[
+    int | None, typer.Option(metavar="N", help=_help("Tokens of a sequence.", "seq_len"))
+]
+Packing = Annotated[
+    bool | None,
+    typer.Option(
+        "--packing/--no-packing",
+        help="Several examples in a sequence, without attention across them. Default: packing.",
+        show_default=False,
+    ),
+]
+SkipBadRows = Annotated[
+    bool, typer.Option("--skip-bad-rows", help="Count rows that cannot be used; do not stop.")
+]
+Lr = Annotated[
+    float | None, typer.Option(metavar="X", help=_help("Learning rate at its peak.", "lr"))
+]
+ScheduleFlag = Annotated[
+    ScheduleName | None,
+    typer.Option("--schedule", help=_help("Of the learning rate after its warmup.", "schedule")),
+]
+Warmup = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help=_help("Steps of warmup, or a share of all steps if below 1.", "warmup")
+    ),
+]
+WeightDecay = Annotated[
+    float | None, typer.Option(metavar="X", help=_help("Decoupled, as AdamW's.", "weight_decay"))
+]
+Betas = Annotated[str | None, typer.Option(metavar="X,X", help=_help("Of Adam.", "betas"))]
+Eps = Annotated[float | None, typer.Option(metavar="X", help=_help("Of Adam.", "eps"))]
+MaxGradNorm = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help=_help("Clip the norm of all gradients together to this; 0: do not.", "max_grad_norm"),
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="N", help=_help("Of shuffling, dropout and adapters.", "seed")),
+]
+EvalEvery = Annotated[
+    int | None, typer.Option(metavar="N", help="Evaluate every N steps. Default: at the end.")
+]
+EvalShare = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Hold out this share of --data to evaluate on. Default: none."),
+]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Commit every N steps: what --resume continues from after a crash. Default: at the "
+        "end, and when interrupted.",
+    ),
+]
+SaveTotalLimit = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help=_help("Commits to keep; each costs disk space.", "save_total_limit")
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the last commit, bit by bit the same.")
+]
+RouterAuxLoss = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Weight of the loss that balances experts (MoE models). Default: off."
+    ),
+]
+LoraR = Annotated[int | None, typer.Option(metavar="N", help=_help("Rank of adapters.", "lora_r"))]
+LoraAlpha = Annotated[
+    float | None,
+    typer.Option(metavar="X", help=_help("Adapters are scaled by alpha over rank.", "lora_alpha")),
+]
+LoraDropout = Annotated[
+    float | None, typer.Option(metavar="X", help=_help("Before adapters.", "lora_dropout"))
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Modules with adapters, e.g. q_proj,v_proj. Default: every linear layer of the "
+        "decoder.",
+    ),
+]
+Merge = Annotated[bool, typer.Option("--merge", help="Write the model with adapters merged, too.")]
+JsonLinesFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write every figure as a line of JSON, too."),
+]
+TensorBoard = Annotated[
+    bool | None,
+    typer.Option(
+        "--tensorboard/--no-tensorboard",
+        help="Write events to OUTPUT.tensorboard. Default: if TensorBoard is installed.",
+        show_default=False,
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the losses, too, as PNG; needs matplotlib."),
+]
