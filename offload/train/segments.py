@@ -39,7 +39,10 @@ class Runtime(Protocol):
         ...
 
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+def _is_cache(value: Any) -> bool:
+    """Whether it is one of transformers' caches, by whatever argument it comes."""
+    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+
 
 
 class Segment:
@@ -64,10 +67,9 @@ class Segment:
         if not grad:
             with torch.no_grad(), self.runtime.running(self.unit, backward=False):
                 return self.inner(*args, **kwargs)
-        for name in _CACHES:
-            if kwargs.get(name) is not None:
-                # Recomputing would append this step's keys twice.
-                kwargs[name] = None
+        # Recomputing would append this step's keys to a cache a second time.
+        args = tuple(None if _is_cache(x) else x for x in args)
+        kwargs = {k: None if _is_cache(v) else v for k, v in kwargs.items()}
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         leaves, spec = tree_flatten((args, kwargs))

@@ -36,7 +36,9 @@ def train(engine: Any, oracle: Any, accumulate: int, clip: float, steps: int = S
         for micro in range(accumulate):
             engine.last_micro_batch = micro + 1 == accumulate
             ids = batch(step, micro)
+            torch.manual_seed(step)  # of dropout
             ours = engine.model(input_ids=ids, labels=ids).loss
+            torch.manual_seed(step)
             wanted = oracle.model(input_ids=ids, labels=ids).loss
             assert torch.equal(ours, wanted), (step, micro)
             (ours / accumulate).backward()
@@ -55,3 +57,93 @@ def test_a_dense_model(tiny: Any, place: str, clip: float) -> None:
     with engine_of(directory, place) as (engine, _):
         oracle = oracle_of(directory, engine.layout)
         train(engine, oracle, 1, clip)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accumulate", [3, 8])
+@pytest.mark.parametrize("grad_dtype", [None, "float32"])
+def test_accumulation(tiny: Any, place: str, accumulate: int, grad_dtype: str | None) -> None:
+    directory = tiny("llama")
+    with engine_of(directory, place, grad_dtype=grad_dtype) as (engine, _):
+        oracle = oracle_of(directory, engine.layout, grad_dtype=grad_dtype)
+        train(engine, oracle, accumulate, 0.5, steps=2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts(tiny: Any, family: str, place: str, clip: float) -> None:
+    directory = tiny(family)
+    with engine_of(directory, place) as (engine, _):
+        assert list(engine.layout.expert_blocks())
+        oracle = oracle_of(directory, engine.layout)
+        train(engine, oracle, 2, clip)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_states(tiny: Any, place: str, states: str) -> None:
+    directory = tiny("llama")
+    with engine_of(directory, place, states=states, seed=7) as (engine, _):
+        oracle = oracle_of(directory, engine.layout, states=states, seed=7)
+        train(engine, oracle, 1, 0.5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_tied_embeddings(tiny: Any, family: str, place: str, clip: float) -> None:
+    directory = tiny(family, tie_word_embeddings=True)
+    with engine_of(directory, place) as (engine, _):
+        oracle = oracle_of(directory, engine.layout)
+        train(engine, oracle, 2, clip)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_float32(tiny: Any, place: str) -> None:
+    directory = tiny("llama", torch.float32)
+    with engine_of(directory, place) as (engine, _):
+        oracle = oracle_of(directory, engine.layout, dtype=torch.float32)
+        train(engine, oracle, 1, 0.5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_frozen_parameters(tiny: Any, place: str, clip: float) -> None:
+    def freeze(name: str) -> bool:
+        return "embed" in name or "layers.0" in name or name.endswith("k_proj.weight")
+
+    directory = tiny("qwen3_moe")
+    with engine_of(directory, place, freeze=freeze) as (engine, _):
+        oracle = oracle_of(directory, engine.layout, freeze=freeze)
+        train(engine, oracle, 1, clip)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_masters_keep_every_bit_of_a_float32_checkpoint(tiny: Any, place: str) -> None:
+    from safetensors.torch import load_file
+
+    directory = tiny("llama", torch.float32)
+    exact = load_file(directory / "model.safetensors")
+    with engine_of(directory, place, dtype="bfloat16") as (engine, _):
+        oracle = oracle_of(
+            directory, engine.layout, masters=lambda p: exact[p.param].reshape(-1).numpy()
+        )
+        train(engine, oracle, 1, 0.5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_evaluation_between_steps_waits_for_updates_and_changes_nothing(
+    tiny: Any, place: str
+) -> None:
+    directory = tiny("qwen3_moe")
+    with engine_of(directory, place) as (engine, _):
+        oracle = oracle_of(directory, engine.layout)
+        for step in range(3):
+            train(engine, oracle, 1, 0.5, steps=step + 1)
+            engine.begin_forward()
+            with torch.no_grad():
+                for micro in range(2):
+                    ids = batch(99, micro)
+                    wanted = oracle.model(input_ids=ids).logits
+                    assert torch.equal(engine.model(input_ids=ids).logits, wanted)
