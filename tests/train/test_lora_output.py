@@ -203,6 +203,20 @@ def test_the_merged_model_is_written(
     assert any(not torch.equal(written[n], state[n]) for n in names)
 
 
+def test_peft_merges_bfloat16_as_we_do(tmp_path: Path) -> None:
+    base = write("llama", tmp_path / "base", torch.bfloat16)
+    model = load(base, torch.bfloat16)
+    pairs = pairs_for(model, "llama")
+    options = options_for(base, pairs)
+    write_adapter(tmp_path / "adapter", model, pairs, options, run_id="r")
+    theirs = with_peft(load(base, torch.bfloat16), tmp_path / "adapter").merge_and_unload()
+    for name, pair in pairs.items():
+        weight = model.get_submodule(name).weight
+        ours = merged(weight, pair.a, pair.b, options.scale(name, pair))
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(theirs.get_submodule(name).weight, ours)
+
+
 def test_targets_are_short_where_that_is_exact(tmp_path: Path) -> None:
     base = write("llama", tmp_path / "base", torch.float32)
     model = build(base).model

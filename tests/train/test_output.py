@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from offload.errors import OffloadError, StoreError, UnsupportedModelError
 from offload.io.safetensors import CheckpointIndex, read_header
-from offload.models.meta import MetaModel, build
+from offload.models.meta import MetaModel, build, model_class, read_config
 from offload.models.sources import Source
 from offload.train import output, output_target, output_tensors
 from offload.train.output import check_target, write_model
@@ -46,9 +46,8 @@ def _quiet() -> Iterator[None]:
 
 def load(directory: Path, dtype: torch.dtype) -> Any:
     """By transformers itself: the names and values that ours are compared with."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    kind: Any = model_class(read_config(directory))
+    return kind.from_pretrained(directory, dtype=dtype)
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -60,14 +59,14 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def save(meta: MetaModel, state: dict[str, torch.Tensor], target: Path, **how: Any) -> Path:
-    dtype = how.pop("dtype", None)
+    dtype = str(meta.dtype).removeprefix("torch.")
 
     def parameter(name: str, start: int, count: int) -> torch.Tensor:
         return state[name].detach().reshape(-1)[start : start + count]
 
-    with OutputTensors(meta.mapping, parameter, dtype=dtype) as values:
+    with OutputTensors(meta.mapping, parameter) as values:
         write_model(
-            target, meta.directory, values.tensors, values.read, run_id="run", dtype="x", **how
+            target, meta.directory, values.tensors, values.read, run_id="run", dtype=dtype, **how
         )
     return target
 
