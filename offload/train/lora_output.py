@@ -34,10 +34,10 @@ from typing import Any
 import torch
 
 from offload.errors import UnsupportedModelError
-from offload.train.output import SHARD_BYTES, check_space, write_shards
+from offload.train.output import check_space, write_files, write_shards
 from offload.train.output_files import companions
 from offload.train.output_header import plan_shards
-from offload.train.output_target import new_directory, write_durable
+from offload.train.output_target import check_target, new_directory
 
 log = logging.getLogger(__name__)
 
@@ -116,20 +116,19 @@ def write_adapter(
             parameter, or Conv1D and linear layers in one adapter.
         OffloadError, StoreError: as of ``output.write_model``.
     """
+    check_target(target, source)
     layout = _Layout(model, pairs)
     config = layout.config(pairs, options)
     tensors = layout.tensors(pairs)
     plan = [(k, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for k, t in tensors.items()]
-    shards = plan_shards(plan, max(SHARD_BYTES, 2**62), metadata, stem="adapter_model")
-    files = companions(source) if source is not None else {}
-    files.pop("generation_config.json", None)
-    files["adapter_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-    check_space(target, sum(s.nbytes for s in shards) + sum(map(len, files.values())))
+    shards = plan_shards(plan, 2**62, metadata, stem="adapter_model")
+    copied = companions(source) if source is not None else {}
+    copied.pop("generation_config.json", None)
+    files = {"adapter_config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    check_space(target, sum(s.nbytes for s in shards), files, copied)
     with new_directory(target, run_id, facts={"adapter_of": options.base}) as partial:
         write_shards(partial, shards, tensors.__getitem__)
-        for name, data in files.items():
-            (partial / name).parent.mkdir(exist_ok=True)
-            write_durable(partial / name, data)
+        write_files(partial, files, copied)
 
 
 class _Layout:

@@ -18,10 +18,18 @@ from offload.errors import StoreError
 from offload.io.safetensors import CheckpointIndex
 from offload.train.output_files import CONFIG, companions, updated_config
 from offload.train.output_header import OutputTensor, Shard, index_json, plan_shards
-from offload.train.output_target import check_target, new_directory, write_durable
+from offload.train.output_target import (
+    check_target,
+    copy_durable,
+    new_directory,
+    write_durable,
+)
 from offload.units import format_bytes
 
-__all__ = ["SHARD_BYTES", "Values", "check_space", "check_target", "write_model", "write_shards"]
+__all__ = [
+    "SHARD_BYTES", "Values", "check_space", "check_target", "write_files", "write_model",
+    "write_shards",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -74,19 +82,16 @@ def write_model(
         ValueError: ``read`` gave other bytes than promised.
     """
     check_target(target, source)
-    files = companions(source)
-    files[CONFIG] = updated_config(source, dtype)
+    copied = companions(source)
+    files = {CONFIG: updated_config(source, dtype)}
     shards = plan_shards(tensors, shard_bytes, metadata)
     if len(shards) > 1:
         files["model.safetensors.index.json"] = index_json(shards).encode()
-    need = sum(s.nbytes for s in shards) + sum(map(len, files.values()))
-    check_space(target, need)
+    need = sum(s.nbytes for s in shards)
+    check_space(target, need, files, copied)
     with new_directory(target, run_id, facts={"trained_from": source.name}) as partial:
         write_shards(partial, shards, read, progress)
-        for name, data in files.items():
-            file = partial / name
-            file.parent.mkdir(exist_ok=True)
-            write_durable(file, data)
+        write_files(partial, files, copied)
         CheckpointIndex.open(partial)  # headers, sizes and index, as whoever loads it will see them
     log.info("wrote %d files with %s to %s", len(shards), format_bytes(need), target)
 
@@ -125,18 +130,29 @@ def write_shards(
             ) from e
 
 
-def check_space(target: Path, need: int) -> None:
-    """Raise StoreError when fewer than ``need`` bytes are free where ``target`` will be.
+def write_files(directory: Path, files: Mapping[str, bytes], copied: Mapping[str, Path]) -> None:
+    """Write the small files of ``directory``, durably: by content, and as copies."""
+    for name, data in files.items():
+        write_durable(directory / name, data)
+    for name, path in copied.items():
+        copy_durable(path, directory / name)
+
+
+def check_space(
+    target: Path, need: int, files: Mapping[str, bytes], copied: Mapping[str, Path]
+) -> None:
+    """Raise StoreError when less than ``need`` bytes and these files is free for ``target``.
 
     An earlier output there does not count: it is deleted only when the new one is complete.
     """
     folder = target.expanduser().resolve().parent
     while not folder.exists():
         folder = folder.parent
+    need += sum(map(len, files.values())) + sum(p.stat().st_size for p in copied.values())
     free, need = _free(folder), need + _SPARE_BYTES
     if free < need:
         raise StoreError(
-            f"the trained model needs {format_bytes(need)} in {folder}, {format_bytes(free)} are "
+            f"the output needs {format_bytes(need)} in {folder}, {format_bytes(free)} are "
             f"free: {format_bytes(need - free)} too little; free some or choose another output"
         )
 

@@ -8,32 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import CheckpointError
+from offload.train.output_target import MARKER
 
 log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 _SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".vocab"})
 _LEGAL = ("license", "licence", "notice", "use_policy", "copying")
-_NOT = frozenset({CONFIG, "offload_training.json", "adapter_config.json", "offload_pack.json"})
+_NOT = frozenset({CONFIG, MARKER, "adapter_config.json"})
 _TEMPLATES = "additional_chat_templates"
 _LARGEST = 256 * 2**20
 """The largest tokenizers have some 40 MiB; a text file beyond this is data somebody left there."""
 
 
-def companions(source: Path) -> dict[str, bytes]:
+def companions(source: Path) -> dict[str, Path]:
     """The small files of ``source`` that its fine-tuned model needs too, by relative name.
 
     Tokenizer, chat templates, generation config, processor configs, licence. Not weights and their
     indices, not code (nothing here runs it), not README.md: it describes another model.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError: the directory cannot be read.
     """
-    found: dict[str, bytes] = {}
+    found: dict[str, Path] = {}
     try:
         for file in sorted([*source.iterdir(), *source.glob(f"{_TEMPLATES}/*.jinja")]):
             if _belongs(file):
-                found[str(file.relative_to(source))] = file.read_bytes()
+                found[str(file.relative_to(source))] = file
     except OSError as e:
         raise CheckpointError(f"cannot read {e.filename or source}: {e.strerror}") from e
     return found

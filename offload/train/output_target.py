@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.errors import OffloadError, StoreError
+from offload.errors import CheckpointError, OffloadError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,10 @@ def check_target(target: Path, source: Path | None = None) -> str | None:
     marker = read_marker(real)
     if marker is not None:
         return marker.run
-    present = sorted(p.name for p in real.iterdir())
+    try:
+        present = sorted(p.name for p in real.iterdir())
+    except OSError as e:
+        raise StoreError(f"cannot look into {target}: {e.strerror}") from e
     if present:
         raise OffloadError(
             f"{target} has {len(present)} entries ({present[0]}, ...) and is no output of an "
@@ -159,6 +162,24 @@ def write_durable(path: Path, data: bytes) -> None:
     """Write a new small file, down to the disk."""
     with path.open("xb") as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_durable(source: Path, path: Path) -> None:
+    """Copy a file's content, not its permissions, down to the disk; folders are made.
+
+    Raises:
+        CheckpointError: ``source`` cannot be read.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        try:
+            opened = source.open("rb")
+        except OSError as e:
+            raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
+        with opened:
+            shutil.copyfileobj(opened, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -256,12 +277,13 @@ def _publish(partial: Path, target: Path) -> Path:
             old = partial
         else:
             old = partial.with_suffix(".old")
-            os.rename(target, old)
-            try:
-                os.rename(partial, target)
-            except BaseException:
-                os.rename(old, target)
-                raise
+            with _try_lock(target):  # or another run could take it for a leftover in between
+                os.rename(target, old)
+                try:
+                    os.rename(partial, target)
+                except BaseException:
+                    os.rename(old, target)
+                    raise
     else:
         try:
             os.rename(partial, target)  # also onto an empty directory; onto nothing else

@@ -74,9 +74,8 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def with_peft(model: Any, adapter: Path) -> Any:
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model, adapter)
+    peft = pytest.importorskip("peft")
+    return peft.PeftModel.from_pretrained(model, adapter)
 
 
 def pairs_for(model: Any, family: str, r: int = 2) -> dict[str, LoraPair]:
