@@ -1,6 +1,7 @@
 """LoRA adapters as peft reads them, and weights with an adapter merged in.
 
-What peft (0.17 and later; tried with 0.21) expects, where ``P`` is a module's path in the model:
+What peft expects (0.17.1 to 0.21.2 were read, the last was run), where ``P`` is a module's path in
+the model:
 
 - ``adapter_model.safetensors`` has ``base_model.model.P.lora_A.weight`` ``[r, in]`` and
   ``...lora_B.weight`` ``[out, r]``; the layer adds ``x Aᵀ Bᵀ · alpha / r``. This holds for Conv1D
@@ -13,7 +14,10 @@ What peft (0.17 and later; tried with 0.21) expects, where ``P`` is a module's p
 - For E experts, ``lora_A.weight`` is ``[E·r, in]``, one expert after the other, but
   ``lora_B.weight`` is ``[out, r·E]`` with the experts *innermost*: it is read as ``[out, r, E]``.
 - peft takes a fused parameter for ``[E, out, in]`` unless its module has ``is_transposed``. Llama 4
-  stores ``[E, in, out]`` without saying so; there A and B change places.
+  stores ``[E, in, out]`` without saying so; there A and B change places. This is peft from 0.19.1
+  on: 0.17 and 0.18 take every one for ``[E, in, out]``, 0.19.0 has it the wrong way round, and all
+  of these refuse such adapters for their shapes unless the weights are square. (Adapters of linear
+  layers load everywhere.)
 - When peft loads for a family whose experts transformers 5 fuses, it rewrites targets that end in
   the experts' old names (``gate_proj``, ``w1``, ``gate``, ...) into ``target_parameters`` of the
   fused ones. A shared expert's or a dense layer's ``gate_proj`` would be lost by that, so in such

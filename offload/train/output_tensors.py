@@ -74,13 +74,14 @@ class OutputTensors:
         dtype: torch.dtype | None = None,
         trained: Container[str] | None = None,
     ) -> None:
-        """
+        """Make it before training starts: that is when it can say no, and see what is tied.
+
         Args:
-            mapping: of the model that was trained.
+            mapping: of the model that is trained.
             parameter: gives its values.
             dtype: what floats are written in; None: what the model computes in.
-            trained: names to ask ``parameter`` for; the rest has the source's values. None: every
-                parameter, and no buffer.
+            trained: names to ask ``parameter`` for; the rest has the source's values. None: all
+                but buffers.
 
         Raises:
             UnsupportedModelError: a conversion that cannot be reversed.
@@ -90,7 +91,10 @@ class OutputTensors:
         model = mapping.model
         named = dict(model.named_parameters(remove_duplicate=False))
         self._identity = {name: id(p) for name, p in named.items()}
-        self._trained: Container[str] = named if trained is None else trained
+        # Not "every parameter": a model whose experts are already streamed has given them away.
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        everything = mapping.map.sources.keys() - buffers
+        self._trained: Container[str] = everything if trained is None else trained
         self._compute: torch.dtype = model.config.dtype
         self._dtype = dtype or self._compute
         self._parts: dict[str, list[Part]] = {}
