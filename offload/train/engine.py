@@ -26,6 +26,7 @@ from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.segments import Segment, same_random_numbers
 from offload.train.updates import Job, Updater
+from offload.train.vertical import Rounds
 from offload.train.weights import Entry, Shared, Weights
 
 __all__ = ["Engine", "Group", "NotFinite", "StepResult"]
@@ -98,9 +99,13 @@ class Engine:
         """Set: update inside backward, with these hyper-parameters."""
         self.last_micro_batch = True
         """Whether gradients of this backward complete the step."""
-        self.random_key: Callable[[int], int] | None = None
-        """Set: seed torch's generator for each unit's forward with this, for repeatable dropout in
-        any order of micro-batches. None: torch's own sequence."""
+        self.micro = 0
+        """The number of this micro-batch in its step, in the usual order."""
+        self.random_key: Callable[[int, int], int] | None = None
+        """Set: seed torch's generator for each unit's forward by (micro-batch, unit), so that dropout
+        is the same in any order of micro-batches. None: torch's own sequence."""
+        self.rounds: Rounds | None = None
+        """Set: micro-batches run in turns, unit by unit; weights stay until the last one is through."""
         self.hollow: dict[str, torch.Tensor] = {}
         self.params: dict[str, nn.Parameter] = {}
         self._running = [_Running() for _ in layout.units]
@@ -170,7 +175,9 @@ class Engine:
     def running(self, unit: int, *, backward: bool) -> Iterator[None]:
         """The unit's weights are in place inside. Nests (a unit within its own backward)."""
         state = self._running[unit]
-        if not state.depth:
+        if not state.depth and self.rounds is not None:
+            self.rounds.door()
+        if not state.depth and not state.entries:
             began = time.perf_counter()
             with self.shared.changed:
                 self.order.enter(unit)
@@ -188,10 +195,29 @@ class Engine:
             if not state.depth:
                 for end in state.ends:
                     end()
-                for entry in state.entries:
-                    self._remove(entry)
-                    self.weights.release(entry.block.index)
-                state.entries.clear()
+                if self._last_in_round():
+                    self._leave(state)
+
+    def _leave(self, state: _Running) -> None:
+        for entry in state.entries:
+            self._remove(entry)
+            self.weights.release(entry.block.index)
+        state.entries.clear()
+
+    def abandon(self) -> None:
+        """A step has failed in the middle: let go of weights that wait for other micro-batches, and
+        of the gradients there are. Not for steps whose updates run inside backward."""
+        for state in self._running:
+            state.depth = 0
+            self._leave(state)
+        self._left = self._uses()
+        self.gradients.forget()
+        with self.shared.changed:
+            self.order.forget()
+
+    def _last_in_round(self) -> bool:
+        rounds = self.rounds
+        return rounds is None or rounds.index + 1 >= rounds.size
 
     def on_unit_end(self, unit: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """Call ``call`` whenever the unit's weights are about to leave; returns what undoes it."""
@@ -201,7 +227,8 @@ class Engine:
     def forward_key(self, unit: int) -> Any:
         if self.random_key is None:
             return torch.get_rng_state()
-        seed = self.random_key(unit)
+        micro = self.micro if self.rounds is None else self.rounds.index
+        seed = self.random_key(micro, unit)
         torch.manual_seed(seed)
         return seed
 
@@ -219,7 +246,10 @@ class Engine:
     def backward_done(self, unit: int) -> None:
         """Called when a unit's gradients of one micro-batch are all there."""
         blocks = [b for b in self._blocks_of(unit) if self.layout.blocks[b].trained]
-        if not self.last_micro_batch:
+        if self.rounds is not None:
+            if not self._last_in_round():
+                return  # the next micro-batch adds to them at once
+        elif not self.last_micro_batch:
             for block in blocks:
                 self.gradients.park(block)
             return

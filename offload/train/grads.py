@@ -137,6 +137,13 @@ class Gradients:
         """Whether a block's gradients were measured in this step."""
         return any(key[0] == block for key in self._sums)
 
+    def forget(self) -> None:
+        """Drop what no update waits for: the gradients of a step that is not taken."""
+        for block in {key[0] for key in self._sums} | {b for b in self._held}:
+            self.settle(block)
+            self._held.pop(block, None)
+        self._sums.clear()
+
     def clear_sums(self) -> None:
         self._sums.clear()
 

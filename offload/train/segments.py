@@ -116,8 +116,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
         runtime, unit = call.segment.runtime, call.segment.unit
-        call.key = runtime.forward_key(unit)
         with runtime.running(unit, backward=False):
+            call.key = runtime.forward_key(unit)  # inside: other micro-batches may run at the door
             out = call.run(list(tensors))
         call.fixed = [None if isinstance(x, torch.Tensor) else x for x in out]
         ctx.call = call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from engine_support import assert_equal_weights, batch, engine_of, group_at, oracle_of
 from families import write
+
+from offload.train.vertical import Rounds
 
 STEPS = 4
 PLACES = ["disk", "least", "half", "ram"]
@@ -147,3 +150,51 @@ def test_evaluation_between_steps_waits_for_updates_and_changes_nothing(
                     ids = batch(99, micro)
                     wanted = oracle.model(input_ids=ids).logits
                     assert torch.equal(engine.model(input_ids=ids).logits, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_vertical_accumulation_is_the_usual_one(
+    tiny: Any, family: str, place: str, clip: float
+) -> None:
+    """Micro-batches of different lengths, layer by layer, against one after the other."""
+    directory = tiny(family)
+    width = 3
+
+    def train(vertical: bool, place: str) -> Any:
+        with engine_of(directory, place, grad_dtype="float32") as (engine, _):
+            rounds = Rounds(width) if vertical else None
+            losses = []
+            for step in range(3):
+                engine.begin_forward()
+                if not clip:
+                    engine.in_backward = group_at(step)
+
+                engine.random_key = lambda m, unit, step=step: 1000 * step + 100 * m + unit
+
+                def micro(i: int, step: int = step) -> float:
+                    engine.micro = i
+                    torch.manual_seed(1000 * step + 100 * i + 99)
+                    ids = batch(step, i, length=8 + 3 * i)
+                    loss = engine.model(input_ids=ids, labels=ids).loss
+                    loss.backward()
+                    return loss.item()
+
+                if rounds is not None:
+                    engine.rounds = rounds
+                    losses += rounds.run([partial(micro, i) for i in range(width)])
+                else:
+                    for i in range(width):
+                        engine.last_micro_batch = i == width - 1
+                        losses.append(micro(i))
+                engine.end_backward()
+                losses.append(engine.step(group_at(step), clip).norm)
+            if rounds is not None:
+                rounds.close()
+            return losses, [engine.block_values(b) for b in engine.layout.blocks]
+
+    ours, values = train(True, place)
+    wanted, usual = train(False, "ram")
+    assert ours == wanted
+    assert all(torch.equal(a, b) for a, b in zip(values, usual, strict=True))
