@@ -49,7 +49,7 @@ def find_head(model: Any) -> tuple[HeadForm | None, str]:
     ``model`` may be on the meta device: only its classes, config and shapes are used.
     """
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             form = _prove(model)
     except UnsupportedModelError as error:
         reason = str(error)

@@ -158,6 +158,40 @@ def test_no_labels_at_all() -> None:
         assert not t.any()
 
 
+def test_no_tokens_at_all() -> None:
+    d = {**data(torch.bfloat16), "hidden": torch.zeros(0, H).bfloat16()}
+    loss, grad, weight, _ = sliced({**d, "labels": d["labels"][:0]}, Transform(), 0.1)
+    assert loss == 0
+    assert grad.shape == (0, H)
+    assert not weight.any()
+
+
+def test_micro_batches_may_come_together() -> None:
+    """Two of them in one call: weights move once, gradients are summed in one product."""
+    d = data(torch.float32)
+    halves = slice(0, 64), slice(64, T)
+    parts = [{**d, "hidden": d["hidden"][h], "labels": d["labels"][h]} for h in halves]
+    loss, grad, weight, _ = sliced(d, Transform(), 0.1)
+    apart = [sliced(part, Transform(), 0.1) for part in parts]
+    torch.testing.assert_close(loss, apart[0][0] + apart[1][0])
+    torch.testing.assert_close(grad, torch.cat([a[1] for a in apart]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weight, apart[0][2] + apart[1][2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_device_agrees_with_the_processor(dtype: torch.dtype, small_chunks: None) -> None:
+    d = data(dtype, bias=True)
+    there = {k: t.to("cuda") for k, t in d.items()}
+    limit = 0.01 if dtype == torch.bfloat16 else 1e-4
+    for got, want in zip(
+        sliced(there, TRANSFORMS["both"], 0.1), sliced(d, TRANSFORMS["both"], 0.1), strict=True
+    ):
+        assert got.is_cuda
+        assert relative(got.cpu(), want) < limit
+
+
 def test_frozen_head_gets_no_gradient() -> None:
     d = data(torch.bfloat16)
     loss, grad, weight, bias = sliced(d, Transform(), 0.1, frozen=True)
