@@ -20,6 +20,10 @@ from torch import Tensor, nn
 
 from offload.errors import UnsupportedModelError
 from offload.models.toy import TOY_BYTES, small_config
+from offload.units import format_bytes
+
+TWIN_BYTES = 4 * TOY_BYTES
+"""A twin's weights are at most this large, in float32. Its gradients take as much, twice."""
 
 SHAPE = (2, 16)
 """Rows and tokens that a twin is shown."""
@@ -74,6 +78,7 @@ def twin_of(model: Any) -> tuple[Twin, Any, dict[str, float]]:
     for depth in depths:
         try:
             config = copy.deepcopy(model.config) if depth is None else _small(model.config, depth)
+            _check_size(type(model), config)
             twin = Twin(type(model), config)
             twin.hidden()
         except Exception as error:  # noqa: BLE001  every family refuses a toy's sizes in its way
@@ -81,6 +86,17 @@ def twin_of(model: Any) -> tuple[Twin, Any, dict[str, float]]:
             continue
         return twin, config, dict(_numbers(model.config))
     raise failed or UnsupportedModelError("no toy of it runs")
+
+
+def _check_size(model_cls: Any, config: Any) -> None:
+    """Not every config shrinks: some have their sizes layer by layer."""
+    with torch.device("meta"):
+        meta = model_cls._from_config(copy.deepcopy(config), dtype=torch.float32)
+    nbytes = sum(p.nbytes for p in meta.parameters())
+    if nbytes > TWIN_BYTES:
+        raise UnsupportedModelError(
+            f"its smallest twin takes {format_bytes(nbytes)}, more than {format_bytes(TWIN_BYTES)}"
+        )
 
 
 def with_numbers(config: Any, numbers: dict[str, float]) -> Any:
@@ -124,6 +140,12 @@ def _small(config: Any, depth: int) -> Any:
     overrides = {**_carried(config), **{n: _small(part, depth) for n, part in _parts(config)}}
     overrides |= {n: depth for n in ("num_hidden_layers", "n_layer", "n_layers") if n in known}
     # A toy's vocabulary has no padding; one that has must have it in the twin, too.
+    for name, value in config.to_dict().items():
+        # One kind for each layer: the model's own kinds in turn, not its class's default ones.
+        if isinstance(value, list) and len(value) == getattr(config, "num_hidden_layers", None):
+            kinds = list(dict.fromkeys(v for v in value if isinstance(v, str)))
+            if kinds and name in known:
+                overrides[name] = [kinds[i % len(kinds)] for i in range(depth)]
     unpadded = getattr(config, "unpadded_vocab_size", None)
     if unpadded is not None and unpadded != config.vocab_size:
         overrides["unpadded_vocab_size"] = 250

@@ -9,6 +9,7 @@ import torch
 from families import CORE, randomise, tail, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from offload.train import head_twin
 from offload.train.head_find import HeadForm, find_head, run_body
 from offload.train.head_loss import ResidentHead, Transform, head_loss, shift_labels
 from offload.train.head_twin import no_cache
@@ -261,3 +262,10 @@ def test_a_body_without_a_module_leaves_the_head_alone() -> None:
     assert called == []
     model(ids)  # and is itself again
     assert called == ["before", "after"]
+
+
+def test_a_twin_that_is_too_large_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_twin, "TWIN_BYTES", 1000)
+    form, reason = find_head(meta("llama"))
+    assert form is None
+    assert "its smallest twin takes" in reason
