@@ -59,16 +59,20 @@ def measure(weight: torch.Tensor, tokens: int, args: argparse.Namespace) -> dict
     def ours() -> None:
         head_loss(hidden, labels, head, scale=1 / tokens, frozen=args.frozen)
 
-    h, w = hidden[:chunk], weight[: args.rows]
-    z, dw, dh = h @ w.t(), torch.empty_like(w), torch.empty_like(h)
+    # A quarter of the slices: long enough to be timed, and weights from memory, not from caches.
+    spans = [(a, b) for a, b in head.slices if b - a == args.rows][::4]
+    h = hidden[:chunk]
+    z, dw, dh = h @ weight[: args.rows].t(), torch.empty_like(weight[: args.rows]), h.clone()
 
     def bound() -> None:
-        """The products of one slice and chunk."""
-        for _ in range(2):
-            torch.mm(h, w.t(), out=z)
-        torch.mm(z, w, out=dh)
-        if not args.frozen:
-            torch.mm(z.t(), h, out=dw)
+        """The products of one chunk and some slices."""
+        for first, end in spans:
+            w = weight[first:end]
+            for _ in range(2):
+                torch.mm(h, w.t(), out=z)
+            torch.mm(z, w, out=dh)
+            if not args.frozen:
+                torch.mm(z.t(), h, out=dw)
 
     def whole() -> None:
         x, y = hidden.clone().requires_grad_(), weight.detach().requires_grad_(not args.frozen)
@@ -84,7 +88,7 @@ def measure(weight: torch.Tensor, tokens: int, args: argparse.Namespace) -> dict
             work()
             seconds[name].append(time.perf_counter() - begin)
     took = {name: statistics.median(s) for name, s in seconds.items()}
-    rate = 2 * products * chunk * w.shape[0] * width / took["products"]
+    rate = 2 * products * chunk * args.rows * len(spans) * width / took["products"]
     limit = 2 * products * tokens * vocabulary * width / rate
     result = {
         "tokens": tokens,
