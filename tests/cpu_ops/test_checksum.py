@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from offload.cpu_ops import checksum
 from offload.cpu_ops.checksum import xxh64
+from offload.cpu_ops.entries import Entry, Kernel
 
 MASK = 2**64 - 1
 PRIME32 = 2654435761
@@ -139,14 +140,14 @@ def test_refusals() -> None:
 
 def test_threads_share_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     checksum._kernel.cache_clear()
-    compiled, real = [], checksum.Kernel.entry
+    compiled, real = [], Kernel.entry
 
-    def entry(kernel: checksum.Kernel) -> checksum.Entry:
+    def entry(kernel: Kernel) -> Entry:
         if kernel._entry is None:
             compiled.append(threading.get_ident())
         return real(kernel)
 
-    monkeypatch.setattr(checksum.Kernel, "entry", entry)
+    monkeypatch.setattr(Kernel, "entry", entry)
     data = memoryview(sanity_buffer(100_000))
     together = threading.Barrier(4)
 
