@@ -17,13 +17,15 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offload.errors import StoreError
 from offload.io.files import DirectFile, Syscalls
 from offload.io.private import reserve
+from offload.io.tile_manifest import Commit, Layout, load, require_same
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,14 @@ class TileSyscalls(Syscalls):
     """(old name, new name, descriptor of their directory)"""
     unlink: Callable[[str, int], None] = _unlink
     """(name, descriptor of its directory)"""
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class DoubtfulError(StoreError):
@@ -97,8 +107,11 @@ class TileDirectory:
                     "nothing in it was touched, choose another directory"
                 )
             os.fchmod(self._folder, 0o700)
-        except BaseException:
+            _sync_directory(path.parent)
+        except BaseException as e:
             self.close()
+            if isinstance(e, OSError):
+                raise StoreError(f"cannot make {path} private: {e.strerror}") from e
             raise
         return self
 
@@ -137,14 +150,19 @@ class TileDirectory:
             StoreError: too little space.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(DATA, flags, 0o600, dir_fd=self._folder)
+        try:
+            fd = os.open(DATA, flags, 0o600, dir_fd=self._folder)
+        except OSError as e:
+            raise StoreError(f"cannot make {self.path / DATA}: {e.strerror}") from e
         try:
             os.fchmod(fd, 0o600)  # whatever the umask made of it
             self._reserve(fd, 0, nbytes)
             os.fsync(self._folder)
-        except BaseException:
+        except BaseException as e:
             os.close(fd)
             os.unlink(DATA, dir_fd=self._folder)
+            if isinstance(e, OSError):
+                raise StoreError(f"cannot make {self.path / DATA}: {e.strerror}") from e
             raise
         return DirectFile(fd, os.fspath(self.path / DATA), syscalls=self._sys)
 
@@ -209,6 +227,43 @@ class TileDirectory:
                 f"cannot read {path}: {e.strerror}; try again, or delete it to continue from an "
                 "earlier commit"
             ) from e
+
+    def choose(
+        self, layout: Layout, identity: Mapping[str, Any], wanted: int | None
+    ) -> tuple[Commit | None, dict[int, bytes]]:
+        """Commit ``wanted``, or the newest valid one, and the generations of all valid ones.
+
+        Raises:
+            StoreError: there is no such commit, all are damaged, or they are of another run.
+        """
+        chosen: Commit | None = None
+        valid: dict[int, bytes] = {}
+        why: dict[int, str] = {}
+        for number in reversed(self.numbers()):
+            where = os.fspath(self.path / self.name(number))
+            try:
+                found = load(self.read(number), where)
+                if found.number != number:
+                    raise ValueError(f"it is commit {found.number}")
+            except ValueError as e:
+                why[number] = f"{where} is damaged: {e}"
+                continue
+            require_same(where, found, layout, identity)
+            valid[number] = found.generations
+            if number == wanted or (wanted is None and chosen is None):
+                chosen = found
+        there = ", ".join(map(str, sorted(valid))) or "none"
+        if wanted is not None and chosen is None:
+            reason = why.get(wanted, f"{self.path} has no commit {wanted}")
+            raise StoreError(f"{reason}; these can be used: {there}")
+        if why and chosen is None:
+            raise StoreError(
+                f"{next(iter(why.values()))}, and there is no other commit in {self.path}; bring a "
+                "copy back, or start again in another directory"
+            )
+        for reason in why.values():
+            log.warning("%s; these can be used: %s", reason, there)
+        return chosen, valid
 
     def clean(self) -> None:
         """Remove what a killed commit left. Raises StoreError."""

@@ -142,7 +142,7 @@ def dump(commit: Commit) -> bytes:
     return _head(written, VERSION) + written + b"}\n"
 
 
-def load(raw: bytes) -> Commit:
+def load(raw: bytes, where: str) -> Commit:
     """What ``dump`` wrote.
 
     Raises:
@@ -158,7 +158,10 @@ def load(raw: bytes) -> Commit:
     if not raw.endswith(b"}\n") or raw[:head] != _head(raw[head:-2], version):
         raise ValueError("its checksum is wrong")
     if version != VERSION:
-        raise StoreError(f"it is of version {version}, this offload reads version {VERSION}")
+        raise StoreError(
+            f"{where} is of version {version}, this offload reads version {VERSION}; use the "
+            "offload that wrote it"
+        )
     body = table(whole.get("commit"), "the commit")
     try:
         return _from_json(body)

@@ -14,12 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from offload.io import tile_manifest
 from offload.io.engines import DEFAULT_REQUEST_BYTES, Engine
 from offload.io.files import DirectFile
 from offload.io.memory import address, byte_view
+from offload.io.meter import Meter
 from offload.io.pack_format import normal_meta
 from offload.io.store import DEMAND, PREFETCH, Receipt
 from offload.io.tile_directory import DoubtfulError, TileDirectory, TileSyscalls, is_tile_store
@@ -41,9 +40,9 @@ from offload.io.tile_manifest import (
     Commit,
     Layout,
     check_keep,
-    require_same,
     space_needed,
 )
+from offload.io.tile_map import TileMap
 from offload.io.transfer import Moved, Transfer, failed
 
 __all__ = ["Checksum", "TileStore", "is_tile_store", "space_needed"]
@@ -57,37 +56,6 @@ Checksum = Callable[[memoryview], int]
 class _UnsyncedError(StoreError):
     """The data could not be synced. The system reports that once and then calls the pages clean,
     so another try would succeed without having written anything."""
-
-
-class _Meter:
-    """Bytes, and the time in which at least one request was under way. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._lock = threading.Lock()
-        self._under_way = 0
-        self._since_s = self._busy_s = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        with self._lock:
-            running_s = time.perf_counter() - self._since_s if self._under_way else 0.0
-            return self._busy_s + running_s
-
-    @contextmanager
-    def moving(self, nbytes: int) -> Iterator[None]:
-        with self._lock:
-            if not self._under_way:
-                self._since_s = time.perf_counter()
-            self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.nbytes += nbytes
-                self._under_way -= 1
-                if not self._under_way:
-                    self._busy_s += time.perf_counter() - self._since_s
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +80,6 @@ class TileStore:
 
     Attributes:
         layout: where the parts of tiles lie in their slots.
-        commit_meta: of the commit that the store stands on; None if there is none.
     """
 
     def __init__(
@@ -130,32 +97,23 @@ class TileStore:
     ) -> None:
         """Not to be called; see ``create`` and ``open``."""
         self.layout = layout
-        self.commit_meta: Mapping[str, Any] | None = None
         self._directory = directory
         self._file = file
         self._engine = engine
         self._sys = calls
         self._identity = normal_meta(identity)
-        self._keep = keep
         self._checksum = checksum
         self._request_bytes = request_bytes
-        self._slots = min(MOST_GENERATIONS, max(keep + 1, file.size // layout.nbytes))
-
+        slots = min(MOST_GENERATIONS, max(keep + 1, file.size // layout.nbytes))
         self._idle = threading.Condition()  # guards all below
-        self._generations = bytearray([VIRGIN]) * len(layout)
-        self._present = bytearray(layout.parts)
-        self._sums = array("Q", bytes(8 * layout.parts))
-        self._retained: dict[int, bytes] = {}
-        self._abandoned: list[int] = []
-        self._committing: bytes | None = None
-        self._newest = 0
+        self._map = TileMap(layout, keep, slots)
         self._reading: Counter[int] = Counter()
         self._writing: set[int] = set()
         self._waiting: list[_Write] = []
         self._in_flight = 0
         self._closed = False
         self._failed: StoreError | None = None
-        self._reads, self._writes, self._both = _Meter(), _Meter(), _Meter()
+        self._reads, self._writes, self._both = Meter(), Meter(), Meter()
 
     # Making and opening
 
@@ -231,7 +189,7 @@ class TileStore:
         folder = TileDirectory.lock(path, calls)
         try:
             folder.clean()
-            chosen, others = _choose_commit(folder, layout, identity, commit)
+            chosen, others = folder.choose(layout, identity, commit)
             used = {g for gs in others.values() for g in gs} - {VIRGIN}
             needed = (max(used) + 1) * layout.nbytes if used else 0
             file = folder.open_data(needed, (keep + 1) * layout.nbytes)
@@ -243,7 +201,9 @@ class TileStore:
             identity=identity, keep=keep, checksum=checksum, request_bytes=request_bytes,
         )  # fmt: skip
         try:
-            store._stand_on(chosen, others)
+            store._map.newest = max(folder.numbers(), default=0)
+            if chosen is not None:
+                folder.remove(store._map.stand_on(chosen, others))
         except BaseException:
             store.close()
             raise
@@ -262,21 +222,6 @@ class TileStore:
             folder.close()
             raise
 
-    def _stand_on(self, chosen: Commit | None, retained: dict[int, bytes]) -> None:
-        self._newest = max(self._directory.numbers(), default=0)
-        if chosen is None:
-            return
-        # A kill between a commit and the removal of what it supersedes leaves one too many.
-        excess = [n for n in sorted(retained) if n != chosen.number]
-        excess = excess[: max(0, len(retained) - (self._slots - 1))]
-        self._directory.remove(excess)
-        self._retained = {n: g for n, g in retained.items() if n not in excess}
-        self._abandoned = [n for n in self._retained if n > chosen.number]
-        self._generations[:] = chosen.generations
-        self._present[:] = chosen.present
-        self._sums = chosen.sums[:]
-        self.commit_meta = chosen.meta
-
     # What is there
 
     def __len__(self) -> int:
@@ -286,19 +231,23 @@ class TileStore:
     def written(self, tile: int) -> bool:
         """Whether ``tile`` was ever written; else it is virgin and cannot be read."""
         self._check_tile(tile)
-        return self._generations[tile] != VIRGIN
+        return self._map.generation(tile) != VIRGIN
 
     def has(self, tile: int, part: int) -> bool:
         """Whether ``part`` of ``tile`` can be read: written, and not absent."""
         self._check_parts(tile, part, part)
         with self._idle:
-            there = self._generations[tile] not in (VIRGIN, LOST)
-            return there and bool(self._present[self.layout.first[tile] + part])
+            return self._map.has(tile, part)
 
     def commits(self) -> list[int]:
         """Numbers of the commits that can be opened, in order."""
         with self._idle:
-            return sorted(self._retained)
+            return sorted(self._map.retained)
+
+    @property
+    def commit_meta(self) -> Mapping[str, Any] | None:
+        """Of the commit that the state goes back to; None if there is none."""
+        return self._map.meta
 
     @property
     def read_bytes(self) -> int:
@@ -359,18 +308,17 @@ class TileStore:
         with self._idle:
             if self._closed:
                 return failed(ClosedError(f"tile {tile}: the store is closed"))
-            generation = self._generations[tile]
+            generation = self._map.generation(tile)
             if tile in self._writing:
                 raise ValueError(f"tile {tile} is being written; wait for that first")
             if generation == VIRGIN:
                 raise ValueError(f"tile {tile} was never written")
             if generation == LOST:
-                return failed(self._lost(tile))
-            base = self.layout.first[tile]
-            absent = [p for p in range(first, last + 1) if not self._present[base + p]]
+                return failed(self._map.lost(tile))
+            absent = [p for p in range(first, last + 1) if not self._map.has(tile, p)]
             if absent:
                 raise ValueError(f"tile {tile}: part {absent[0]} is absent")
-            sums = self._sums[base : base + last + 1]
+            sums = self._map.sums(tile)
             self._reading[tile] += 1
             self._in_flight += 1
         payload = sum(self.layout.shapes[tile][first : last + 1])
@@ -424,35 +372,13 @@ class TileStore:
                 del self._reading[tile]
 
     def _damaged(self, tile: int, part: int, generation: int, offset: int) -> StoreError:
-        """What a wrong checksum means depends on whose bytes they are."""
+        nbytes = self.layout.shapes[tile][part]
         what = (
-            f"part {part} of tile {tile} is damaged: its checksum is wrong "
-            f"({self.layout.shapes[tile][part]} bytes at offset {offset} of {self._file.path})"
+            f"part {part} of tile {tile} is damaged: its checksum is wrong ({nbytes} bytes at "
+            f"offset {offset} of {self._file.path})"
         )
         with self._idle:
-            owners = sorted(n for n, g in self._retained.items() if g[tile] == generation)
-            others = sorted(n for n in self._retained if n not in owners)
-        if not owners and others:
-            return StoreError(f"{what}. Commit {others[-1]} is intact, --resume continues from it")
-        if not owners:
-            return StoreError(f"{what}. There is no commit yet: start again")
-        owned = f"commit {', '.join(map(str, owners))}"
-        if others:
-            return StoreError(
-                f"{what}. The bytes belong to {owned}; commit {others[-1]} has others of this "
-                "tile and can be used"
-            )
-        return StoreError(
-            f"{what}. The bytes belong to {owned} and no other commit has a copy of this tile: "
-            "start again from the checkpoint, on another disk"
-        )
-
-    def _lost(self, tile: int) -> StoreError:
-        where = max(self._retained, default=None)
-        way = "there is no commit yet: start again"
-        if where is not None:
-            way = f"commit {where} is intact, --resume continues from it"
-        return StoreError(f"tile {tile} was lost when a write of it failed; {way}")
+            return self._map.damaged(tile, generation, what)
 
     # Writing
 
@@ -496,32 +422,23 @@ class TileStore:
         self._run_waiting()
         return transfer.future
 
-    def _free_slot(self, tile: int) -> int | None:
-        """The generation to write ``tile`` to: its own if no commit has it. Under the lock."""
-        taken = {g[tile] for g in self._retained.values()}
-        if self._committing is not None:
-            taken.add(self._committing[tile])
-        now = self._generations[tile]
-        if now not in (VIRGIN, LOST) and now not in taken:
-            return now
-        return next((g for g in range(self._slots) if g not in taken), None)
-
     def _run_waiting(self) -> None:
         """Start what has a slot by now. Never called with the lock held: it resolves futures."""
         ready: list[tuple[_Write, StoreError | None]] = []
         with self._idle:
             still = []
             for write in self._waiting:
-                slot = self._free_slot(write.tile)
+                slot = self._map.slot_for(write.tile)
                 if self._failed is not None:
                     ready.append((write, self._failed))
                 elif slot is not None:
                     write.generation = slot
                     ready.append((write, None))
-                elif self._committing is not None:
+                elif self._map.committing is not None:
                     still.append(write)
                 else:
-                    ready.append((write, self._no_slot()))
+                    error = self._map.no_slot(write.tile, self._directory.path)
+                    ready.append((write, error))
             self._waiting = still
         for write, error in ready:
             assert write.transfer is not None
@@ -532,21 +449,13 @@ class TileStore:
             jobs = [partial(self._put, write, g) for g in self._groups(write.tile, parts)]
             write.transfer.run(self._engine, jobs, PREFETCH)
 
-    def _no_slot(self) -> StoreError:
-        kept = ", ".join(map(str, sorted(self._retained)))
-        return StoreError(
-            f"no slot is free: commits {kept} are there, {self._keep} should be: superseded ones "
-            f"could not be removed from {self._directory.path}; see to its permissions and disk"
-        )
-
     def _put(self, write: _Write, group: list[int]) -> Moved:
         tile, view, generation = write.tile, write.view, write.generation
         places, sizes = self.layout.places(tile), self.layout.shapes[tile]
         for p in group:
             write.sums[p] = self._checksum(view[places[p] : places[p] + sizes[p]])
         with self._idle:
-            if self._generations[tile] == generation:
-                self._generations[tile] = LOST  # until all of it is written
+            self._map.spoil(tile, generation)
         offset = self.layout.offset(tile, generation)
         for at, end in self._requests(places[group[0]], places[group[-1] + 1]):
             with self._writes.moving(end - at), self._both.moving(end - at):
@@ -554,15 +463,12 @@ class TileStore:
         return Moved(places[group[-1] + 1] - places[group[0]], 0)
 
     def _has_written(self, write: _Write, error: BaseException | None) -> None:
-        first, n = self.layout.first[write.tile], len(write.present)
         with self._idle:
             self._writing.discard(write.tile)
             if write in self._waiting:  # cancelled before it had a slot
                 self._waiting.remove(write)
             if error is None:
-                self._generations[write.tile] = write.generation
-                self._present[first : first + n] = bytes(write.present)
-                self._sums[first : first + n] = array("Q", write.sums)
+                self._map.place(write.tile, write.generation, write.present, write.sums)
 
     # Committing
 
@@ -582,32 +488,22 @@ class TileStore:
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         with self._idle:
-            if self._committing is not None:
+            if self._map.committing is not None:
                 raise ValueError("a commit is under way; wait for it first")
             if self._writing:
                 raise ValueError(
                     f"{len(self._writing)} tiles are being written (tile {min(self._writing)}); "
                     "wait for them before the commit"
                 )
-            error: OffloadError | None = self._failed
-            lost = self._generations.find(LOST)
-            if self._closed:
-                error = ClosedError("the tile store is closed")
-            elif error is None and lost >= 0:
-                error = self._lost(lost)
-            if error is not None:
-                future.set_exception(error)
+            try:
+                if self._closed:
+                    raise ClosedError("the tile store is closed")
+                if self._failed is not None:
+                    raise self._failed
+                commit = self._map.begin_commit(self._identity, meta)
+            except OffloadError as e:
+                future.set_exception(e)
                 return future
-            commit = Commit(
-                number=self._newest + 1,
-                identity=self._identity,
-                meta=meta,
-                layout=self.layout,
-                generations=bytes(self._generations),
-                present=bytes(self._present),
-                sums=self._sums[:],
-            )
-            self._committing = commit.generations
             self._in_flight += 1
         future.add_done_callback(self._landed)
         try:
@@ -621,8 +517,8 @@ class TileStore:
     def _make_durable(self, commit: Commit) -> list[int]:
         """On a worker. Returns the commits that are gone for certain."""
         with self._idle:
-            abandoned = list(self._abandoned)
-            old = [n for n in sorted(self._retained) if n not in abandoned]
+            abandoned, kept = self._map.abandoned(), self._map.kept_with(commit.number)
+            old = set(self._map.retained)
         # First: a kill after the commit must not leave them in the place of older ones.
         self._directory.remove(abandoned)
         try:
@@ -634,16 +530,14 @@ class TileStore:
                 "--resume"
             ) from e
         self._directory.publish(commit.number, tile_manifest.dump(commit))
-        kept = {*[*old, commit.number][-self._keep :]}
-        # Damaged ones go, too: a newer one is whole.
-        stale = [n for n in self._directory.numbers() if n not in kept]
-        gone = {*old, *abandoned, *stale} - kept
+        # What is damaged goes, too: a newer one is whole.
+        gone = sorted({*old, *self._directory.numbers()} - kept)
         try:
-            self._directory.remove(sorted(gone))
+            self._directory.remove(gone)
         except StoreError as e:
             log.warning("commit %d is made, but: %s", commit.number, e)
             return abandoned
-        return sorted(gone)
+        return gone
 
     def _commit_ended(self, commit: Commit, future: Future[None], job: Future[list[int]]) -> None:
         error = job.exception()
@@ -653,14 +547,8 @@ class TileStore:
         self, commit: Commit, error: BaseException | None, gone: list[int], future: Future[None]
     ) -> None:
         with self._idle:
-            self._committing = None
-            if error is None:
-                self._newest = commit.number
-                self._retained[commit.number] = commit.generations
-                self._retained = {n: g for n, g in self._retained.items() if n not in gone}
-                self._abandoned = []
-                self.commit_meta = commit.meta
-            elif isinstance(error, (DoubtfulError, _UnsyncedError)):
+            self._map.end_commit(None if error else commit, gone)
+            if isinstance(error, (DoubtfulError, _UnsyncedError)):
                 self._failed = error
         self._run_waiting()
         if error is None:
@@ -703,39 +591,3 @@ def _aligned(tile: int, buf: memoryview, nbytes: int) -> memoryview:
     if at % ALIGN:
         raise ValueError(f"tile {tile}: the buffer's address {at:#x} is not {ALIGN}-aligned")
     return view
-
-
-def _choose_commit(
-    folder: TileDirectory, layout: Layout, identity: Mapping[str, Any], wanted: int | None
-) -> tuple[Commit | None, dict[int, bytes]]:
-    """The commit to stand on, and the generations of every one that can be used."""
-    chosen: Commit | None = None
-    valid: dict[int, bytes] = {}
-    why: dict[int, str] = {}
-    for number in reversed(folder.numbers()):
-        where = folder.path / folder.name(number)
-        try:
-            found = tile_manifest.load(folder.read(number))
-            if found.number != number:
-                raise ValueError(f"it is commit {found.number}")
-        except ValueError as e:
-            why[number] = f"{where} is damaged: {e}"
-            continue
-        except StoreError as e:
-            raise StoreError(f"{where} cannot be used: {e}") from e
-        require_same(os.fspath(where), found, layout, identity)
-        valid[number] = found.generations
-        if number == wanted or (wanted is None and chosen is None):
-            chosen = found
-    there = ", ".join(map(str, sorted(valid))) or "none"
-    if wanted is not None and chosen is None:
-        reason = why.get(wanted, f"{folder.path} has no commit {wanted}")
-        raise StoreError(f"{reason}; these can be used: {there}")
-    if why and chosen is None:
-        raise StoreError(
-            f"{next(iter(why.values()))}, and there is no other commit in {folder.path}; bring a "
-            "copy back, or start again in another directory"
-        )
-    for reason in why.values():
-        log.warning("%s; these can be used: %s", reason, there)
-    return chosen, valid
