@@ -14,25 +14,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.blocks import ALIGN
 from offload.errors import ClosedError, OffloadError, StoreError
 from offload.io import tile_manifest
 from offload.io.engines import DEFAULT_REQUEST_BYTES, Engine
-from offload.io.files import DirectFile
-from offload.io.memory import address, byte_view
-from offload.io.meter import Meter
 from offload.io.pack_format import normal_meta
 from offload.io.store import DEMAND, PREFETCH, Receipt
 from offload.io.tile_directory import DoubtfulError, TileDirectory, TileSyscalls, is_tile_store
+from offload.io.tile_file import Checksum, DamagedError, TileFile, UnsyncedError, aligned
 from offload.io.tile_manifest import (
     LOST,
     MOST_GENERATIONS,
@@ -48,14 +44,6 @@ from offload.io.transfer import Moved, Transfer, failed
 __all__ = ["Checksum", "TileStore", "is_tile_store", "space_needed"]
 
 log = logging.getLogger(__name__)
-
-Checksum = Callable[[memoryview], int]
-"""Of contiguous bytes: 0 .. 2**64 - 1. Called on the engine's workers."""
-
-
-class _UnsyncedError(StoreError):
-    """The data could not be synced. The system reports that once and then calls the pages clean,
-    so another try would succeed without having written anything."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,15 +73,12 @@ class TileStore:
     def __init__(
         self,
         directory: TileDirectory,
-        file: DirectFile,
+        file: TileFile,
         layout: Layout,
         engine: Engine,
         calls: TileSyscalls,
-        *,
         identity: Mapping[str, Any],
         keep: int,
-        checksum: Checksum,
-        request_bytes: int,
     ) -> None:
         """Not to be called; see ``create`` and ``open``."""
         self.layout = layout
@@ -101,19 +86,15 @@ class TileStore:
         self._file = file
         self._engine = engine
         self._sys = calls
-        self._identity = normal_meta(identity)
-        self._checksum = checksum
-        self._request_bytes = request_bytes
-        slots = min(MOST_GENERATIONS, max(keep + 1, file.size // layout.nbytes))
+        self._identity = identity
         self._idle = threading.Condition()  # guards all below
-        self._map = TileMap(layout, keep, slots)
+        self._map = TileMap(layout, keep, min(MOST_GENERATIONS, file.generations))
         self._reading: Counter[int] = Counter()
         self._writing: set[int] = set()
         self._waiting: list[_Write] = []
         self._in_flight = 0
         self._closed = False
         self._failed: StoreError | None = None
-        self._reads, self._writes, self._both = Meter(), Meter(), Meter()
 
     # Making and opening
 
@@ -145,16 +126,15 @@ class TileStore:
         """
         layout, calls = Layout(shapes), syscalls or TileSyscalls()
         check_keep(keep)
+        identity = normal_meta(identity)
         folder = TileDirectory.make(Path(directory), calls)
         try:
-            file = folder.make_data((keep + 1) * layout.nbytes)
+            data = folder.make_data((keep + 1) * layout.nbytes)
+            file = TileFile(data, layout, checksum, request_bytes)
         except BaseException:
             folder.close()
             raise
-        return cls._around(
-            folder, file, layout, engine, calls,
-            identity=identity, keep=keep, checksum=checksum, request_bytes=request_bytes,
-        )  # fmt: skip
+        return cls(folder, file, layout, engine, calls, identity, keep)
 
     @classmethod
     def open(
@@ -183,44 +163,29 @@ class TileStore:
         """
         layout, calls = Layout(shapes), syscalls or TileSyscalls()
         check_keep(keep)
-        path = Path(directory)
+        identity, path = normal_meta(identity), Path(directory)
         if path.is_dir() and not is_tile_store(path):
             raise StoreError(f"{path} holds no training states; start without --resume")
         folder = TileDirectory.lock(path, calls)
         try:
             folder.clean()
-            chosen, others = folder.choose(layout, identity, commit)
-            used = {g for gs in others.values() for g in gs} - {VIRGIN}
+            chosen, valid = folder.choose(layout, identity, commit)
+            used = {g for gs in valid.values() for g in gs} - {VIRGIN}
             needed = (max(used) + 1) * layout.nbytes if used else 0
-            file = folder.open_data(needed, (keep + 1) * layout.nbytes)
+            data = folder.open_data(needed, (keep + 1) * layout.nbytes)
+            file = TileFile(data, layout, checksum, request_bytes)
         except BaseException:
             folder.close()
             raise
-        store = cls._around(
-            folder, file, layout, engine, calls,
-            identity=identity, keep=keep, checksum=checksum, request_bytes=request_bytes,
-        )  # fmt: skip
+        store = cls(folder, file, layout, engine, calls, identity, keep)
         try:
             store._map.newest = max(folder.numbers(), default=0)
             if chosen is not None:
-                folder.remove(store._map.stand_on(chosen, others))
+                folder.remove(store._map.stand_on(chosen, valid))
         except BaseException:
             store.close()
             raise
         return store
-
-    @classmethod
-    def _around(
-        cls, folder: TileDirectory, file: DirectFile, *args: Any, request_bytes: int, **kwargs: Any
-    ) -> TileStore:
-        try:
-            if request_bytes < ALIGN or request_bytes % ALIGN:
-                raise ValueError(f"requests of {request_bytes} bytes: not a multiple of {ALIGN}")
-            return cls(folder, file, *args, request_bytes=request_bytes, **kwargs)
-        except BaseException:
-            file.close()
-            folder.close()
-            raise
 
     # What is there
 
@@ -252,27 +217,27 @@ class TileStore:
     @property
     def read_bytes(self) -> int:
         """Read from the data file so far."""
-        return self._reads.nbytes
+        return self._file.reads.nbytes
 
     @property
     def written_bytes(self) -> int:
         """Written to the data file so far."""
-        return self._writes.nbytes
+        return self._file.writes.nbytes
 
     @property
     def read_busy_s(self) -> float:
         """Seconds in which at least one read of the file was under way."""
-        return self._reads.busy_s
+        return self._file.reads.busy_s
 
     @property
     def write_busy_s(self) -> float:
         """Seconds in which at least one write of the file was under way."""
-        return self._writes.busy_s
+        return self._file.writes.busy_s
 
     @property
     def busy_s(self) -> float:
         """Seconds in which the file was read or written."""
-        return self._both.busy_s
+        return self._file.both.busy_s
 
     def _check_tile(self, tile: int) -> None:
         if not 0 <= tile < len(self.layout):
@@ -304,7 +269,7 @@ class TileStore:
         places = self.layout.places(tile)
         if dst.readonly:
             raise ValueError(f"tile {tile}: the buffer is read-only")
-        view = _aligned(tile, dst, places[last + 1] - places[first])
+        view = aligned(tile, dst, places[last + 1] - places[first])
         with self._idle:
             if self._closed:
                 return failed(ClosedError(f"tile {tile}: the store is closed"))
@@ -325,60 +290,24 @@ class TileStore:
         transfer = Transfer(f"tile {tile}", view, payload, partial(self._has_read, tile))
         transfer.future.add_done_callback(self._landed)
         jobs = [
-            partial(self._fetch, tile, generation, group, places[first], view, sums)
-            for group in self._groups(tile, range(first, last + 1))
+            partial(self._fetch, tile, generation, group, view, places[first], sums)
+            for group in self._file.groups(tile, range(first, last + 1))
         ]
         transfer.run(self._engine, jobs, priority)
         return transfer.future
 
-    def _groups(self, tile: int, parts: Sequence[int]) -> list[list[int]]:
-        """Runs of neighbouring parts of at most a request, or single ones that are longer."""
-        places, out = self.layout.places(tile), list[list[int]]()
-        for p in parts:
-            together = bool(out) and out[-1][-1] == p - 1
-            if together and places[p + 1] - places[out[-1][0]] <= self._request_bytes:
-                out[-1].append(p)
-            else:
-                out.append([p])
-        return out
-
-    def _requests(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        for at in range(start, end, self._request_bytes):
-            yield at, min(at + self._request_bytes, end)
-
-    def _fetch(
-        self, tile: int, generation: int, group: list[int], start: int, view: memoryview,
-        sums: array[int],
-    ) -> Moved:  # fmt: skip
-        places, offset = self.layout.places(tile), self.layout.offset(tile, generation)
-        for at, end in self._requests(places[group[0]], places[group[-1] + 1]):
-            with self._reads.moving(end - at), self._both.moving(end - at):
-                came = self._file.read(offset + at, view[at - start : end - start])
-            if came < end - at:
-                raise StoreError(
-                    f"{self._file.path} ends at {self._file.size}: {came} of {end - at} bytes came "
-                    f"from offset {offset + at}"
-                )
-        for p in group:
-            at, nbytes = places[p] - start, self.layout.shapes[tile][p]
-            if self._checksum(view[at : at + nbytes]) != sums[p]:
-                raise self._damaged(tile, p, generation, offset + places[p])
-        return Moved(places[group[-1] + 1] - places[group[0]], 0)
+    def _fetch(self, tile: int, generation: int, *what: Any) -> Moved:
+        try:
+            return self._file.fetch(tile, generation, *what)
+        except DamagedError as e:
+            with self._idle:
+                raise self._map.damaged(tile, generation, str(e)) from None
 
     def _has_read(self, tile: int, _: BaseException | None) -> None:
         with self._idle:
             self._reading[tile] -= 1
             if not self._reading[tile]:
                 del self._reading[tile]
-
-    def _damaged(self, tile: int, part: int, generation: int, offset: int) -> StoreError:
-        nbytes = self.layout.shapes[tile][part]
-        what = (
-            f"part {part} of tile {tile} is damaged: its checksum is wrong ({nbytes} bytes at "
-            f"offset {offset} of {self._file.path})"
-        )
-        with self._idle:
-            return self._map.damaged(tile, generation, what)
 
     # Writing
 
@@ -402,7 +331,7 @@ class TileStore:
         present = [True] * len(sizes) if parts is None else [bool(p) for p in parts]
         if len(present) != len(sizes):
             raise ValueError(f"tile {tile} has {len(sizes)} parts, not {len(present)}")
-        view = _aligned(tile, src, self.layout.places(tile)[-1])
+        view = aligned(tile, src, self.layout.places(tile)[-1])
         write = _Write(tile, view, present, [0] * len(sizes))
         with self._idle:
             if self._closed:
@@ -428,17 +357,14 @@ class TileStore:
         with self._idle:
             still = []
             for write in self._waiting:
-                slot = self._map.slot_for(write.tile)
-                if self._failed is not None:
-                    ready.append((write, self._failed))
-                elif slot is not None:
-                    write.generation = slot
-                    ready.append((write, None))
-                elif self._map.committing is not None:
-                    still.append(write)
-                else:
+                slot, error = self._map.slot_for(write.tile), self._failed
+                if error is None and slot is None:
+                    if self._map.committing is not None:
+                        still.append(write)
+                        continue
                     error = self._map.no_slot(write.tile, self._directory.path)
-                    ready.append((write, error))
+                write.generation = VIRGIN if slot is None else slot
+                ready.append((write, error))
             self._waiting = still
         for write, error in ready:
             assert write.transfer is not None
@@ -446,21 +372,15 @@ class TileStore:
                 write.transfer.fail(error)
                 continue
             parts = [p for p, there in enumerate(write.present) if there]
-            jobs = [partial(self._put, write, g) for g in self._groups(write.tile, parts)]
+            jobs = [partial(self._put, write, g) for g in self._file.groups(write.tile, parts)]
             write.transfer.run(self._engine, jobs, PREFETCH)
 
     def _put(self, write: _Write, group: list[int]) -> Moved:
-        tile, view, generation = write.tile, write.view, write.generation
-        places, sizes = self.layout.places(tile), self.layout.shapes[tile]
-        for p in group:
-            write.sums[p] = self._checksum(view[places[p] : places[p] + sizes[p]])
+        sums = self._file.sums(write.tile, group, write.view)
+        write.sums[group[0] : group[-1] + 1] = sums
         with self._idle:
-            self._map.spoil(tile, generation)
-        offset = self.layout.offset(tile, generation)
-        for at, end in self._requests(places[group[0]], places[group[-1] + 1]):
-            with self._writes.moving(end - at), self._both.moving(end - at):
-                self._file.write(offset + at, view[at:end])
-        return Moved(places[group[-1] + 1] - places[group[0]], 0)
+            self._map.spoil(write.tile, write.generation)
+        return self._file.put(write.tile, write.generation, group, write.view)
 
     def _has_written(self, write: _Write, error: BaseException | None) -> None:
         with self._idle:
@@ -521,14 +441,7 @@ class TileStore:
             old = set(self._map.retained)
         # First: a kill after the commit must not leave them in the place of older ones.
         self._directory.remove(abandoned)
-        try:
-            self._sys.fsync(self._file.fileno())
-        except OSError as e:
-            raise _UnsyncedError(
-                f"{self._file.path} could not be synced ({e.strerror}): what was written since "
-                "the last commit may not be on the disk. See to the disk, then continue with "
-                "--resume"
-            ) from e
+        self._file.sync(self._sys.fsync)
         self._directory.publish(commit.number, tile_manifest.dump(commit))
         # What is damaged goes, too: a newer one is whole.
         gone = sorted({*old, *self._directory.numbers()} - kept)
@@ -548,7 +461,7 @@ class TileStore:
     ) -> None:
         with self._idle:
             self._map.end_commit(None if error else commit, gone)
-            if isinstance(error, (DoubtfulError, _UnsyncedError)):
+            if isinstance(error, (DoubtfulError, UnsyncedError)):
                 self._failed = error
         self._run_waiting()
         if error is None:
@@ -580,14 +493,3 @@ class TileStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _aligned(tile: int, buf: memoryview, nbytes: int) -> memoryview:
-    """The first ``nbytes`` of ``buf`` as flat bytes."""
-    view = byte_view(buf)
-    if view.nbytes < nbytes:
-        raise ValueError(f"tile {tile}: {nbytes} bytes, but the buffer has {view.nbytes}")
-    at = address(view)
-    if at % ALIGN:
-        raise ValueError(f"tile {tile}: the buffer's address {at:#x} is not {ALIGN}-aligned")
-    return view
