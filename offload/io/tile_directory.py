@@ -17,7 +17,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -270,7 +270,7 @@ class TileDirectory:
         if TEMPORARY in os.listdir(self._folder):
             self.remove_names([TEMPORARY])
 
-    def remove(self, numbers: list[int]) -> None:
+    def remove(self, numbers: Sequence[int]) -> None:
         """Remove commits, for certain: their slots are written to from now on.
 
         Raises:
@@ -278,7 +278,7 @@ class TileDirectory:
         """
         self.remove_names([self.name(n) for n in numbers])
 
-    def remove_names(self, names: list[str]) -> None:
+    def remove_names(self, names: Sequence[str]) -> None:
         if not names:
             return
         try:

@@ -22,7 +22,7 @@ from offload.io.transfer import Moved
 Checksum = Callable[[memoryview], int]
 """Of contiguous bytes: 0 .. 2**64 - 1. Called on the engine's workers."""
 
-__all__ = ["Checksum", "DamagedError", "TileFile", "UnsyncedError", "aligned"]
+__all__ = ["Checksum", "DamagedError", "TileFile", "UnsyncedError", "aligned", "check_request"]
 
 
 class DamagedError(StoreError):
@@ -32,6 +32,13 @@ class DamagedError(StoreError):
 class UnsyncedError(StoreError):
     """The data could not be synced. The system reports that once and then calls the pages clean,
     so another try would succeed without having written anything."""
+
+
+def check_request(nbytes: int) -> int:
+    """``nbytes`` if requests can be that long, else ValueError."""
+    if nbytes < ALIGN or nbytes % ALIGN:
+        raise ValueError(f"requests of {nbytes} bytes: not a multiple of {ALIGN}")
+    return nbytes
 
 
 class TileFile:
@@ -45,10 +52,7 @@ class TileFile:
     def __init__(
         self, file: DirectFile, layout: Layout, checksum: Checksum, request_bytes: int
     ) -> None:
-        """``request_bytes``: the longest request. Takes over ``file``."""
-        if request_bytes < ALIGN or request_bytes % ALIGN:
-            file.close()
-            raise ValueError(f"requests of {request_bytes} bytes: not a multiple of {ALIGN}")
+        """``request_bytes``: the longest request, see ``check_request``. Takes over ``file``."""
         self.reads, self.writes, self.both = Meter(), Meter(), Meter()
         self._file = file
         self._layout = layout
@@ -98,8 +102,8 @@ class TileFile:
             at, nbytes = places[p] - start, self._layout.shapes[tile][p]
             if self._checksum(dst[at : at + nbytes]) != sums[p]:
                 raise DamagedError(
-                    f"part {p} of tile {tile} is damaged: its checksum is wrong ({nbytes} bytes "
-                    f"at offset {offset + places[p]} of {self._file.path})"
+                    f"part {p} is damaged: its checksum is wrong ({nbytes} bytes at offset "
+                    f"{offset + places[p]} of {self._file.path})"
                 )
         return Moved(places[group[-1] + 1] - places[group[0]], 0)
 

@@ -120,21 +120,25 @@ class TileMap:
         """Commits newer than the one that the state was opened at."""
         return list(self._abandoned)
 
+    def forget(self, numbers: Sequence[int]) -> None:
+        """These commits were removed for certain; their slots are free."""
+        self.retained = {n: g for n, g in self.retained.items() if n not in numbers}
+        self._abandoned = [n for n in self._abandoned if n not in numbers]
+
     def kept_with(self, number: int) -> set[int]:
         """The commits to be left once ``number`` is made."""
         old = [n for n in sorted(self.retained) if n not in self._abandoned]
         return {*[*old, number][-self._keep :]}
 
-    def end_commit(self, commit: Commit | None, gone: Sequence[int]) -> None:
-        """``commit`` is durable, or failed if None; ``gone`` were removed for certain."""
-        self.committing = None
-        if commit is None:
-            return
+    def made(self, commit: Commit) -> None:
+        """It is durable. It stays under way until those that it supersedes are removed."""
         self.newest = commit.number
         self.retained[commit.number] = commit.generations
-        self.retained = {n: g for n, g in self.retained.items() if n not in gone}
-        self._abandoned = []
         self.meta = commit.meta
+
+    def end_commit(self) -> None:
+        """No commit is under way any more; what failed holds nothing."""
+        self.committing = None
 
     # What to tell
 
@@ -163,11 +167,11 @@ class TileMap:
             )
         return StoreError(f"{what}. {way}")
 
-    def no_slot(self, tile: int, where: object) -> StoreError:
+    def no_slot(self, where: object) -> StoreError:
         """The error of a write that no end of a commit will find a slot for."""
         kept = ", ".join(map(str, sorted(self.retained)))
         return StoreError(
-            f"no slot is free for tile {tile}: commits {kept} are there, {self._keep} should be, "
+            f"no slot is free: commits {kept} are there, {self._keep} should be, "
             f"because superseded ones could not be removed from {where}; see to its permissions "
             "and its disk"
         )

@@ -28,7 +28,14 @@ from offload.io.engines import DEFAULT_REQUEST_BYTES, Engine
 from offload.io.pack_format import normal_meta
 from offload.io.store import DEMAND, PREFETCH, Receipt
 from offload.io.tile_directory import DoubtfulError, TileDirectory, TileSyscalls, is_tile_store
-from offload.io.tile_file import Checksum, DamagedError, TileFile, UnsyncedError, aligned
+from offload.io.tile_file import (
+    Checksum,
+    DamagedError,
+    TileFile,
+    UnsyncedError,
+    aligned,
+    check_request,
+)
 from offload.io.tile_manifest import (
     LOST,
     MOST_GENERATIONS,
@@ -126,6 +133,7 @@ class TileStore:
         """
         layout, calls = Layout(shapes), syscalls or TileSyscalls()
         check_keep(keep)
+        check_request(request_bytes)
         identity = normal_meta(identity)
         folder = TileDirectory.make(Path(directory), calls)
         try:
@@ -163,6 +171,7 @@ class TileStore:
         """
         layout, calls = Layout(shapes), syscalls or TileSyscalls()
         check_keep(keep)
+        check_request(request_bytes)
         identity, path = normal_meta(identity), Path(directory)
         if path.is_dir() and not is_tile_store(path):
             raise StoreError(f"{path} holds no training states; start without --resume")
@@ -362,7 +371,7 @@ class TileStore:
                     if self._map.committing is not None:
                         still.append(write)
                         continue
-                    error = self._map.no_slot(write.tile, self._directory.path)
+                    error = self._map.no_slot(self._directory.path)
                 write.generation = VIRGIN if slot is None else slot
                 ready.append((write, error))
             self._waiting = still
@@ -429,38 +438,39 @@ class TileStore:
         try:
             job = self._engine.submit(partial(self._make_durable, commit), DEMAND)
         except OffloadError as e:
-            self._committed(commit, e, [], future)
+            self._committed(e, future)
         else:
-            job.add_done_callback(partial(self._commit_ended, commit, future))
+            job.add_done_callback(partial(self._commit_ended, future))
         return future
 
-    def _make_durable(self, commit: Commit) -> list[int]:
-        """On a worker. Returns the commits that are gone for certain."""
+    def _make_durable(self, commit: Commit) -> None:
+        """On a worker."""
         with self._idle:
             abandoned, kept = self._map.abandoned(), self._map.kept_with(commit.number)
-            old = set(self._map.retained)
         # First: a kill after the commit must not leave them in the place of older ones.
-        self._directory.remove(abandoned)
+        self._remove(abandoned)
         self._file.sync(self._sys.fsync)
         self._directory.publish(commit.number, tile_manifest.dump(commit))
-        # What is damaged goes, too: a newer one is whole.
-        gone = sorted({*old, *self._directory.numbers()} - kept)
-        try:
-            self._directory.remove(gone)
-        except StoreError as e:
-            log.warning("commit %d is made, but: %s", commit.number, e)
-            return abandoned
-        return gone
-
-    def _commit_ended(self, commit: Commit, future: Future[None], job: Future[list[int]]) -> None:
-        error = job.exception()
-        self._committed(commit, error, [] if error else job.result(), future)
-
-    def _committed(
-        self, commit: Commit, error: BaseException | None, gone: list[int], future: Future[None]
-    ) -> None:
         with self._idle:
-            self._map.end_commit(None if error else commit, gone)
+            self._map.made(commit)
+            old = set(self._map.retained)
+        try:
+            # What is damaged goes, too: a newer one is whole.
+            self._remove(sorted({*old, *self._directory.numbers()} - kept))
+        except (StoreError, OSError) as e:
+            log.warning("commit %d is made, but: %s", commit.number, e)
+
+    def _remove(self, commits: Sequence[int]) -> None:
+        self._directory.remove(commits)
+        with self._idle:
+            self._map.forget(commits)
+
+    def _commit_ended(self, future: Future[None], job: Future[None]) -> None:
+        self._committed(job.exception(), future)
+
+    def _committed(self, error: BaseException | None, future: Future[None]) -> None:
+        with self._idle:
+            self._map.end_commit()
             if isinstance(error, (DoubtfulError, UnsyncedError)):
                 self._failed = error
         self._run_waiting()

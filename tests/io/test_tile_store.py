@@ -178,6 +178,7 @@ def test_impossible_stores_are_refused(tmp_path: Path, engine: Engine) -> None:
                 tmp_path / "s", shapes, engine, identity={}, keep=keep, checksum=checksum,
                 request_bytes=request_bytes,
             )  # fmt: skip
+    assert names(tmp_path) == []
 
 
 class Gate:
