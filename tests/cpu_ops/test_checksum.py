@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,8 @@ def test_any_bytes_seed_and_alignment(data: bytes, seed: int, shift: int) -> Non
 
 
 def test_large_buffers_of_any_shape_and_dtype() -> None:
-    a = np.random.default_rng(0).standard_normal((33, 1001)).astype(np.float32)
+    # numpy's annotations lack the buffer protocol before Python 3.12
+    a: Any = np.random.default_rng(0).standard_normal((33, 1001)).astype(np.float32)
     want = reference(a.tobytes())
     assert xxh64(memoryview(a)) == want
     a.flags.writeable = False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future, wait
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from io_support import filled
 from tile_support import (
     IDENTITY,
     SHAPES,
+    State,
+    Tile,
     checksum,
     commit,
     create,
@@ -34,6 +38,7 @@ from offload.cpu_ops.checksum import xxh64
 from offload.errors import ClosedError, StoreError
 from offload.io.engines import Engine, make_engine
 from offload.io.memory import AlignedBuffer
+from offload.io.meter import Meter
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore, is_tile_store, space_needed
 
@@ -276,7 +281,8 @@ def test_after_close(tmp_path: Path, engine: Engine) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_commits_come_back_bit_for_bit(tmp_path: Path, engine: Engine, keep: int) -> None:
-    path, states = tmp_path / "s", {}
+    path = tmp_path / "s"
+    states: dict[int, State] = {}
     with create(path, engine, keep=keep) as store:
         for number in range(1, 6):
             state = write_all(store, number, [t for t in TILES if t == 0 or (t + number) % 2])
@@ -378,7 +384,8 @@ def test_close_waits_for_a_commit_and_the_writes_behind_it(tmp_path: Path, engin
 
 
 def test_rolling_back(tmp_path: Path, engine: Engine) -> None:
-    path, states = tmp_path / "s", {}
+    path = tmp_path / "s"
+    states: dict[int, State] = {}
     with create(path, engine, keep=3) as store:
         for number in (1, 2, 3):
             states[number] = write_all(store, number)
@@ -400,7 +407,8 @@ def test_rolling_back(tmp_path: Path, engine: Engine) -> None:
 
 
 def test_keeping_more_or_fewer(tmp_path: Path, engine: Engine) -> None:
-    path, states = tmp_path / "s", {}
+    path = tmp_path / "s"
+    states: dict[int, State] = {}
     with create(path, engine, keep=1) as store:
         states[1] = write_all(store, 1)
         commit(store)
@@ -420,6 +428,49 @@ def test_keeping_more_or_fewer(tmp_path: Path, engine: Engine) -> None:
         commit(store)
         assert store.commits() == [4]
         assert state_of(store) == states[4]
+
+
+def test_threads_write_and_read_while_commits_are_made(tmp_path: Path, engine: Engine) -> None:
+    """Each thread has a tile of its own; what it writes during a commit is not in that commit."""
+    path = tmp_path / "s"
+    with create(path, engine) as store, ThreadPoolExecutor(len(SHAPES)) as threads:
+        state = write_all(store, 0)
+
+        def work(tile: int, round_: int) -> Tile:
+            parts: Tile = ()
+            for n in range(3):
+                parts = parts_of(tile, 100 * round_ + n)
+                write(store, tile, parts)
+                assert read_tile(store, tile) == parts
+            return parts
+
+        for round_ in range(8):
+            committed = state
+            committing = store.commit({"round": round_})
+            written = list(threads.map(work, TILES, [round_] * len(SHAPES)))
+            committing.result(timeout=30)
+            state = dict(zip(TILES, written, strict=True))
+            assert state_of(store) == state
+    with reopen(path, engine) as store:
+        assert store.commit_meta == {"round": 7}
+        assert state_of(store) == committed
+
+
+def test_busy_time_is_a_union(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    meter = Meter()
+    with meter.moving(10):
+        clock[0] = 1.0
+        with meter.moving(5):
+            clock[0] = 3.0
+            assert meter.busy_s == 3.0
+    clock[0] = 10.0
+    with contextlib.suppress(KeyError), meter.moving(7):
+        clock[0] = 11.0
+        raise KeyError
+    assert meter.busy_s == 4.0
+    assert meter.nbytes == 15
 
 
 # The directory

@@ -47,6 +47,7 @@ def names(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_system_call_leaves_the_last_commit(tmp_path: Path, engine: Engine) -> None:
     script = Path(__file__).parent / "tile_crash.py"
     done = subprocess.run(
