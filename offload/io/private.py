@@ -40,17 +40,17 @@ def nameless_file(directory: str | os.PathLike[str]) -> tuple[int, bool]:
     return fd, False
 
 
-def reserve(fd: int, nbytes: int, directory: str) -> None:
-    """Check the free space and take it."""
+def reserve(fd: int, nbytes: int, directory: str, *, start: int = 0) -> None:
+    """Check the free space and take it: for a file of ``nbytes`` that has ``start`` already."""
     disk = os.fstatvfs(fd)
     free = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and nbytes > free:
-        raise _too_small(nbytes, free, directory)
-    if nbytes == 0:
+    if disk.f_blocks and nbytes - start > free:
+        raise _too_small(nbytes - start, free, directory)
+    if nbytes == start:
         return
     # Not os.posix_fallocate: where the filesystem cannot, glibc writes into every block instead,
     # which takes minutes for a large file; there we go on without a reservation.
-    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+    if _libc.fallocate(fd, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes - start)) != 0:
         code = ctypes.get_errno()
         if code == errno.EFBIG:
             raise StoreError(

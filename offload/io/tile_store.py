@@ -1,0 +1,505 @@
+"""Durable tiles of optimizer state: written again and again, committed without being copied.
+
+A tile's slot that belongs to a commit is never written to; the next write of that tile goes to its
+slot of another generation (copy-on-write), and later ones overwrite that slot in place. So a commit
+costs a sync and a manifest, whatever the size of the state, and a kill at any moment leaves the
+last commit as it was. See ``tile_manifest`` for how slots lie, ``tile_directory`` for the files.
+
+Why not a journal, or a second copy per commit: both write the state twice, and writes to the disk
+are what a training step with its states there waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ClosedError, OffloadError, StoreError
+from offload.io import tile_manifest
+from offload.io.engines import DEFAULT_REQUEST_BYTES, Engine
+from offload.io.pack_format import normal_meta
+from offload.io.store import DEMAND, PREFETCH, Receipt
+from offload.io.tile_directory import DoubtfulError, TileDirectory, TileSyscalls, is_tile_store
+from offload.io.tile_file import (
+    Checksum,
+    DamagedError,
+    TileFile,
+    UnsyncedError,
+    aligned,
+    check_request,
+)
+from offload.io.tile_manifest import (
+    LOST,
+    MOST_GENERATIONS,
+    VIRGIN,
+    Commit,
+    Layout,
+    check_keep,
+    space_needed,
+)
+from offload.io.tile_map import TileMap
+from offload.io.transfer import Moved, Transfer, failed
+
+__all__ = ["Checksum", "TileStore", "is_tile_store", "space_needed"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """A write under way, or waiting for a slot."""
+
+    tile: int
+    view: memoryview
+    present: list[bool]
+    sums: list[int]
+    transfer: Transfer | None = None
+    generation: int = VIRGIN
+
+
+class TileStore:
+    """Tiles in one data file, and commits of them all. Thread-safe.
+
+    A caller's mistake raises ValueError at once; what goes wrong later arrives through the future
+    as ``StoreError``, after ``close`` as ``ClosedError``. Buffers start at multiples of 4096 and
+    are let go of before their future is done. One write of a tile at a time, and no read of it
+    meanwhile; reads of a tile may run together.
+
+    Attributes:
+        layout: where the parts of tiles lie in their slots.
+    """
+
+    def __init__(
+        self,
+        directory: TileDirectory,
+        file: TileFile,
+        layout: Layout,
+        engine: Engine,
+        calls: TileSyscalls,
+        identity: Mapping[str, Any],
+        keep: int,
+    ) -> None:
+        """Not to be called; see ``create`` and ``open``."""
+        self.layout = layout
+        self._directory = directory
+        self._file = file
+        self._engine = engine
+        self._sys = calls
+        self._identity = identity
+        self._idle = threading.Condition()  # guards all below
+        self._map = TileMap(layout, keep, min(MOST_GENERATIONS, file.generations))
+        self._reading: Counter[int] = Counter()
+        self._writing: set[int] = set()
+        self._waiting: list[_Write] = []
+        self._in_flight = 0
+        self._closed = False
+        self._failed: StoreError | None = None
+
+    # Making and opening
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | os.PathLike[str],
+        shapes: Sequence[Sequence[int]],
+        engine: Engine,
+        *,
+        identity: Mapping[str, Any],
+        keep: int,
+        checksum: Checksum,
+        syscalls: TileSyscalls | None = None,
+        request_bytes: int = DEFAULT_REQUEST_BYTES,
+    ) -> TileStore:
+        """A store of virgin tiles in a directory that is new or empty; it is made private.
+
+        Args:
+            shapes: bytes of each part of each tile.
+            identity: what must be the same when it is opened again; JSON.
+            keep: commits that are kept, from 1 to 127.
+            request_bytes: the longest request, a multiple of 4096.
+
+        Raises:
+            StoreError: the directory holds something or is in use, or the disk has less than
+                ``space_needed`` bytes free, all of which are reserved here.
+            ValueError: sizes or ``keep`` out of range, or an identity that is not JSON.
+        """
+        layout, calls = Layout(shapes), syscalls or TileSyscalls()
+        check_keep(keep)
+        check_request(request_bytes)
+        identity = normal_meta(identity)
+        folder = TileDirectory.make(Path(directory), calls)
+        try:
+            data = folder.make_data((keep + 1) * layout.nbytes)
+            file = TileFile(data, layout, checksum, request_bytes)
+        except BaseException:
+            folder.close()
+            raise
+        return cls(folder, file, layout, engine, calls, identity, keep)
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        engine: Engine,
+        *,
+        shapes: Sequence[Sequence[int]],
+        identity: Mapping[str, Any],
+        keep: int,
+        checksum: Checksum,
+        commit: int | None = None,
+        syscalls: TileSyscalls | None = None,
+        request_bytes: int = DEFAULT_REQUEST_BYTES,
+    ) -> TileStore:
+        """The store as its newest valid commit has it, or as commit number ``commit`` has it.
+
+        A damaged manifest is passed over with a warning. Commits newer than ``commit`` are given
+        up with the next commit, and not before. A larger ``keep`` than before makes the data file
+        grow. Without any commit all tiles are virgin.
+
+        Raises:
+            StoreError: there is no store or no such commit, all commits are damaged, they are of
+                another run (the message names what differs), the directory is in use, or the disk
+                is too full for a larger ``keep``.
+        """
+        layout, calls = Layout(shapes), syscalls or TileSyscalls()
+        check_keep(keep)
+        check_request(request_bytes)
+        identity, path = normal_meta(identity), Path(directory)
+        if path.is_dir() and not is_tile_store(path):
+            raise StoreError(f"{path} holds no training states; start without --resume")
+        folder = TileDirectory.lock(path, calls)
+        try:
+            folder.clean()
+            chosen, valid = folder.choose(layout, identity, commit)
+            used = {g for gs in valid.values() for g in gs} - {VIRGIN}
+            needed = (max(used) + 1) * layout.nbytes if used else 0
+            data = folder.open_data(needed, (keep + 1) * layout.nbytes)
+            file = TileFile(data, layout, checksum, request_bytes)
+        except BaseException:
+            folder.close()
+            raise
+        store = cls(folder, file, layout, engine, calls, identity, keep)
+        try:
+            store._map.newest = max(folder.numbers(), default=0)
+            if chosen is not None:
+                folder.remove(store._map.stand_on(chosen, valid))
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    # What is there
+
+    def __len__(self) -> int:
+        """Tiles."""
+        return len(self.layout)
+
+    def written(self, tile: int) -> bool:
+        """Whether ``tile`` was ever written; else it is virgin and cannot be read."""
+        self._check_tile(tile)
+        return self._map.generation(tile) != VIRGIN
+
+    def has(self, tile: int, part: int) -> bool:
+        """Whether ``part`` of ``tile`` can be read: written, and not absent."""
+        self._check_parts(tile, part, part)
+        with self._idle:
+            return self._map.has(tile, part)
+
+    def commits(self) -> list[int]:
+        """Numbers of the commits that can be opened, in order."""
+        with self._idle:
+            return sorted(self._map.retained)
+
+    @property
+    def commit_meta(self) -> Mapping[str, Any] | None:
+        """Of the commit that the state goes back to; None if there is none."""
+        return self._map.meta
+
+    @property
+    def read_bytes(self) -> int:
+        """Read from the data file so far."""
+        return self._file.reads.nbytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Written to the data file so far."""
+        return self._file.writes.nbytes
+
+    @property
+    def read_busy_s(self) -> float:
+        """Seconds in which at least one read of the file was under way."""
+        return self._file.reads.busy_s
+
+    @property
+    def write_busy_s(self) -> float:
+        """Seconds in which at least one write of the file was under way."""
+        return self._file.writes.busy_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the file was read or written."""
+        return self._file.both.busy_s
+
+    def _check_tile(self, tile: int) -> None:
+        if not 0 <= tile < len(self.layout):
+            raise ValueError(f"there is no tile {tile}, only 0 to {len(self.layout) - 1}")
+
+    def _check_parts(self, tile: int, first: int, last: int) -> None:
+        self._check_tile(tile)
+        parts = len(self.layout.shapes[tile])
+        if not 0 <= first <= last < parts:
+            raise ValueError(f"tile {tile} has parts 0 to {parts - 1}, not {first} to {last}")
+
+    # Reading
+
+    def read_into(
+        self, tile: int, first: int, last: int, dst: memoryview, priority: int = DEMAND
+    ) -> Future[Receipt]:
+        """Read parts ``first`` to ``last`` (inclusive) and check them.
+
+        Part p comes to ``places[p] - places[first]`` of ``dst``, where ``places`` is
+        ``layout.places(tile)``; ``dst`` has at least ``places[last + 1] - places[first]`` bytes,
+        of which those between parts are overwritten with anything. Several parts that are short
+        travel in one request, and each is checked by the worker that read it.
+
+        Raises:
+            ValueError: the tile is virgin or being written, a part is absent, or ``dst`` is too
+                short, read-only or not aligned.
+        """
+        self._check_parts(tile, first, last)
+        places = self.layout.places(tile)
+        if dst.readonly:
+            raise ValueError(f"tile {tile}: the buffer is read-only")
+        view = aligned(tile, dst, places[last + 1] - places[first])
+        with self._idle:
+            if self._closed:
+                return failed(ClosedError(f"tile {tile}: the store is closed"))
+            generation = self._map.generation(tile)
+            if tile in self._writing:
+                raise ValueError(f"tile {tile} is being written; wait for that first")
+            if generation == VIRGIN:
+                raise ValueError(f"tile {tile} was never written")
+            if generation == LOST:
+                return failed(self._map.lost(tile))
+            absent = [p for p in range(first, last + 1) if not self._map.has(tile, p)]
+            if absent:
+                raise ValueError(f"tile {tile}: part {absent[0]} is absent")
+            sums = self._map.sums(tile)
+            self._reading[tile] += 1
+            self._in_flight += 1
+        payload = sum(self.layout.shapes[tile][first : last + 1])
+        transfer = Transfer(f"tile {tile}", view, payload, partial(self._has_read, tile))
+        transfer.future.add_done_callback(self._landed)
+        jobs = [
+            partial(self._fetch, tile, generation, group, view, places[first], sums)
+            for group in self._file.groups(tile, range(first, last + 1))
+        ]
+        transfer.run(self._engine, jobs, priority)
+        return transfer.future
+
+    def _fetch(self, tile: int, generation: int, *what: Any) -> Moved:
+        try:
+            return self._file.fetch(tile, generation, *what)
+        except DamagedError as e:
+            with self._idle:
+                raise self._map.damaged(tile, generation, str(e)) from None
+
+    def _has_read(self, tile: int, _: BaseException | None) -> None:
+        with self._idle:
+            self._reading[tile] -= 1
+            if not self._reading[tile]:
+                del self._reading[tile]
+
+    # Writing
+
+    def write_from(
+        self, tile: int, src: memoryview, parts: Sequence[bool] | None = None
+    ) -> Future[Receipt]:
+        """Replace ``tile`` by ``src``, laid out as ``layout.places(tile)`` says, whole slots.
+
+        ``parts``: which parts are written; the others are absent afterwards, and their bytes of
+        ``src`` are not looked at. The tile is the new one when the future is done. If that failed
+        it is still the old one where the old one belongs to a commit, and else lost. While a
+        commit is under way, a write may wait for its end: there is room for ``keep`` commits and
+        one state beyond.
+
+        Raises:
+            ValueError: the tile is being written or read, ``parts`` has another length than the
+                tile has parts, or ``src`` is too short or not aligned.
+        """
+        self._check_tile(tile)
+        sizes = self.layout.shapes[tile]
+        present = [True] * len(sizes) if parts is None else [bool(p) for p in parts]
+        if len(present) != len(sizes):
+            raise ValueError(f"tile {tile} has {len(sizes)} parts, not {len(present)}")
+        view = aligned(tile, src, self.layout.places(tile)[-1])
+        write = _Write(tile, view, present, [0] * len(sizes))
+        with self._idle:
+            if self._closed:
+                return failed(ClosedError(f"tile {tile}: the store is closed"))
+            if tile in self._writing or self._reading[tile]:
+                doing = "written" if tile in self._writing else "read"
+                raise ValueError(f"tile {tile} is being {doing}; wait for that first")
+            if self._failed is not None:
+                return failed(self._failed)
+            payload = sum(n for n, there in zip(sizes, present, strict=True) if there)
+            transfer = Transfer(f"tile {tile}", view, payload, partial(self._has_written, write))
+            write.transfer = transfer
+            self._writing.add(tile)
+            self._in_flight += 1
+            self._waiting.append(write)
+        transfer.future.add_done_callback(self._landed)
+        self._run_waiting()
+        return transfer.future
+
+    def _run_waiting(self) -> None:
+        """Start what has a slot by now. Never called with the lock held: it resolves futures."""
+        ready: list[tuple[_Write, StoreError | None]] = []
+        with self._idle:
+            still = []
+            for write in self._waiting:
+                slot, error = self._map.slot_for(write.tile), self._failed
+                if error is None and slot is None:
+                    if self._map.committing is not None:
+                        still.append(write)
+                        continue
+                    error = self._map.no_slot(self._directory.path)
+                write.generation = VIRGIN if slot is None else slot
+                ready.append((write, error))
+            self._waiting = still
+        for write, error in ready:
+            assert write.transfer is not None
+            if error is not None:
+                write.transfer.fail(error)
+                continue
+            parts = [p for p, there in enumerate(write.present) if there]
+            jobs = [partial(self._put, write, g) for g in self._file.groups(write.tile, parts)]
+            write.transfer.run(self._engine, jobs, PREFETCH)
+
+    def _put(self, write: _Write, group: list[int]) -> Moved:
+        sums = self._file.sums(write.tile, group, write.view)
+        write.sums[group[0] : group[-1] + 1] = sums
+        with self._idle:
+            self._map.spoil(write.tile, write.generation)
+        return self._file.put(write.tile, write.generation, group, write.view)
+
+    def _has_written(self, write: _Write, error: BaseException | None) -> None:
+        with self._idle:
+            self._writing.discard(write.tile)
+            if write in self._waiting:  # cancelled before it had a slot
+                self._waiting.remove(write)
+            if error is None:
+                self._map.place(write.tile, write.generation, write.present, write.sums)
+
+    # Committing
+
+    def commit(self, meta: Mapping[str, Any]) -> Future[None]:
+        """Make the state of all tiles as of now durable, with ``meta`` (JSON).
+
+        The future is done when the commit would survive a power failure and the commits beyond
+        ``keep`` are gone. If it fails the earlier ones are as they were. Not cancellable.
+        Through the future: StoreError, among others where a tile was lost, or where the disk
+        refused to sync: from then on nothing is written any more, because a system that dropped
+        what it could not write says so once.
+
+        Raises:
+            ValueError: a write or another commit is under way, or ``meta`` is not JSON.
+        """
+        meta = normal_meta(meta)
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        with self._idle:
+            if self._map.committing is not None:
+                raise ValueError("a commit is under way; wait for it first")
+            if self._writing:
+                raise ValueError(
+                    f"{len(self._writing)} tiles are being written (tile {min(self._writing)}); "
+                    "wait for them before the commit"
+                )
+            try:
+                if self._closed:
+                    raise ClosedError("the tile store is closed")
+                if self._failed is not None:
+                    raise self._failed
+                commit = self._map.begin_commit(self._identity, meta)
+            except OffloadError as e:
+                future.set_exception(e)
+                return future
+            self._in_flight += 1
+        future.add_done_callback(self._landed)
+        try:
+            job = self._engine.submit(partial(self._make_durable, commit), DEMAND)
+        except OffloadError as e:
+            self._committed(e, future)
+        else:
+            job.add_done_callback(partial(self._commit_ended, future))
+        return future
+
+    def _make_durable(self, commit: Commit) -> None:
+        """On a worker."""
+        with self._idle:
+            abandoned, kept = self._map.abandoned(), self._map.kept_with(commit.number)
+        # First: a kill after the commit must not leave them in the place of older ones.
+        self._remove(abandoned)
+        self._file.sync(self._sys.fsync)
+        self._directory.publish(commit.number, tile_manifest.dump(commit))
+        with self._idle:
+            self._map.made(commit)
+            old = set(self._map.retained)
+        try:
+            # What is damaged goes, too: a newer one is whole.
+            self._remove(sorted({*old, *self._directory.numbers()} - kept))
+        except (StoreError, OSError) as e:
+            log.warning("commit %d is made, but: %s", commit.number, e)
+
+    def _remove(self, commits: Sequence[int]) -> None:
+        self._directory.remove(commits)
+        with self._idle:
+            self._map.forget(commits)
+
+    def _commit_ended(self, future: Future[None], job: Future[None]) -> None:
+        self._committed(job.exception(), future)
+
+    def _committed(self, error: BaseException | None, future: Future[None]) -> None:
+        with self._idle:
+            self._map.end_commit()
+            if isinstance(error, (DoubtfulError, UnsyncedError)):
+                self._failed = error
+        self._run_waiting()
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    # Closing
+
+    def _landed(self, _: Future[Any]) -> None:
+        with self._idle:
+            self._in_flight -= 1
+            self._idle.notify_all()
+
+    def close(self) -> None:
+        """Wait for what is in flight, then close the file and give up the lock. Idempotent.
+
+        Commits nothing. The engine stays the caller's. Not to be called from a callback.
+        """
+        with self._idle:
+            first, self._closed = not self._closed, True
+            self._idle.wait_for(lambda: self._in_flight == 0)
+        if first:
+            self._file.close()
+            self._directory.close()
+
+    def __enter__(self) -> TileStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,116 @@
+"""Small tiles, a store of them, and states to compare: for the tests of the tile store."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.io.engines import Engine
+from offload.io.memory import AlignedBuffer
+from offload.io.tile_directory import TileSyscalls
+from offload.io.tile_store import TileStore
+
+SHAPES: list[list[int]] = [[100, 4096, 0], [5000], [20001, 8192, 8192, 1], [1, 1, 1]]
+IDENTITY = {"model": "toy", "shape": (2, 3), "rate": 0.1}
+REQUEST_BYTES = 8192  # so that a part takes several requests, and several parts take one
+
+Tile = tuple[bytes | None, ...]
+"""The parts of a written tile; None for one that is absent."""
+State = dict[int, Tile]
+
+
+def checksum(view: memoryview) -> int:
+    return zlib.crc32(view) << 32 | view.nbytes
+
+
+def parts_of(tile: int, seed: int, present: Sequence[bool] | None = None) -> Tile:
+    generator = random.Random(f"{tile}/{seed}")
+    made = [generator.randbytes(n) for n in SHAPES[tile]]
+    there = present or [True] * len(made)
+    return tuple(part if p else None for part, p in zip(made, there, strict=True))
+
+
+def create(
+    path: Path, engine: Engine, *, keep: int = 1, syscalls: TileSyscalls | None = None
+) -> TileStore:
+    return TileStore.create(
+        path, SHAPES, engine, identity=IDENTITY, keep=keep, checksum=checksum,
+        syscalls=syscalls, request_bytes=REQUEST_BYTES,
+    )  # fmt: skip
+
+
+def reopen(
+    path: Path,
+    engine: Engine,
+    *,
+    keep: int = 1,
+    commit: int | None = None,
+    syscalls: TileSyscalls | None = None,
+    shapes: Sequence[Sequence[int]] = SHAPES,
+    identity: Mapping[str, Any] = IDENTITY,
+) -> TileStore:
+    return TileStore.open(
+        path, engine, shapes=shapes, identity=identity, keep=keep, checksum=checksum,
+        commit=commit, syscalls=syscalls, request_bytes=REQUEST_BYTES,
+    )  # fmt: skip
+
+
+def write(store: TileStore, tile: int, parts: Tile) -> None:
+    places = store.layout.places(tile)
+    with AlignedBuffer(max(1, places[-1])) as buf:
+        for place, part in zip(places, parts, strict=False):
+            buf[place : place + len(part or b"")] = part or b""
+        there = [p is not None for p in parts]
+        store.write_from(tile, buf, there).result(timeout=30)
+
+
+def write_all(store: TileStore, seed: int, tiles: Sequence[int] = range(len(SHAPES))) -> State:
+    state = {tile: parts_of(tile, seed) for tile in tiles}
+    for tile, parts in state.items():
+        write(store, tile, parts)
+    return state
+
+
+def read(store: TileStore, tile: int, first: int = 0, last: int | None = None) -> Tile:
+    """Parts ``first`` to ``last``, which must all be there."""
+    end = len(SHAPES[tile]) - 1 if last is None else last
+    places = store.layout.places(tile)
+    with AlignedBuffer(max(1, places[end + 1] - places[first])) as buf:
+        store.read_into(tile, first, end, buf).result(timeout=30)
+        at = [places[p] - places[first] for p in range(first, end + 1)]
+        return tuple(bytes(buf[a : a + n]) for a, n in zip(at, SHAPES[tile][first:], strict=False))
+
+
+def read_tile(store: TileStore, tile: int) -> Tile:
+    """Each part by itself, or None."""
+    return tuple(
+        read(store, tile, p, p)[0] if store.has(tile, p) else None for p in range(len(SHAPES[tile]))
+    )
+
+
+def state_of(store: TileStore) -> State:
+    return {i: read_tile(store, i) for i in range(len(SHAPES)) if store.written(i)}
+
+
+def commit(store: TileStore, **meta: Any) -> None:
+    store.commit(meta).result(timeout=30)
+
+
+def slot_offset(store: TileStore, tile: int, part: int = 0) -> int:
+    """Where a part lies in the data file."""
+    start = store.layout.offset(tile, store._map.generation(tile))
+    return start + store.layout.places(tile)[part]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change a bit of a file."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 4]), offset)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
