@@ -14,8 +14,8 @@ from pathlib import Path
 
 from offload.errors import DataError
 
-CHUNK_CHARACTERS = 1 << 20
-_MAX_CHUNK = 8 * CHUNK_CHARACTERS
+CHUNK_CHARACTERS = 1 << 18
+_MAX_CHUNK = 4 * CHUNK_CHARACTERS
 
 # Before a line that begins with a letter or the like: no usual tokenizer has a token over that.
 _CUT = re.compile(r"\n(?=\S)")
@@ -25,7 +25,7 @@ _CUT = re.compile(r"\n(?=\S)")
 class Chunk:
     """A part of a document.
 
-    Tokens do not span chunks: at a cut, once in about a million characters, what would have been
+    Tokens do not span chunks: at a cut, once in about 250,000 characters, what would have been
     one token may be two.
     """
 
@@ -73,7 +73,6 @@ def _last_cut(text: str) -> int:
     last = 0
     for found in _CUT.finditer(text, len(text) // 2):
         last = found.end()
-    if last or len(text) < _MAX_CHUNK:
-        return last
-    # One endless line: after a blank, or anywhere.
-    return max(text.rfind(" ", len(text) // 2), 0) or len(text) - 1
+    # An endless line: before a blank, which begins a word's token; or anywhere.
+    last = last or max(0, text.rfind(" ", len(text) // 2))
+    return last or (len(text) if len(text) >= _MAX_CHUNK else 0)

@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]
 What = Shape | Chunk | BadRow
 
 _GROUP_ROWS = 256
-_GROUP_CHARACTERS = 1 << 20
+_GROUP_CHARACTERS = 1 << 18
 
 
 def tokenise(
