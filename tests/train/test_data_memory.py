@@ -20,7 +20,7 @@ from offload.train.data import open_data
 
 small, large, cache = map(Path, sys.argv[1:4])
 peaks = []
-for path in (small, large):
+for path in (small, small, large):  # the first pass warms the allocator
     peak = 0
 
     def look(done, total):
@@ -41,13 +41,13 @@ print(json.dumps(peaks))
 
 @pytest.mark.parametrize(
     ("suffix", "large"),
-    [(".jsonl", 24), (".txt", 24), pytest.param(".jsonl", 100, marks=pytest.mark.slow)],
+    [(".jsonl", 16), (".txt", 16), pytest.param(".jsonl", 100, marks=pytest.mark.slow)],
 )
 def test_memory_does_not_grow_with_the_data(suffix: str, large: int, tmp_path: Path) -> None:
     words = "the king and the queen of the land went out to see the sea and came home again. " * 12
     row = {".jsonl": json.dumps({"text": words}), ".txt": words}[suffix] + "\n"
     files = []
-    for name, nbytes in (("small", 6 * MIB), ("large", large * MIB)):
+    for name, nbytes in (("small", 3 * MIB), ("large", large * MIB)):
         files.append(tmp_path / f"{name}{suffix}")
         with files[-1].open("w") as out:
             for _ in range(nbytes // len(row)):
@@ -58,7 +58,7 @@ def test_memory_does_not_grow_with_the_data(suffix: str, large: int, tmp_path: P
         capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
-    (small_peak, small_tokens), (large_peak, large_tokens) = json.loads(found.stdout)
+    _, (small_peak, small_tokens), (large_peak, large_tokens) = json.loads(found.stdout)
     assert large_tokens > 3 * small_tokens
-    # The tokens alone are 4 bytes each, about one per byte of text: less than a part of them stays.
+    # The tokens alone are larger than what may stay.
     assert large_peak - small_peak < 6 * MIB < 4 * (large_tokens - small_tokens)
