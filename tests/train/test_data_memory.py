@@ -61,4 +61,4 @@ def test_memory_does_not_grow_with_the_data(suffix: str, large: int, tmp_path: P
     _, (small_peak, small_tokens), (large_peak, large_tokens) = json.loads(found.stdout)
     assert large_tokens > 3 * small_tokens
     # The tokens alone are larger than what may stay.
-    assert large_peak - small_peak < 6 * MIB < 4 * (large_tokens - small_tokens)
+    assert large_peak - small_peak < 10 * MIB < 4 * (large_tokens - small_tokens)

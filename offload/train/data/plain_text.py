@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offload.errors import DataError
 
-CHUNK_CHARACTERS = 1 << 18
+CHUNK_CHARACTERS = 1 << 16
 _MAX_CHUNK = 4 * CHUNK_CHARACTERS
 
 # Before a line that begins with a letter or the like: no usual tokenizer has a token over that.
@@ -25,7 +25,7 @@ _CUT = re.compile(r"\n(?=\S)")
 class Chunk:
     """A part of a document.
 
-    Tokens do not span chunks: at a cut, once in about 250,000 characters, what would have been
+    Tokens do not span chunks: at a cut, once in about 65,000 characters, what would have been
     one token may be two.
     """
 
