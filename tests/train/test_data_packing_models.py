@@ -27,7 +27,6 @@ REFUSED = {
     "mpt": "takes no position_ids",
     "gpt_oss": "examples in one row see each other",
     "opt": "examples in one row see each other",
-    "blt": "does not run on packed rows",
 }
 
 
