@@ -36,12 +36,10 @@ class TrainFootprint:
     measured: bool
 
 
-def measure_training(
-    model: Any, units: list[nn.Module], rows: int, length: int, *, packed: bool
-) -> TrainFootprint:
+def measure_training(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
     """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed."""
     try:
-        return _measure(model, units, rows, length, packed)
+        return _measure(model, units, rows, length)
     except Exception as error:  # noqa: BLE001  data-dependent code refuses meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
@@ -65,15 +63,9 @@ class _Done(Exception):
     """Every unit has been seen."""
 
 
-def _measure(
-    model: Any, units: list[nn.Module], rows: int, length: int, packed: bool
-) -> TrainFootprint:
+def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
     ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
     given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if packed:
-        given["position_ids"] = ids
-    else:
-        given["attention_mask"] = torch.ones_like(ids)
     calls: dict[int, tuple[Any, Any]] = {}
     handles = []
     for unit in units:
@@ -83,7 +75,8 @@ def _measure(
 
         handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True))
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [h.remove() for h in handles])
+        for handle in handles:
+            stack.callback(handle.remove)
         for group in expert_groups(model):
             stack.enter_context(_stub_experts(group.module, group.n_experts))
         stack.enter_context(_buffers_on_meta(model))
@@ -116,7 +109,11 @@ def _measure(
     return TrainFootprint(
         unit_bytes=peak + _expert_bytes(model, rows * length),
         boundary_bytes=sum(kept.values()),
-        shared_bytes=sum(shared.values()) + 4 * max(kept.values(), default=0),
+        # The mask of packed or padded rows is made of their values, which meta tensors lack: as
+        # bool, and in the compute dtype inside the attention.
+        shared_bytes=sum(shared.values())
+        + 4 * max(kept.values(), default=0)
+        + rows * length * length * 4,
         measured=True,
     )
 

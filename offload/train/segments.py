@@ -88,7 +88,8 @@ class Segment:
 
 
 class _Call:
-    """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness."""
+    """One call of a unit: its inputs that are no tensors, the shape of its output, its
+    randomness."""
 
     def __init__(self, segment: Segment, spec: TreeSpec, leaves: list[Any]) -> None:
         self.segment = segment
