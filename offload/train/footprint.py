@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import _buffers_on_meta, _stub_experts, _Watch
 from offload.models.params import parameters
+from offload.train.segments import without_caches
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +66,14 @@ class _Done(Exception):
 
 def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
     ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
-    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    # With a cache transformers asks no values whether rows are packed; units never get it (segments).
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     calls: dict[int, tuple[Any, Any]] = {}
     handles = []
     for unit in units:
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls[id(module)] = args, kwargs
+            calls[id(module)] = without_caches(args, kwargs)
 
         handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True))
     with contextlib.ExitStack() as stack:
