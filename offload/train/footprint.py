@@ -28,8 +28,8 @@ class TrainFootprint:
     """Bytes for one micro-batch."""
 
     unit_bytes: int
-    """Most that running a unit again and its backward holds at once, its weights' gradients in
-    their own dtype included."""
+    """Most that running a unit again and its backward holds at once, of the gradients of its weights
+    one at a time."""
     boundary_bytes: int
     """Inputs of all units that are kept for backward."""
     shared_bytes: int
@@ -127,7 +127,10 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
     ]
     args, kwargs = tree_unflatten(inputs, spec)
     watch = _Watch(weights)
-    before = [(p, p.grad) for p in unit.parameters()]
+    # Gradients leave as they come; whoever keeps them counts them.
+    handles = [
+        p.register_post_accumulate_grad_hook(_forget) for p in unit.parameters() if p.requires_grad
+    ]
     try:
         with torch.enable_grad(), watch:
             out, _ = tree_flatten(unit(*args, **kwargs))
@@ -135,9 +138,13 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
             grads = [torch.empty_like(x) for x in outs]
             torch.autograd.backward(outs, grads)
     finally:
-        for param, grad in before:
-            param.grad = grad
+        for handle in handles:
+            handle.remove()
     return watch.peak
+
+
+def _forget(param: torch.Tensor) -> None:
+    param.grad = None
 
 
 def _expert_bytes(model: Any, tokens: int) -> int:

@@ -107,7 +107,7 @@ def make_plan(
         out["I/O staging"] = STAGING_CHUNKS * CHUNK_BYTES
         out["states under way"] = buffers * (largest_slot + align_up(largest_tile))
         out["gradients spilling"] = 3 * align_up(largest_tile)
-        out["gradients of a unit"] = under_way
+        out["gradients of a unit, to be spilled"] = under_way
         out["slack"] = slack
         return out
 
@@ -142,8 +142,13 @@ def make_plan(
 
     if not clipping and backwards == 1:
         in_ram.update(trained)  # updated inside backward: never more than a unit's at a time
-    for b in order:
-        if b in grads and b not in in_ram and grads[b] <= left:
+    outside = [b for b in order if b in grads and b not in in_ram]
+    if sum(grads[b] for b in outside) <= left + under_way:
+        in_ram.update(outside)
+        left += under_way - sum(grads[b] for b in outside)
+        under_way = 0  # nothing waits to be spilled
+    for b in outside:
+        if b not in in_ram and grads[b] <= left:
             in_ram.add(b)
             left -= grads[b]
     weights_extra = 0

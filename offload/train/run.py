@@ -138,7 +138,9 @@ def _plan(
     clipping = options.max_grad_norm > 0
     vertical = options.grad_accum if options.order == "vertical" else 1
     grad_dtype = _grad_dtype(options)
-    modules = [u.module for u in layout.units]
+    # The head runs in slices if the form of the loss is known.
+    head = None if form is None else meta.model.get_submodule(form.head)
+    modules = [u.module for u in layout.units if u.module is not head]
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
