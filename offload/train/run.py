@@ -38,7 +38,12 @@ from offload.train.options import TrainOptions
 from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
-from offload.train.plan import Needs, TrainPlan, make_plan
+from offload.train.plan import (
+    Needs,
+    Prediction,
+    TrainPlan,
+    make_plan,
+)
 from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
@@ -230,6 +235,8 @@ class Run:
         self.grad_dtype = grad_dtype
         self.notes = notes
         self.identity = identity_of(meta, layout, data, options, total)
+        self.prediction: Prediction | None = None
+        """Of a step's time; None where it cannot be measured."""
         self._engine: Engine | None = None
         trained = {
             alias
