@@ -39,13 +39,16 @@ from offload.train.options import TrainOptions
 from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
-from offload.train.plan import Needs, Prediction, StepRates, TrainPlan, make_plan, predict, slot_bytes
-from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
+from offload.train.plan import (
     Needs,
     Prediction,
+    StepRates,
     TrainPlan,
     make_plan,
+    predict,
+    slot_bytes,
 )
+from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
 from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
