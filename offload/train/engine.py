@@ -117,6 +117,8 @@ class Engine:
             for i, piece in enumerate(block.pieces)
             if piece.expert is None
         }
+        self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+        """Set: losses that units add when they are run again (routers')."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
         self.checkpoint_bytes: Callable[[], int] = lambda: 0
         """Bytes read so far of the checkpoint itself."""
@@ -231,10 +233,17 @@ class Engine:
     def forward_key(self, unit: int) -> Any:
         if self.random_key is None:
             return torch.get_rng_state()
-        micro = self.micro if self.rounds is None else self.rounds.index
-        seed = self.random_key(micro, unit)
+        seed = self.random_key(self.current_micro, unit)
         torch.manual_seed(seed)
         return seed
+
+    @property
+    def current_micro(self) -> int:
+        """The number of the micro-batch that runs."""
+        return self.micro if self.rounds is None else self.rounds.index
+
+    def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [] if self.extra is None else self.extra()
 
     @contextlib.contextmanager
     def replay(self, key: Any) -> Iterator[None]:

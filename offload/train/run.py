@@ -17,6 +17,7 @@ import torch
 from offload.cpu_ops.checksum import xxh64
 from offload.errors import OffloadError
 from offload.io.tile_store import TileStore, is_tile_store
+from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
 from offload.models.params import parameters
@@ -135,8 +136,11 @@ def _plan(
 ) -> Run:  # fmt: skip
     if options.method != "full":
         raise OffloadError("--method lora is not available yet; use --method full")
-    if options.router_aux_loss is not None:
-        raise OffloadError("--router-aux-loss is not available yet; drop it")
+    if options.router_aux_loss is not None and not expert_groups(meta.model):
+        raise OffloadError(
+            f"--router-aux-loss {options.router_aux_loss:g} cannot take effect: the model has no "
+            f"experts; drop it"
+        )
     for parameter in meta.model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     form, why = find_head(meta.model)
@@ -316,7 +320,7 @@ class Run:
             listener.note(note)
         engine = self._open(listener)
         loop = LanguageLoop(
-            engine, self.form, seed=options.seed,
+            engine, self.form, router=options.router_aux_loss, seed=options.seed,
             vertical=options.grad_accum if options.order == "vertical" else 1,
         )  # fmt: skip
         step = self._resume(engine)

@@ -34,6 +34,10 @@ class Runtime(Protocol):
         """The random numbers of that forward again inside; the generator as it was behind it."""
         ...
 
+    def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(loss, its gradient) of what the unit that was run again adds to the step's loss."""
+        ...
+
     def backward_done(self, unit: int) -> None:
         """All gradients of this run of the unit have been taken."""
         ...
@@ -165,6 +169,7 @@ class _Run(torch.autograd.Function):
                 if isinstance(o, torch.Tensor) and o.requires_grad and g is not None
             ]
             del out
+            pairs += runtime.extra_losses()
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             del pairs
