@@ -20,6 +20,7 @@ from offload.errors import UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import routing
 from offload.train.layout import TrainUnit
+from offload.train.lora_layers import FusedWeight
 from offload.train.weights import Entry
 
 if TYPE_CHECKING:
@@ -77,7 +78,12 @@ class _ExpertRun:
     def attach(self) -> Iterator[Callable[[], Any]]:
         module = self.group.module
         for attr, index in self.attrs.items():
-            module.__dict__[attr] = _Proxy(self, index, module._parameters[attr])
+            proxy = _Proxy(self, index, module._parameters[attr])
+            adapted = module.__dict__.get(attr)
+            if isinstance(adapted, FusedWeight):
+                yield adapted.put_beneath(proxy)
+                continue
+            module.__dict__[attr] = proxy
             yield partial(module.__dict__.pop, attr, None)
         inner = module.forward
         before = module.__dict__.get("forward")
