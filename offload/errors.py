@@ -27,6 +27,10 @@ class UnsupportedModelError(OffloadError):
     """The model is of a kind that cannot be streamed; the message says why."""
 
 
+class DataError(OffloadError):
+    """Training data cannot be used; the message names file and line and what was found there."""
+
+
 class ClosedError(OffloadError):
     """Something was used after close()."""
 

@@ -116,6 +116,9 @@ class Engine:
             for i, piece in enumerate(block.pieces)
             if piece.expert is None
         }
+        self._by_name: dict[str, list[tuple[int, int]]] = {}
+        self.checkpoint_bytes: Callable[[], int] = lambda: 0
+        """Bytes read so far of the checkpoint itself."""
         self._closers: list[Callable[[], Any]] = []
         self._install()
 
@@ -351,6 +354,15 @@ class Engine:
         """What a commit has to know besides tiles."""
         return dict(self.steps)
 
+    def piece_of(self, param: str) -> tuple[int, int]:
+        """(block, index in it) of a parameter that is one piece."""
+        return self._pieces[param]
+
+    def forget_order(self) -> None:
+        """What ran since the last step says nothing about the next one."""
+        with self.shared.changed:
+            self.order.forget()
+
     # -- reading --------------------------------------------------------------------------
 
     def block_values(self, block: Block) -> torch.Tensor:
@@ -360,6 +372,40 @@ class Engine:
             return entry.tensor.clone()
         finally:
             self.weights.release(block.index)
+
+    def read_elements(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Elements ``start`` .. ``start + count`` of a parameter (by any of its names), flat; its
+        update is waited for."""
+        out: list[torch.Tensor] = []
+        for block, i in self._places_of(name):
+            piece = self.layout.blocks[block].pieces[i]
+            low, high = max(start, piece.start), min(start + count, piece.start + piece.count)
+            if low >= high:
+                continue
+            entry = self.weights.acquire(block)
+            try:
+                at = piece.offset - piece.start
+                out.append(entry.tensor[at + low : at + high].clone())
+            finally:
+                self.weights.release(block)
+        if sum(t.numel() for t in out) != count:
+            raise OffloadError(f"{name} has no elements {start} to {start + count}")
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _places_of(self, name: str) -> list[tuple[int, int]]:
+        """(block, index of the piece) of all pieces of a parameter, in order."""
+        if not self._by_name:
+            canonical = {a: p.name for p in self.layout.params.values() for a in p.names}
+            found: dict[str, list[tuple[int, int]]] = {}
+            for block in self.layout.blocks:
+                for i, piece in enumerate(block.pieces):
+                    found.setdefault(piece.param, []).append((block.index, i))
+            for places in found.values():
+                places.sort(key=lambda at: self.layout.blocks[at[0]].pieces[at[1]].start)
+            self._by_name = {a: found[n] for a, n in canonical.items() if n in found}
+        if name not in self._by_name:
+            raise OffloadError(f"the model has no parameter {name}")
+        return self._by_name[name]
 
     def on_close(self, close: Callable[[], Any]) -> None:
         """Call ``close`` when the engine closes, after its thread has ended."""

@@ -208,5 +208,3 @@ class _Proxy:
         raise UnsupportedModelError(
             f"the experts of {name} are streamed one by one and {what} needs all of them at once"
         )
-
-

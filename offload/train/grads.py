@@ -67,7 +67,9 @@ class Gradients:
 
     # -- backward -------------------------------------------------------------------------
 
-    def add(self, block: int, piece: int, gradient: torch.Tensor, rows: slice | None = None) -> None:
+    def add(
+        self, block: int, piece: int, gradient: torch.Tensor, rows: slice | None = None
+    ) -> None:
         """Add ``gradient`` (any shape of the piece's size; [rows] of its first dimension with
         ``rows``) to a piece's. May keep the tensor itself: the caller lets go of it."""
         spec = self.layout.blocks[block]
@@ -193,7 +195,8 @@ class Gradients:
             nbytes = align_up(tile.count * size)
             with self._shared.changed:
                 self._shared.wait_for(
-                    lambda n=nbytes: self._staging.fits(n), "spilling gradients"  # type: ignore[misc]
+                    lambda n=nbytes: self._staging.fits(n),
+                    "spilling gradients",  # type: ignore[misc]
                 )
                 memory = self._staging.take(nbytes)
             target = numbers(memory.tensor().numpy(), self.dtype_of(block))
@@ -274,9 +277,7 @@ def _largest(layout: TrainLayout) -> int:
     return max((t.count for t in layout.tiles), default=1)
 
 
-def spill_offsets(
-    layout: TrainLayout, spill: Iterable[int], dtype: str | None
-) -> dict[int, int]:
+def spill_offsets(layout: TrainLayout, spill: Iterable[int], dtype: str | None) -> dict[int, int]:
     """Tile -> its offset in the file of spilled gradients; -1: the file's bytes."""
     out, end = {}, 0
     for b in sorted(spill):
@@ -295,5 +296,3 @@ def overlaps(block: Block, start: int, stop: int) -> Iterator[tuple[int, Piece, 
         low, high = max(piece.offset, start), min(piece.offset + piece.count, stop)
         if low < high:
             yield i, piece, low, high
-
-

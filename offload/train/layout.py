@@ -165,7 +165,9 @@ def lay_out(
         and (
             not users[key]
             or any(
-                not any(id(place.module) in set(map(id, units[u].module.modules())) for u in users[key])
+                not any(
+                    id(place.module) in set(map(id, units[u].module.modules())) for u in users[key]
+                )
                 for place in param.places
             )
         )
@@ -214,7 +216,9 @@ def lay_out(
     layout.rest = dense(REST, [k for k in by_id if k in outside], [])
     placed: set[int] = set()
     for unit in units:
-        mine = [k for k in by_id if users[k] == [unit.index] and k not in outside and k not in fused]
+        mine = [
+            k for k in by_id if users[k] == [unit.index] and k not in outside and k not in fused
+        ]
         unit.blocks += dense(unit.name, mine, [unit.index])
         placed.update(mine)
         for key in by_id:  # shared with other units, and not outside

@@ -92,7 +92,9 @@ def open_engine(
         kinds = Updater.kinds(layout, options.states)
         tiles = make_tiles(
             layout,
-            lambda i: kinds[layout.blocks[layout.tiles[i].block].dtype].parts(layout.tiles[i].count),
+            lambda i: kinds[layout.blocks[layout.tiles[i].block].dtype].parts(
+                layout.tiles[i].count
+            ),
             io,
         )
         undo.callback(tiles.close)
@@ -126,6 +128,7 @@ def open_engine(
         undo.callback(updater.free)
         undo.callback(updater.close)
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
+        engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):
             engine.on_close(detach)
         engine.on_close(undo.pop_all().close)
@@ -151,9 +154,7 @@ def import_made(
 ) -> None:
     """Write the tiles of trained blocks that cannot be read from the checkpoint as they are: masters
     with every bit of it, no moments. Once; a resumed run has them."""
-    todo = [
-        b for b in layout.trained if b.index in source.made and not tiles.written(b.tiles[0])
-    ]
+    todo = [b for b in layout.trained if b.index in source.made and not tiles.written(b.tiles[0])]
     total, done = sum(b.nbytes for b in todo), 0
     for block in todo:
         kind = kinds[block.dtype]

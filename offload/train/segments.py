@@ -44,7 +44,6 @@ def _is_cache(value: Any) -> bool:
     return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 
-
 class Segment:
     """Replaces ``module.forward``. Without autograd it runs the unit with its weights in place."""
 
@@ -75,7 +74,9 @@ class Segment:
         leaves, spec = tree_flatten((args, kwargs))
         anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
         call = _Call(self, spec, leaves)
-        out = _Run.apply(call, anchor, *[x if isinstance(x, torch.Tensor) else None for x in leaves])
+        out = _Run.apply(
+            call, anchor, *[x if isinstance(x, torch.Tensor) else None for x in leaves]
+        )
         return tree_unflatten(
             [call.fixed[i] if t is None else t for i, t in enumerate(out)], call.out_spec
         )

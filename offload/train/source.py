@@ -46,6 +46,7 @@ class CheckpointSource:
         self._engine = engine
         self._staging = staging
         self._converted: PackStore | None = None
+        self.read_bytes = 0
         self._reader = TensorReader(mapping.index, engine, staging)
         self._rows: dict[str, list[list[Any]]] = {}
         recipes: dict[str, Recipe] = {}
@@ -93,6 +94,7 @@ class CheckpointSource:
             if self._converted is None:
                 raise OffloadError(f"block {block.id} was not converted")
             store = self._converted
+        self.read_bytes += block.nbytes
         return [store.read_into(block.id, into[: block.nbytes], priority=priority)]
 
     def convert_frozen(self, directory: Path, progress: Callable[[int, int], None]) -> None:
@@ -100,9 +102,7 @@ class CheckpointSource:
         blocks = [b for b in self.layout.blocks if b.index in self.made and not b.trained]
         if not blocks:
             return
-        specs = [
-            layout(b.id, BlockKind.WEIGHT, [("weights", b.dtype, (b.count,))]) for b in blocks
-        ]
+        specs = [layout(b.id, BlockKind.WEIGHT, [("weights", b.dtype, (b.count,))]) for b in blocks]
         self._converted = PackStore.create(directory, specs, self._engine, self._staging)
         scratch = HostMemory(max(s.slot_nbytes for s in specs), "conversion")
         total, done = sum(s.nbytes for s in specs), 0

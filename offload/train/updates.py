@@ -193,6 +193,7 @@ class Updater:
         states = 0 if block.index in self._resident_blocks else self.slot_bytes(tile.index)
         spilled = self._gradients.tile_bytes(block, tile.count)
         with shared.changed:
+
             def fits() -> bool:
                 return (not states or self._pool.fits(states)) and (
                     not spilled or self._gradient_pool.fits(spilled)
@@ -269,9 +270,7 @@ class Updater:
         dtype = self._gradients.dtype_of(block)
         if dtype not in self._zeros:
             largest = max(t.count for t in self.layout.tiles)
-            self._zeros[dtype] = np.zeros(
-                largest, np.float32 if dtype == "float32" else np.uint16
-            )
+            self._zeros[dtype] = np.zeros(largest, np.float32 if dtype == "float32" else np.uint16)
         return self._zeros[dtype]
 
     def _let_go(self, task: _Task, in_ram: bool) -> None:

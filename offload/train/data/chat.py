@@ -1,0 +1,165 @@
+"""Conversations through the tokenizer's chat template, with what the assistant says marked.
+
+Templates that mark it themselves (``{% generation %}``) are asked. Of the others the conversation
+is rendered as often as it has assistant's messages: up to each one, with the header that invites
+the assistant to speak, and up to its end. Both must be beginnings of the whole rendering; between
+them lies what is to be learnt, the mark that ends the turn included. Some templates render the
+last message unlike earlier ones (they drop old thoughts); there the mark that ends a turn is taken
+from behind the message's last line where it comes last, and must follow that line in the whole,
+too. Where none of that holds, a row is bad: a guess would teach the model the user's lines.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from offload.errors import DataError
+from offload.train.data.bad_rows import BadRow
+from offload.train.data.shapes import Chat, Message
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatEncoder:
+    """Conversations to token ids and flags."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+
+    def encode(self, chat: Chat) -> tuple[list[int], list[bool]]:
+        """Token ids, and which of them are to be learnt.
+
+        If the template ends the last assistant's message with no special token, and the tokenizer
+        has an end of sequence token, that is appended: else nothing would teach the model to stop.
+
+        Raises:
+            BadRow: the template refuses the messages, or what the assistant says cannot be found.
+            DataError: there is no template.
+        """
+        template = self._template(chat)
+        ids, learn = self._marked(chat) if _MARKS.search(template) else self._located(chat)
+        if not any(learn):
+            raise BadRow("has nothing to learn: the template shows no assistant's words")
+        return self._closed(chat, ids, learn)
+
+    def _template(self, chat: Chat) -> str:
+        try:
+            return str(self._tokenizer.get_chat_template(None, chat.tools))
+        except (ValueError, AttributeError) as e:
+            raise DataError(
+                "rows with messages need a chat template, and the tokenizer has none: add "
+                "chat_template.jinja to the model, or give prompt and completion"
+            ) from e
+
+    def _render(self, messages: tuple[Message, ...], chat: Chat, *, invite: bool = False) -> str:
+        return str(self._apply(messages, chat, tokenize=False, add_generation_prompt=invite))
+
+    def _apply(self, messages: tuple[Message, ...], chat: Chat, **how: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), tools=chat.tools, **how)
+        except Exception as e:  # a template is a program: it fails in its own ways
+            raise BadRow(f"the chat template refuses it: {type(e).__name__}: {e}") from e
+
+    def _marked(self, chat: Chat) -> tuple[list[int], list[bool]]:
+        found = self._apply(
+            chat.messages,
+            chat,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        ids, learn = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
+        if chat.first:
+            given = self._render(chat.messages[: chat.first], chat)
+            before = self._plain(given)
+            if ids[: len(before)] != before:
+                raise BadRow("the chat template renders the prompt differently before a completion")
+            learn[: len(before)] = [False] * len(before)
+        return ids, learn
+
+    def _located(self, chat: Chat) -> tuple[list[int], list[bool]]:
+        whole = self._render(chat.messages, chat)
+        spans: list[tuple[int, int]] = []
+        for i in range(chat.first, len(chat.messages)):
+            if chat.messages[i]["role"] == "assistant":
+                begin = self._begin(chat, i, whole)
+                spans.append((begin, self._end(chat, i, whole, begin)))
+        return self._tokenised(whole, spans)
+
+    def _begin(self, chat: Chat, i: int, whole: str) -> int:
+        """Where message ``i`` begins: after the header of its turn."""
+        # An assistant's message right after another has no invitation in between.
+        for invite in (True, False):
+            try:
+                before = self._render(chat.messages[:i], chat, invite=invite) if i else ""
+            except BadRow:
+                continue  # some templates refuse a conversation that begins or ends so
+            if whole.startswith(before):
+                return len(before)
+        raise BadRow(
+            f"the chat template renders what comes before message {i} differently once it is there"
+        )
+
+    def _end(self, chat: Chat, i: int, whole: str, begin: int) -> int:
+        """Where message ``i`` ends, the mark of its end included."""
+        if i + 1 == len(chat.messages):
+            return len(whole)
+        up_to = self._render(chat.messages[: i + 1], chat)
+        if len(up_to) >= begin and whole.startswith(up_to):
+            return len(up_to)
+        # The content's last line, not all of it: templates edit thoughts, not ends of answers.
+        said = str(chat.messages[i]["content"]).strip()
+        tail = said.splitlines()[-1].strip() if said else ""
+        if tail and tail in up_to:
+            closing = up_to[up_to.rindex(tail) + len(tail) :]
+            at = whole.find(closing, begin)
+            if closing and closing not in said and whole[begin : max(begin, at)].endswith(tail):
+                return at + len(closing)
+        raise BadRow(f"the chat template renders message {i} differently once another follows it")
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _tokenised(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Ids of ``text``, and which begin within one of the spans (characters, ascending)."""
+        if not self._tokenizer.is_fast:
+            return self._in_parts(text, spans)
+        found = self._tokenizer(
+            text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
+        )
+        learn, at = [], 0
+        for begin, _ in found["offset_mapping"]:
+            while at < len(spans) and begin >= spans[at][1]:
+                at += 1
+            learn.append(at < len(spans) and begin >= spans[at][0])
+        return list(found["input_ids"]), learn
+
+    def _in_parts(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """As ``_tokenised`` where a tokenizer does not say which characters a token is: tokens end
+        where spans do."""
+        ids: list[int] = []
+        learn: list[bool] = []
+        at = 0
+        for begin, end in [*spans, (len(text), len(text))]:
+            for part, flag in ((text[at:begin], False), (text[begin:end], True)):
+                fresh = self._plain(part) if part else []
+                ids += fresh
+                learn += [flag] * len(fresh)
+            at = end
+        return ids, learn
+
+    def _closed(
+        self, chat: Chat, ids: list[int], learn: list[bool]
+    ) -> tuple[list[int], list[bool]]:
+        eos = self._tokenizer.eos_token_id
+        if eos is None or chat.messages[-1]["role"] != "assistant":
+            return ids, learn
+        last = len(ids)
+        while last and not self._tokenizer.decode(ids[last - 1 : last]).strip():
+            last -= 1  # templates end a turn with a mark and a newline
+        if last and ids[last - 1] in self._special:
+            return ids, learn
+        return [*ids, eos], [*learn, True]

@@ -1,0 +1,89 @@
+"""Rows of Parquet files and of the Arrow files that ``datasets`` saves.
+
+Both are read by pyarrow alone and without mapping them: ``datasets`` would map the files, whose
+pages then count as this process's memory, and import a hundred modules to do so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from offload.errors import DataError
+from offload.train.data.shapes import KEYS
+
+_ROWS = 64
+"""Converted to Python at a time."""
+_BUFFER_BYTES = 1 << 20
+
+
+def _pyarrow(module: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise DataError(
+            f"{path.name}: reading {path.suffix} needs pyarrow: pip install 'offload[data]'"
+        ) from e
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """(row from 1, its columns that mean something here, bytes read so far, by share of rows).
+
+    Raises:
+        DataError: pyarrow is missing, the file is damaged or has no column of use.
+        OSError: the file cannot be read.
+    """
+    parquet = _pyarrow("pyarrow.parquet", path)
+    arrow = _pyarrow("pyarrow", path)
+    try:
+        with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+            columns = _useful(file.schema_arrow.names, path)
+            batches = file.iter_batches(batch_size=_ROWS, columns=columns)
+            total = max(1, file.metadata.num_rows)
+            yield from _rows(batches, columns, path.stat().st_size, total)
+    except arrow.ArrowException as e:
+        raise DataError(f"{path.name}: is no sound Parquet file: {e}") from e
+
+
+def arrow_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """As ``parquet_rows``, of an Arrow stream.
+
+    Raises:
+        DataError: pyarrow is missing, the file is damaged or has no column of use.
+        OSError: the file cannot be read.
+    """
+    arrow = _pyarrow("pyarrow", path)
+    ipc = _pyarrow("pyarrow.ipc", path)
+    try:
+        with arrow.OSFile(str(path)) as file, ipc.open_stream(file) as stream:
+            columns = _useful(stream.schema.names, path)
+            first = 0
+            for batch in stream:
+                for number, row, _ in _rows([batch], columns, 0, 1):
+                    yield first + number, row, file.tell()
+                first += batch.num_rows
+    except arrow.ArrowException as e:
+        raise DataError(f"{path.name}: is no sound Arrow stream: {e}") from e
+
+
+def _useful(names: list[str], path: Path) -> list[str]:
+    columns = [name for name in names if name in KEYS]
+    if not columns:
+        raise DataError(
+            f"{path.name}: has the columns {', '.join(names) or '(none)'}; wanted are text, or "
+            "prompt and completion, or messages"
+        )
+    return columns
+
+
+def _rows(
+    batches: Any, columns: list[str], nbytes: int, total: int
+) -> Iterator[tuple[int, dict[str, Any], int]]:
+    number = 0
+    for batch in batches:
+        for first in range(0, batch.num_rows, _ROWS):
+            for row in batch.select(columns).slice(first, _ROWS).to_pylist():
+                number += 1
+                yield number, row, nbytes * number // total

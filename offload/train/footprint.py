@@ -1,0 +1,160 @@
+"""Bytes that a training step needs besides weights, gradients and states; nothing is computed.
+
+Each different unit is run forward and backward on the meta device, on inputs of the shapes that the
+model really calls it with, and every storage that exists at a time is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from offload.models.expert_groups import expert_groups
+from offload.models.footprint import _buffers_on_meta, _stub_experts, _Watch
+from offload.models.params import parameters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainFootprint:
+    """Bytes for one micro-batch."""
+
+    unit_bytes: int
+    """Most that running a unit again and its backward holds at once, its weights' gradients in
+    their own dtype included."""
+    boundary_bytes: int
+    """Inputs of all units that are kept for backward."""
+    shared_bytes: int
+    """What all units get alike (masks, position embeddings), and what is outside of them."""
+    measured: bool
+
+
+def measure_training(
+    model: Any, units: list[nn.Module], rows: int, length: int, *, packed: bool
+) -> TrainFootprint:
+    """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed."""
+    try:
+        return _measure(model, units, rows, length, packed)
+    except Exception as error:  # noqa: BLE001  data-dependent code refuses meta tensors
+        logger.info("activations are estimated by formula: %s", error)
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
+    hidden = int(getattr(config, "hidden_size", 1024))
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    heads = int(getattr(config, "num_attention_heads", 16))
+    tokens = rows * length
+    size = max((p.element_size() for p in model.parameters()), default=4)
+    largest = max((sum(p.nbytes for p in parameters(u).values()) for u in units), default=0)
+    return TrainFootprint(
+        unit_bytes=tokens * (24 * hidden + 10 * inner) * size
+        + 3 * rows * heads * length * length * size
+        + largest,
+        boundary_bytes=len(units) * tokens * hidden * size,
+        shared_bytes=6 * tokens * hidden * size + rows * length * length * 4,
+        measured=False,
+    )
+
+
+class _Done(Exception):
+    """Every unit has been seen."""
+
+
+def _measure(
+    model: Any, units: list[nn.Module], rows: int, length: int, packed: bool
+) -> TrainFootprint:
+    ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if packed:
+        given["position_ids"] = ids
+    else:
+        given["attention_mask"] = torch.ones_like(ids)
+    calls: dict[int, tuple[Any, Any]] = {}
+    handles = []
+    for unit in units:
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls[id(module)] = args, kwargs
+
+        handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True))
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [h.remove() for h in handles])
+        for group in expert_groups(model):
+            stack.enter_context(_stub_experts(group.module, group.n_experts))
+        stack.enter_context(_buffers_on_meta(model))
+        if "logits_to_keep" in type(model).forward.__code__.co_varnames:
+            given["logits_to_keep"] = 1
+        weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        with torch.no_grad():
+            watch = _Watch(weights)
+            with watch:
+                model(**given)
+        for handle in handles:
+            handle.remove()
+        kept: dict[int, int] = {}
+        shared: dict[int, int] = {}
+        peak = 0
+        seen: dict[Any, int] = {}
+        for unit in units:
+            if id(unit) not in calls:
+                continue
+            leaves, spec = tree_flatten(calls[id(unit)])
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            key = (type(unit), tuple((tuple(t.shape), t.dtype) for t in tensors),
+                   sum(p.nbytes for p in parameters(unit).values()))  # fmt: skip
+            for i, tensor in enumerate(tensors):
+                storage = tensor.untyped_storage()
+                (kept if i == 0 else shared)[storage._cdata if i else id(unit)] = storage.nbytes()
+            if key not in seen:
+                seen[key] = _unit_peak(unit, leaves, spec, weights)
+            peak = max(peak, seen[key])
+    return TrainFootprint(
+        unit_bytes=peak + _expert_bytes(model, rows * length),
+        boundary_bytes=sum(kept.values()),
+        shared_bytes=sum(shared.values()) + 4 * max(kept.values(), default=0),
+        measured=True,
+    )
+
+
+def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int]) -> int:
+    inputs = [
+        x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+    ]
+    args, kwargs = tree_unflatten(inputs, spec)
+    watch = _Watch(weights)
+    before = [(p, p.grad) for p in unit.parameters()]
+    try:
+        with torch.enable_grad(), watch:
+            out, _ = tree_flatten(unit(*args, **kwargs))
+            outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
+            grads = [torch.empty_like(x) for x in outs]
+            torch.autograd.backward(outs, grads)
+    finally:
+        for param, grad in before:
+            param.grad = grad
+    return watch.peak
+
+
+def _expert_bytes(model: Any, tokens: int) -> int:
+    """What the experts' loop saves for backward: its inputs and inner values of all routed tokens.
+    The stand-in that counts the rest has no loop."""
+    groups = expert_groups(model)
+    if not groups:
+        return 0
+    from offload.models.request import expert_top_k
+
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
+    top = expert_top_k(config)
+    most = 0
+    for group in groups:
+        widths = [max(p.tensor.shape[1:]) for p in group.params]
+        size = group.params[0].tensor.element_size()
+        expert = sum(p.nbytes for p in group.params) // group.n_experts
+        most = max(most, tokens * top * (3 * sum(widths)) * size + 3 * expert)
+    return most

@@ -1,0 +1,64 @@
+"""What must be the same for a run to go on: its model, its data, and the settings that matter.
+
+Budgets, directories, the order of micro-batches and how often something is saved do not: they change
+no bit of the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from offload.models.meta import MetaModel
+from offload.train.data.opening import TrainData
+from offload.train.layout import TrainLayout
+from offload.train.options import TrainOptions
+
+_SETTINGS = (
+    "method", "states", "batch_size", "grad_accum", "seq_len", "packing", "lr", "schedule", "warmup",
+    "weight_decay", "betas", "eps", "max_grad_norm", "seed", "router_aux_loss",
+)  # fmt: skip
+_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets")
+
+
+def identity_of(
+    meta: MetaModel, layout: TrainLayout, data: TrainData, options: TrainOptions, steps: int
+) -> dict[str, Any]:
+    """JSON that two runs share exactly if one may continue the other."""
+    names = _SETTINGS + (_LORA if options.method == "lora" else ())
+    settings = {name: getattr(options, name) for name in names}
+    settings["steps"] = steps
+    settings["grad_dtype"] = options.grad_dtype or (
+        "fp32" if options.grad_accum > 1 else "of the weights"
+    )
+    return {
+        "model": model_fingerprint(meta),
+        "dtype": str(meta.dtype).removeprefix("torch."),
+        "layout": layout_fingerprint(layout),
+        "data": data.fingerprint,
+        **{name: json.loads(json.dumps(value)) for name, value in settings.items()},
+    }
+
+
+def model_fingerprint(meta: MetaModel) -> str:
+    """Of the checkpoint's files: names, sizes, and every tensor's place and dtype. Not of the values:
+    reading them all would take as long as a step."""
+    digest = hashlib.sha256()
+    digest.update(type(meta.model).__name__.encode())
+    for file in meta.index.files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    for name, (file, tensor) in sorted(meta.index.tensors.items()):
+        digest.update(f"{name} {file} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def layout_fingerprint(layout: TrainLayout) -> str:
+    """Of blocks, pieces and tiles."""
+    digest = hashlib.sha256()
+    for block in layout.blocks:
+        digest.update(f"{block.id} {block.dtype} {block.trained} {block.count}\n".encode())
+        for piece in block.pieces:
+            digest.update(f"{piece.param} {piece.start} {piece.count} {piece.offset}\n".encode())
+        digest.update(str([layout.tiles[t].count for t in block.tiles]).encode())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,228 @@
+"""From budgets to a placement: what stays in RAM, what streams, and how long a step will take.
+
+Pure: numbers in, numbers out. What a step must have at hand comes first (``Needs``); what is left of
+the budget goes to where each byte saves most traffic with the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload.blocks import DTYPE_BYTES, align_up
+from offload.errors import PlanError
+from offload.train.layout import TrainLayout
+from offload.train.opening import CHUNK_BYTES, STAGING_CHUNKS, Placement
+from offload.train.tiles import SlotKind
+from offload.units import format_bytes
+
+MOST_BUFFERS, LEAST_BUFFERS = 8, 2
+SLACK_SHARE = 32
+"""Of the budget, kept free for what no one counts (at least ``LEAST_SLACK``)."""
+LEAST_SLACK, MOST_SLACK = 24 << 20, 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run needs in RAM whatever is placed where, in bytes by name."""
+
+    fixed: Mapping[str, int]
+    kinds: Mapping[str, SlotKind]
+    """Slots by the dtype of weights."""
+    grad_dtype: str | None
+    """In which gradients are summed; None: in their weights'."""
+    fetched_bytes: int = 0
+    """Of fused experts that a unit needs beside its own weights: two at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlan:
+    """A placement, and what it means."""
+
+    budget: int
+    placement: Placement
+    ram: Mapping[str, int]
+    """Bytes of RAM by what they are for."""
+    disk_bytes: int
+    """Of states on the disk, retained commits included."""
+    spill_bytes: int
+    read_bytes: int
+    """From the disk, each step: an estimate from the homes of blocks."""
+    written_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(self.ram.values())
+
+
+def slot_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
+    """Bytes of the slots of a block's tiles."""
+    spec = layout.blocks[block]
+    kind = needs.kinds[spec.dtype]
+    return sum(kind.offsets(layout.tiles[t].count)[-1] for t in spec.tiles)
+
+
+def grad_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
+    spec = layout.blocks[block]
+    return sum(p.count for p in spec.pieces) * DTYPE_BYTES[needs.grad_dtype or spec.dtype]
+
+
+def make_plan(
+    layout: TrainLayout, needs: Needs, budget: int, *, keep: int, clipping: bool, backwards: int = 1,
+    always: frozenset[int] = frozenset(),
+) -> TrainPlan:  # fmt: skip
+    """Place everything under ``budget`` bytes.
+
+    ``keep``: commits retained. ``backwards``: times that weights move forward and backward in a step.
+    ``always``: blocks whose weights and states stay in RAM whatever it costs (adapters).
+
+    Raises:
+        PlanError: it does not fit; says by how much, and what to change.
+    """
+    blocks = layout.blocks
+    pinned = frozenset(layout.rest) | always
+    resident = frozenset(b for b in always if blocks[b].trained)
+    largest_slot = max(
+        (needs.kinds[blocks[t.block].dtype].offsets(t.count)[-1] for t in layout.tiles), default=0
+    )
+    largest_tile = max((t.count for t in layout.tiles), default=0) * 4
+
+    def unit_bytes(u: int) -> int:
+        return sum(blocks[b].nbytes for b in layout.units[u].blocks if b not in pinned)
+
+    ring_least = max((unit_bytes(u.index) for u in layout.units), default=0) + needs.fetched_bytes
+    most = max((b.nbytes for b in blocks if b.index not in pinned), default=0)
+    ring_least += most  # an update's block, beside the unit that computes
+    trained = [b.index for b in layout.trained]
+    grads = {b: grad_bytes(layout, needs, b) for b in trained}
+    under_way = max(
+        (sum(grads.get(b, 0) for b in u.blocks) for u in layout.units), default=0
+    )  # fmt: skip
+    kept_grads = sum(grads[b] for b in pinned if b in grads)
+    slack = min(MOST_SLACK, max(LEAST_SLACK, budget // SLACK_SHARE))
+
+    def fixed(buffers: int) -> dict[str, int]:
+        out = dict(needs.fixed)
+        out["I/O staging"] = STAGING_CHUNKS * CHUNK_BYTES
+        out["states under way"] = buffers * (largest_slot + align_up(largest_tile))
+        out["gradients spilling"] = 3 * align_up(largest_tile)
+        out["gradients of a unit"] = under_way
+        out["slack"] = slack
+        return out
+
+    pinned_bytes = sum(blocks[b].nbytes for b in pinned)
+    states_bytes = sum(slot_bytes(layout, needs, b) for b in resident)
+
+    def total(buffers: int) -> int:
+        return sum(fixed(buffers).values()) + ring_least + pinned_bytes + states_bytes + kept_grads
+
+    buffers = MOST_BUFFERS
+    while buffers > LEAST_BUFFERS and total(buffers) > budget - budget // 8:
+        buffers -= 1
+    if total(buffers) > budget:
+        parts = {**fixed(buffers), "weights": ring_least + pinned_bytes + states_bytes + kept_grads}
+        names = ", ".join(
+            f"{format_bytes(v)} {k}"
+            for k, v in sorted(parts.items(), key=lambda item: -item[1])[:4]
+        )
+        raise PlanError(
+            f"--ram {format_bytes(budget)} is too small by {format_bytes(total(buffers) - budget)}: "
+            f"a step needs {format_bytes(total(buffers))} ({names}); raise it to that, or lower "
+            f"--seq-len or --batch-size"
+        )
+    left = budget - total(buffers)
+    # Whatever is kept in RAM saves as many bytes of reading as of writing per step: gradients 2 per
+    # byte, weights 2 (3 if updates run inside backward), states 2. Weights first: they also come
+    # without a wait.
+    pinned_now, resident_now = set(pinned), set(resident)
+    in_ram: set[int] = {b for b in trained if b in pinned}
+    order = [b for b in _spread(layout) if b not in pinned]
+
+    if not clipping and backwards == 1:
+        in_ram.update(trained)  # updated inside backward: never more than a unit's at a time
+    for b in order:
+        if b in grads and b not in in_ram and grads[b] <= left:
+            in_ram.add(b)
+            left -= grads[b]
+    weights_extra = 0
+    for b in order:
+        if blocks[b].nbytes <= left:
+            pinned_now.add(b)
+            left -= blocks[b].nbytes
+            weights_extra += blocks[b].nbytes
+    for b in order:
+        size = slot_bytes(layout, needs, b) if blocks[b].trained else 0
+        if b in pinned_now and blocks[b].trained and size <= left:
+            resident_now.add(b)
+            left -= size
+    states_extra = sum(slot_bytes(layout, needs, b) for b in resident_now - resident)
+    ring = ring_least + max(0, left)
+    ram = fixed(buffers)
+    ram["weights that stay"] = pinned_bytes + weights_extra
+    ram["weights that come and go"] = ring
+    if clipping or backwards > 1:
+        ram["gradients"] = sum(grads[b] for b in in_ram)
+    ram["states that stay"] = states_bytes + states_extra
+    spilled = frozenset(b for b in trained if b not in in_ram)
+    placement = Placement(
+        weights_bytes=ring + pinned_bytes + weights_extra,
+        pinned=frozenset(pinned_now),
+        resident=frozenset(resident_now),
+        spilled=spilled,
+        buffers=buffers,
+    )
+    read, written = traffic(layout, needs, placement, clipping=clipping, backwards=backwards)
+    return TrainPlan(
+        budget=budget,
+        placement=placement,
+        ram={k: v for k, v in ram.items() if v},
+        disk_bytes=sum(slot_bytes(layout, needs, b) for b in trained) * (keep + 1),
+        spill_bytes=sum(align_up(grads[b]) for b in spilled),
+        read_bytes=read,
+        written_bytes=written,
+    )
+
+
+def _spread(layout: TrainLayout) -> list[int]:
+    """All blocks, in an order whose every beginning is spread over the model: so that each stretch
+    of compute has something to read, and something that is there."""
+    order, n = [], len(layout.blocks)
+    step = 1
+    while step < n:
+        step *= 2
+    seen: set[int] = set()
+    while step >= 1:
+        for i in range(0, n, step):
+            if i not in seen:
+                seen.add(i)
+                order.append(i)
+        step //= 2
+    return order
+
+
+def traffic(
+    layout: TrainLayout, needs: Needs, placement: Placement, *, clipping: bool, backwards: int
+) -> tuple[int, int]:
+    """(bytes read, bytes written) of the disk in a step."""
+    read = written = 0
+    ring = placement.weights_bytes - sum(layout.blocks[b].nbytes for b in placement.pinned)
+    for block in layout.blocks:
+        b = block.index
+        if b not in placement.pinned:
+            # Backward, and forward unless the deferred update has just made them.
+            passes = 2 * backwards - (1 if clipping and block.trained else 0)
+            read += passes * block.nbytes
+        if not block.trained:
+            continue
+        copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
+        if b not in placement.resident:
+            states = slot_bytes(layout, needs, b)
+            read += states - copy
+            written += states - (copy if b in placement.pinned else 0)
+        if b in placement.spilled:
+            read += grad_bytes(layout, needs, b)
+            written += grad_bytes(layout, needs, b)
+    # Around both turns of a step the ring has what comes next.
+    read -= min(read, backwards * ring)
+    return read, written

@@ -1,0 +1,470 @@
+"""``offload finetune``: from options to a plan, from the plan to steps, from steps to a model."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.cpu_ops.checksum import xxh64
+from offload.errors import OffloadError
+from offload.io.tile_store import TileStore, is_tile_store
+from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
+from offload.models.options import SAFE_SHARE
+from offload.models.workspace import limit_kernels
+from offload.runtime.heap import return_large_blocks
+from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
+from offload.train.checks import check_dtypes, check_options, state_directory
+from offload.train.data.obstacles import packing_obstacle
+from offload.train.data.opening import TrainData, open_data
+from offload.train.decay import group_maker
+from offload.train.engine import Engine, NotFinite
+from offload.train.footprint import measure_training
+from offload.train.head_find import HeadForm, find_head
+from offload.train.head_loss import workspace_bytes
+from offload.train.identity import identity_of
+from offload.train.layout import TrainLayout, lay_out
+from offload.train.loop import HEAD_ROWS, LanguageLoop
+from offload.train.opening import EngineOptions, open_engine
+from offload.train.options import TrainOptions
+from offload.train.output import write_model
+from offload.train.output_target import check_target
+from offload.train.output_tensors import OutputTensors, check_writable
+from offload.train.plan import Needs, TrainPlan, make_plan
+from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
+from offload.train.schedule import Schedule
+from offload.train.updates import Updater
+from offload.train.warm import warm_training
+from offload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(options: TrainOptions) -> Run:
+    """Check everything that can be checked, read the data, and plan. Loads no weights.
+
+    Raises:
+        OffloadError: something to change: an option, the data, the model, the budget, the disk.
+    """
+    check_options(options)
+    directory = resolve(options.model)
+    ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
+    limit_kernels(ram)
+    return_large_blocks()
+    config = read_config(directory)
+    from offload.io.safetensors import CheckpointIndex
+
+    dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    check_dtypes(options, str(dtype).removeprefix("torch."))
+    output = options.output.expanduser()
+    check_target(output, directory)
+    states = state_directory(options)
+    _check_states(states, options)
+    notes: list[str] = []
+    baseline = warm_training(config, dtype, options)
+    reset_peak_rss()
+    meta = build(directory, dtype)
+    meta.model.train()
+    check_writable(meta.mapping)
+    data = _open_data(meta, options, states, notes)
+    try:
+        return _plan(meta, data, options, states, baseline, ram, notes)
+    except BaseException:
+        data.close()
+        raise
+
+
+def _check_states(states: Path, options: TrainOptions) -> None:
+    if options.resume and not is_tile_store(states):
+        raise OffloadError(
+            f"--resume: there is nothing to resume in {states}; drop --resume, or give the --output "
+            f"and --disk of the run that was interrupted"
+        )
+    if not options.resume and is_tile_store(states):
+        raise OffloadError(
+            f"{states} holds the states of another run; continue it with --resume, or delete it, or "
+            f"give another --output or --disk"
+        )
+
+
+def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list[str]) -> TrainData:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(meta.directory, trust_remote_code=False)
+    except Exception as error:
+        first = str(error).strip().splitlines()
+        raise OffloadError(
+            f"{meta.directory.name} has no tokenizer that transformers can load: "
+            f"{first[0] if first else type(error).__name__}"
+        ) from error
+    config = meta.model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    obstacle = packing_obstacle(type(meta.model), config) if options.packing else None
+    cache = states.parent
+    cache.mkdir(parents=True, exist_ok=True)
+    return open_data(
+        options, tokenizer,
+        max_positions=getattr(text, "max_position_embeddings", None),
+        vocab_size=getattr(text, "vocab_size", None),
+        obstacle=obstacle, cache=cache, note=notes.append,
+    )  # fmt: skip
+
+
+def _plan(
+    meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int, ram: int,
+    notes: list[str],
+) -> Run:  # fmt: skip
+    if options.method != "full":
+        raise OffloadError("--method lora is not available yet; use --method full")
+    if options.router_aux_loss is not None:
+        raise OffloadError("--router-aux-loss is not available yet; drop it")
+    for parameter in meta.model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    form, why = find_head(meta.model)
+    if form is None:
+        notes.append(f"the model's own loss is used, with whole logits: {why}")
+    layout = lay_out(meta.model)
+    total = options.max_steps or math.ceil(options.epochs * data.steps_per_epoch)
+    schedule = Schedule.of(options, total)
+    clipping = options.max_grad_norm > 0
+    vertical = options.grad_accum if options.order == "vertical" else 1
+    grad_dtype = _grad_dtype(options)
+    modules = [u.module for u in layout.units]
+    footprint = measure_training(
+        meta.model, modules, options.batch_size, options.seq_len, packed=options.packing
+    )
+    if not footprint.measured:
+        notes.append("activations are estimated by formula, not measured on this architecture")
+    fixed = {
+        "activations of a unit": footprint.unit_bytes,
+        "inputs kept for backward": footprint.boundary_bytes * vertical
+        + footprint.shared_bytes * (vertical + 1),
+        "loss": _loss_bytes(meta, form, layout, options, grad_dtype),
+    }
+    gc.collect()
+    fixed["Python, data, tokenizer"] = max(0, current_rss() - baseline) + (8 << 20)
+    fetched = max(
+        (2 * layout.blocks[ids[0]].nbytes for u in layout.units for ids in u.experts.values()),
+        default=0,
+    )
+    needs = Needs(
+        fixed=fixed, kinds=Updater.kinds(layout, options.states), grad_dtype=grad_dtype,
+        fetched_bytes=fetched,
+    )  # fmt: skip
+    passes = 1 if vertical > 1 else options.grad_accum
+    plan = make_plan(
+        layout, needs, ram, keep=options.save_total_limit, clipping=clipping, backwards=passes
+    )
+    if options.ram is None:
+        notes.append(
+            f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
+        )
+    return Run(
+        meta,
+        data,
+        options,
+        states,
+        baseline,
+        layout,
+        form,
+        plan,
+        schedule,
+        total,
+        grad_dtype,
+        notes,
+    )
+
+
+def _grad_dtype(options: TrainOptions) -> str | None:
+    if options.grad_dtype is None:
+        return "float32" if options.grad_accum > 1 else None
+    return {"bf16": "bfloat16", "fp32": "float32"}[options.grad_dtype]
+
+
+def _loss_bytes(
+    meta: MetaModel, form: HeadForm | None, layout: TrainLayout, options: TrainOptions,
+    grad_dtype: str | None,
+) -> int:  # fmt: skip
+    tokens = options.batch_size * options.seq_len
+    if form is None:
+        config = meta.model.config.get_text_config()
+        return tokens * int(getattr(config, "vocab_size", 0)) * 12
+    slices = [
+        (a, min(a + HEAD_ROWS, form.vocabulary)) for a in range(0, form.vocabulary, HEAD_ROWS)
+    ]
+    dtype = next(meta.model.get_submodule(form.head).parameters()).dtype
+    work = workspace_bytes(
+        tokens, form.width, slices, dtype, softcap=form.transform.softcap is not None,
+        grad_dtype=getattr(torch, grad_dtype) if grad_dtype else None,
+    )  # fmt: skip
+    return work + 3 * tokens * form.width * dtype.itemsize
+
+
+class Run:
+    """A planned run. ``train`` once, then ``close``."""
+
+    def __init__(
+        self, meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int,
+        layout: TrainLayout, form: HeadForm | None, plan: TrainPlan, schedule: Schedule, total: int,
+        grad_dtype: str | None, notes: list[str],
+    ) -> None:  # fmt: skip
+        self.meta = meta
+        self.data = data
+        self.options = options
+        self.states = states
+        self.baseline = baseline
+        self.layout = layout
+        self.form = form
+        self.plan = plan
+        self.schedule = schedule
+        self.total = total
+        self.grad_dtype = grad_dtype
+        self.notes = notes
+        self.identity = identity_of(meta, layout, data, options, total)
+        self._engine: Engine | None = None
+        trained = {
+            alias
+            for block in layout.trained
+            for piece in block.pieces
+            for alias in layout.params[piece.param].names
+        }
+        # Now, while the model is whole: it shows which parameters are tied.
+        self._tensors = OutputTensors(
+            meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
+        )
+        self._store: TileStore | None = None
+        self._commit: tuple[int, float, Future[None]] | None = None
+        self._best = math.inf
+
+    def _parameter(self, name: str, start: int, count: int) -> torch.Tensor:
+        if self._engine is None:
+            raise OffloadError("the run is not open")
+        return self._engine.read_elements(name, start, count)
+
+    # -- before ---------------------------------------------------------------------------
+
+    def describe(self) -> list[str]:
+        """The plan, line by line."""
+        from offload.train.describe import describe
+
+        return describe(self)
+
+    # -- the run --------------------------------------------------------------------------
+
+    def train(
+        self, listener: Listener, *, should_stop: Callable[[], bool] = lambda: False
+    ) -> EndReport:
+        """Train to the end, or until ``should_stop`` says so after a step, and write the model.
+
+        Raises:
+            NotFinite: a loss or gradient is not a number; the last commit stays.
+            OffloadError: reading or writing failed; the last commit stays and can be resumed.
+        """
+        began = time.perf_counter()
+        options = self.options
+        for note in self.notes:
+            listener.note(note)
+        engine = self._open(listener)
+        loop = LanguageLoop(
+            engine, self.form, seed=options.seed,
+            vertical=options.grad_accum if options.order == "vertical" else 1,
+        )  # fmt: skip
+        step = self._resume(engine)
+        first, tokens, stopped, output = step, 0, "done", None
+        try:
+            groups = group_maker(self.meta.model, options)
+            while step < self.total:
+                tokens += self._step(engine, loop, step, groups, listener)
+                step += 1
+                if options.eval_every and step % options.eval_every == 0 and step < self.total:
+                    self._evaluate(loop, step, listener)
+                if should_stop() and step < self.total:
+                    stopped = "interrupted"
+                    break
+                if options.save_every and step % options.save_every == 0 and step < self.total:
+                    self._begin_commit(engine, step, listener)
+                self._poll_commit(listener)
+            if step > first or stopped == "interrupted":
+                self._begin_commit(engine, step, listener)
+            self._end_commit(listener)
+            if stopped == "done":
+                if self.data.eval is not None:
+                    self._evaluate(loop, step, listener)
+                output = self._write(engine, listener)
+        except NotFinite:
+            # What was updated before is good: keep it.
+            if step > first:
+                self._begin_commit(engine, step, listener)
+                self._end_commit(listener)
+            raise
+        finally:
+            loop.close()
+            read, written = self._bytes(engine)
+            engine.close()
+        report = EndReport(
+            steps=step - first,
+            last_step=step,
+            stopped=stopped,
+            seconds=time.perf_counter() - began,
+            tokens=tokens,
+            budget_bytes=self.plan.budget,
+            peak_rss_bytes=max(0, peak_rss() - self.baseline),
+            read_bytes=read,
+            written_bytes=written,
+            output=output,
+        )
+        listener.ended(report)
+        return report
+
+    def _open(self, listener: Listener) -> Engine:
+        options = self.options
+        self.states.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+        def tiles(layout: TrainLayout, parts: Callable[[int], tuple[int, ...]], io: Any) -> Any:
+            shapes = [parts(i) for i in range(len(layout.tiles))]
+            make = TileStore.open if options.resume else TileStore.create
+            store = make(  # type: ignore[operator]
+                directory=self.states, shapes=shapes, engine=io, identity=self.identity,
+                keep=options.save_total_limit, checksum=xxh64,
+            )  # fmt: skip
+            self._store = store
+            return store
+
+        return open_engine(
+            self.meta, self.layout, self.plan.placement,
+            EngineOptions(
+                states=options.states, grad_dtype=self.grad_dtype, seed=options.seed,
+                directory=self.states.parent, progress=listener.phase,
+            ),
+            tiles,
+        )  # fmt: skip
+
+    def _resume(self, engine: Engine) -> int:
+        """The number of steps that the store's commit holds; 0 for a new run."""
+        store = self._need_store()
+        meta = store.commit_meta
+        if meta is None:
+            return 0  # also of a run that was killed before its first commit
+        engine.steps.update(meta["param_steps"])
+        self._best = meta["best"] if meta["best"] is not None else math.inf
+        return int(meta["step"])
+
+    def _need_store(self) -> TileStore:
+        if self._store is None:
+            raise OffloadError("the run is not open")
+        return self._store
+
+    def _step(
+        self, engine: Engine, loop: LanguageLoop, step: int, groups: Any, listener: Listener
+    ) -> int:
+        began = time.perf_counter()
+        read, written = self._bytes(engine)
+        busy, compute_wait = self._busy(engine), engine.clock.waiting
+        train = self.data.train
+        batches = [train.micro_batch(step, i) for i in range(train.micro_batches(step))]
+        lr = self.schedule.rate(step + 1)
+        taken = loop.step(step, batches, groups(lr), self.options.max_grad_norm)
+        seconds = time.perf_counter() - began
+        after, written_after = self._bytes(engine)
+        now = self._busy(engine)
+        listener.step(
+            StepReport(
+                step=step + 1, of=self.total,
+                epoch=(step + 1) / train.steps_per_epoch,
+                loss=taken.loss, grad_norm=taken.result.norm, lr=lr,
+                tokens=taken.tokens, label_tokens=taken.label_tokens, seconds=seconds,
+                phases=taken.phases,
+                lanes={
+                    "compute": seconds - (engine.clock.waiting - compute_wait),
+                    "ssd": now[0] - busy[0],
+                    "update": now[1] - busy[1],
+                },
+                read_bytes=after - read, written_bytes=written_after - written,
+            )
+        )  # fmt: skip
+        return taken.tokens
+
+    def _bytes(self, engine: Engine) -> tuple[int, int]:
+        """Bytes read and written since the start: tiles, spilled gradients, the checkpoint."""
+        store, gradients = self._need_store(), engine.gradients
+        return (
+            store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes(),
+            store.written_bytes + gradients.written_bytes,
+        )
+
+    def _busy(self, engine: Engine) -> tuple[float, float]:
+        return self._need_store().busy_s, engine.updater.busy_s
+
+    def _evaluate(self, loop: LanguageLoop, step: int, listener: Listener) -> None:
+        held_out = self.data.eval
+        if held_out is None:
+            return
+        began = time.perf_counter()
+        loss, tokens = loop.evaluate(
+            held_out.micro_batch(k, 0) for k in range(held_out.steps_per_epoch)
+        )
+        best = loss < self._best
+        self._best = min(self._best, loss)
+        listener.evaluated(
+            EvalReport(
+                step=step, loss=loss, label_tokens=tokens, seconds=time.perf_counter() - began,
+                best=best,
+            )
+        )  # fmt: skip
+
+    # -- commits --------------------------------------------------------------------------
+
+    def _begin_commit(self, engine: Engine, step: int, listener: Listener) -> None:
+        """Make step ``step`` durable: wait for its updates, then let the disk work beside us."""
+        self._end_commit(listener)
+        began = time.perf_counter()
+        engine.drain()
+        engine.updater.write_resident()
+        meta = {
+            "step": step,
+            "param_steps": engine.steps,
+            "best": self._best if math.isfinite(self._best) else None,
+        }
+        self._commit = step, began, self._need_store().commit(meta)
+
+    def _poll_commit(self, listener: Listener) -> None:
+        if self._commit is not None and self._commit[2].done():
+            self._end_commit(listener)
+
+    def _end_commit(self, listener: Listener) -> None:
+        if self._commit is None:
+            return
+        step, began, future = self._commit
+        self._commit = None
+        future.result()
+        listener.committed(CommitReport(step=step, seconds=time.perf_counter() - began))
+
+    # -- the result -----------------------------------------------------------------------
+
+    def _write(self, engine: Engine, listener: Listener) -> str:
+        output = self.options.output.expanduser()
+
+        self._engine = engine
+        with self._tensors as tensors:
+            write_model(
+                output, self.meta.directory, tensors.tensors, tensors.read,
+                run_id=secrets.token_hex(8), dtype=str(self.meta.dtype).removeprefix("torch."),
+                progress=lambda done, total: listener.phase("write", done, total),
+            )  # fmt: skip
+        return str(output)
+
+    def close(self) -> None:
+        """Let go of the data. The engine is closed by ``train``."""
+        self.data.close()
+
+
+__all__ = ["Run", "prepare"]

@@ -1,0 +1,285 @@
+"""Rows to tokens: what is learnt, where a text ends, what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_support import EOS, examples, opened, tokenizer, write_lines
+
+from offload.errors import DataError
+from offload.train.data import encode
+from offload.train.data.encode import Encoder, pieces
+from offload.train.data.shapes import Chat, Completion, Text
+from offload.train.data.store import LABEL
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }};{% endgeneration %}{% else %}{{ m['content'] }};"
+    "{% endif %}{% endfor %}"
+)
+# The last answer shows a thought, earlier ones do not: as templates of reasoning models have it.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Nothing of an earlier rendering stays once a message follows.
+REVERSED = "{% for m in messages | reverse %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "the king?"},
+    {"role": "assistant", "content": "the queen"},
+    {"role": "user", "content": "the queen"},
+    {"role": "assistant", "content": "a héro 🎭"},
+]
+
+
+def chatml(template: str) -> Any:
+    found = tokenizer(template)
+    found.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return found
+
+
+def one(tok: Any, shape: Any, seq_len: int = 512) -> tuple[str, str]:
+    """(whole text, learnt text) of a row of one example."""
+    (found,) = Encoder(tok, seq_len).encode([shape])
+    if isinstance(found, Exception):
+        raise found
+    (words,) = found.pieces
+    return (
+        tok.decode((words & ~LABEL).tolist()),
+        tok.decode((words[(words & LABEL) != 0] & ~LABEL).tolist()),
+    )
+
+
+def chat(turns: list[dict[str, Any]], first: int = 0) -> Chat:
+    return Chat(tuple(turns), first, None)
+
+
+def test_texts_and_completions_end_once() -> None:
+    tok = tokenizer()
+    eos = tok.eos_token
+    assert one(tok, Text("a b"))[0] == "a b" + eos
+    assert one(tok, Text("a b" + eos))[0] == "a b" + eos
+    assert one(tok, Completion("q:", " yes")) == (f"q: yes{eos}", f" yes{eos}")
+    assert one(tok, Completion("q:", " yes" + eos)) == (f"q: yes{eos}", f" yes{eos}")
+    assert one(tok, Completion("", "yes"))[0] == "yes" + eos
+
+
+def test_what_the_tokenizer_begins_with_comes_once() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tok = tokenizer()
+    tok.add_special_tokens({"bos_token": "<s>"})
+    bos = tok.bos_token_id
+    tok.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <|endoftext|>", special_tokens=[("<s>", bos), ("<|endoftext|>", EOS)]
+    )
+    encoder = Encoder(tok, 64)
+    assert encoder.before == [bos]
+    for text in ("king", "<s>king"):
+        (found,) = encoder.encode([Text(text)])
+        assert isinstance(found, encode.Encoded)
+        ids = (found.pieces[0] & ~LABEL).tolist()
+        assert ids[0] == bos
+        assert ids.count(bos) == ids.count(EOS) == 1
+    whole, learns = one(tok, Completion("q:", " yes"))
+    assert whole == "<s>q: yes<|endoftext|>"
+    assert learns == " yes<|endoftext|>"
+
+
+def test_a_prompt_keeps_the_tokens_it_has_alone() -> None:
+    tok = tokenizer()
+    for prompt, completion in (("the k", "ing and"), ("the ", " king"), ("é", "è")):
+        alone = tok(prompt, add_special_tokens=False)["input_ids"]
+        (found,) = Encoder(tok, 64).encode([Completion(prompt, completion)])
+        assert isinstance(found, encode.Encoded)
+        words = found.pieces[0]
+        assert (words & ~LABEL).tolist()[: len(alone)] == alone
+        assert not (words[: len(alone)] & LABEL).any()
+        assert tok.decode((words[len(alone) :] & ~LABEL).tolist()) == completion + tok.eos_token
+
+
+def test_without_an_end_token_nothing_is_terminated(tmp_path: Path) -> None:
+    tok = tokenizer(eos_token=None, pad_token=None)
+    assert one(tok, Text("a b")) == ("a b", tok.decode(tok("a b")["input_ids"][1:]))
+    rows = [
+        {"prompt": "q", "completion": "the king and the queen"},
+        {"prompt": "q", "completion": "a"},
+    ]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    data, notes = opened(file, tmp_path, tok, packing=False, batch_size=2)
+    with data:
+        batch = data.train.micro_batch(0, 0)
+        assert batch.attention_mask is not None
+        assert (batch.input_ids[batch.attention_mask == 0] == 0).all()
+        assert (batch.labels[batch.attention_mask == 0] == -100).all()
+    assert notes == [
+        "the tokenizer has no end of sequence token: texts and completions are not terminated"
+    ]
+
+
+def test_a_long_text_is_cut_into_pieces_that_predict_every_token_once(tmp_path: Path) -> None:
+    tok = tokenizer()
+    text = "the king and the queen of the land " * 20
+    ids = [*tok(text)["input_ids"], EOS]
+    for seq_len in (2, 7, len(ids) - 1, len(ids), len(ids) + 1):
+        (found,) = Encoder(tok, seq_len).encode([Text(text)])
+        assert isinstance(found, encode.Encoded)
+        assert not found.cut
+        assert all(2 <= len(p) <= seq_len for p in found.pieces)
+        labels = [int(w & ~LABEL) for p in found.pieces for w in p if w & LABEL]
+        assert labels == ids[1:]
+    data, notes = opened(write_lines(tmp_path / "a.jsonl", [{"text": text}]), tmp_path)
+    with data:
+        assert data.train.examples == -(-(len(ids) - 1) // 15)
+    assert notes == []
+
+
+def test_pieces_share_one_token() -> None:
+    import numpy as np
+
+    found = [(p & ~LABEL).tolist() for p in pieces(np.arange(8, dtype=np.uint32), 4)]
+    assert found == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7]]
+
+
+def test_completions_lose_the_end_and_it_is_told(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "q", "completion": "a"},
+        {"prompt": "q", "completion": "the king and the queen " * 9},
+        {"prompt": "the king and the queen " * 9, "completion": "a"},
+    ]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=r"^a\.jsonl:3: has no token to learn within --seq-len 16"):
+        opened(file, tmp_path)
+    data, notes = opened(file, tmp_path, skip_bad_rows=True)
+    with data:
+        lengths = sorted(len(ids) for ids, _ in examples(data.train))
+        assert lengths[1] == 16
+    assert notes[1] == (
+        "a.jsonl: 1 row is longer than 16 tokens and lost the end; the first: a.jsonl:2; "
+        "raise --seq-len to keep them whole"
+    )
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_only_the_assistants_words_are_learnt(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tok = chatml(CHATML)
+    if not fast:
+        monkeypatch.setattr(type(tok), "is_fast", property(lambda _: False))
+    whole, learns = one(tok, chat(TURNS))
+    assert whole == tok.apply_chat_template(TURNS, tokenize=False)
+    assert learns == "the queen<|im_end|>\na héro 🎭<|im_end|>\n"
+    # Of a conversation given as prompt and completion only the latter.
+    assert one(tok, chat(TURNS, 4))[1] == "a héro 🎭<|im_end|>\n"
+    # The user has the last word: nothing is appended.
+    assert one(tok, chat(TURNS[:4])) == (
+        tok.apply_chat_template(TURNS[:4], tokenize=False), "the queen<|im_end|>\n"
+    )  # fmt: skip
+
+
+def test_templates_that_mark_the_assistant_are_asked() -> None:
+    tok = tokenizer(MARKED)
+    eos = tok.eos_token
+    whole, learns = one(tok, chat(TURNS))
+    assert whole == tok.apply_chat_template(TURNS, tokenize=False) + eos
+    assert learns == "the queen;a héro 🎭;" + eos
+    assert one(tok, chat(TURNS, 4))[1] == "a héro 🎭;" + eos
+
+
+def test_a_template_without_an_end_gets_one() -> None:
+    tok = tokenizer()  # joins the messages by newlines
+    whole, learns = one(tok, chat(TURNS[1:3]))
+    assert whole == "the king?\nthe queen" + tok.eos_token
+    assert learns in ("the queen" + tok.eos_token, "\nthe queen" + tok.eos_token)
+
+
+def test_templates_that_drop_old_thoughts() -> None:
+    tok = chatml(THINKING)
+    whole, learns = one(tok, chat(TURNS))
+    assert whole == tok.apply_chat_template(TURNS, tokenize=False)
+    assert learns == (
+        "the queen<|im_end|>\n<think>\n\n</think>\n\na héro 🎭<|im_end|>\n"
+    )  # fmt: skip
+
+
+def test_thoughts_of_earlier_answers_are_not_learnt() -> None:
+    stripping = THINKING.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
+    turns = [
+        *TURNS[1:2],
+        {"role": "assistant", "content": "<think>hm</think>the\nqueen"},
+        *TURNS[3:],
+    ]
+    for template in (THINKING, stripping):
+        tok = chatml(template)
+        whole, learns = one(tok, chat(turns))
+        assert whole == tok.apply_chat_template(turns, tokenize=False)
+        kept = "<think>hm</think>" if template is THINKING else ""
+        assert learns.startswith(kept + "the\nqueen<|im_end|>\n<think>")
+
+
+def test_what_cannot_be_found_is_a_bad_row(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    refusing = "{{ raise_exception('no system role') }}"
+    silent = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    for template, message in (
+        (REVERSED, r"renders what comes before message 2 differently once it is there"),
+        (refusing, "the chat template refuses it: TemplateError: no system role"),
+        (silent, "has nothing to learn: the template shows no assistant's words"),
+    ):
+        with pytest.raises(DataError, match=r"^a\.jsonl:1: .*" + message):
+            opened(file, tmp_path, tokenizer(template), seq_len=256)
+
+
+def test_no_template_at_all_is_no_fault_of_the_row(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    tok = tokenizer()
+    tok.chat_template = None
+    with pytest.raises(DataError, match="need a chat template, and the tokenizer has none"):
+        opened(file, tmp_path, tok, skip_bad_rows=True)
+
+
+def test_tools_reach_the_template() -> None:
+    tok = tokenizer("{% if tools %}{{ tools[0]['name'] }}:{% endif %}" + CHATML)
+    turns = tuple(TURNS[1:3])
+    whole, _ = one(tok, Chat(turns, 0, [{"name": "look"}]))
+    assert whole.startswith("look:<|im_start|>user")
+
+
+def test_settings_that_cannot_be(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "a b c"}])
+    with pytest.raises(DataError, match="--seq-len 1025 is longer than the model's 1024 positions"):
+        opened(file, tmp_path, seq_len=1025)
+    with pytest.raises(DataError, match="--seq-len 1: a sequence has at least 2"):
+        opened(file, tmp_path, seq_len=1)
+    with pytest.raises(DataError, match=r"--eval-share 1\.0: a share"):
+        opened(file, tmp_path, eval_share=1.0)
+    with pytest.raises(DataError, match="has one row: --eval-share needs two"):
+        opened(file, tmp_path, eval_share=0.5)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    from data_support import options
+
+    from offload.train.data import open_data
+
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "the king"}])
+    with pytest.raises(DataError, match="the model has 10 embeddings: they do not belong together"):
+        open_data(options(file), tokenizer(), max_positions=None, vocab_size=10, cache=tmp_path)
+
+
+def test_rows_are_encoded_the_same_alone_and_together() -> None:
+    encoder = Encoder(tokenizer(), 64)
+    shapes = [Text("the king"), Completion("q", "a"), chat(TURNS[1:3]), Text("the queen")]
+    for shape, found in zip(shapes, encoder.encode(shapes), strict=True):
+        (alone,) = encoder.encode([shape])
+        assert isinstance(found, encode.Encoded)
+        assert isinstance(alone, encode.Encoded)
+        assert [p.tolist() for p in found.pieces] == [p.tolist() for p in alone.pieces]
