@@ -48,11 +48,9 @@ class Adapters:
         """By parameter name, what makes its first values: float32, in the parameter's shape."""
         self._undo: list[Callable[[], Any]] = []
         for target in self.targets:
-            count = target.experts or 1
-            name = _stem(target)
-            shapes = (count * r, target.n_in), (count * target.n_out, r)
-            self.initial[f"{name}A"] = partial(uniform, f"{name}A", shapes[0], seed)
-            self.initial[f"{name}B"] = partial(torch.zeros, shapes[1])
+            a, b = (f"{_stem(target)}{x}" for x in "AB")
+            self.initial[a] = partial(uniform, a, self._shape(target, "A"), seed)
+            self.initial[b] = partial(torch.zeros, self._shape(target, "B"), dtype=torch.float32)
         rule = Rule(self.scale, dropout)
         self._freeze()
         self._add_parameters()
@@ -76,11 +74,14 @@ class Adapters:
             for suffix in "AB":
                 name = f"{_stem(target)}{suffix}"
                 make = self.initial[name]
-                # Without memory where the weights have none: an engine brings the values, and
-                # what is on the meta device would be taken for a weight that somebody forgot.
-                value = _hollow(self._shape(target, suffix)) if weight.is_meta else make()
+                shape = self._shape(target, suffix)
+                value = (
+                    torch.empty(shape, dtype=torch.float32, device="meta")
+                    if weight.is_meta
+                    else make().to(weight.device)
+                )
                 attr = name.rpartition(".")[2]
-                target.module.register_parameter(attr, nn.Parameter(value.to(_place(weight))))
+                target.module.register_parameter(attr, nn.Parameter(value))
                 self._undo.append(partial(target.module._parameters.pop, attr, None))
 
     def _shape(self, target: Target, suffix: str) -> tuple[int, int]:
@@ -112,15 +113,13 @@ class Adapters:
     def values(self, engine: Engine) -> dict[str, Tensor]:
         """The current adapters of a model that ``engine`` trains, by parameter name; copies.
         Waits for their updates."""
-        out = {}
-        for block in engine.layout.trained:
-            mine = [p for p in block.pieces if p.param in self.initial]
-            if mine:
-                whole = engine.block_values(block)
-                for piece in mine:
-                    part = whole[piece.offset : piece.offset + piece.count]
-                    out[piece.param] = part.view(piece.shape)
-        return out
+        return {
+            f"{_stem(t)}{x}": engine.read_elements(
+                f"{_stem(t)}{x}", 0, math.prod(self._shape(t, x))
+            ).view(self._shape(t, x))
+            for t in self.targets
+            for x in "AB"
+        }
 
     def resident_values(self) -> dict[str, Tensor]:
         """The same of a model that is in memory; no copies."""
@@ -224,14 +223,6 @@ def _stem(target: Target) -> str:
     """An adapter's parameters are this and "A" or "B"."""
     prefix = f"{target.path}." if target.path else ""
     return f"{prefix}lora_" if target.experts is None else f"{prefix}{target.attr}_lora_"
-
-
-def _hollow(shape: tuple[int, int]) -> Tensor:
-    return torch.full((1,), math.nan).expand(shape)
-
-
-def _place(weight: Tensor) -> torch.device:
-    return torch.device("cpu") if weight.is_meta else weight.device
 
 
 __all__ = ["Adapters", "inject", "uniform"]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from offload.errors import UnsupportedModelError
 from offload.train.lora_targets import Target
@@ -161,13 +162,8 @@ class FusedWeight:
         return self._refuse(name)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, FusedWeight):
-                return value._refuse(_name_of(func))
-        raise UnsupportedModelError(f"experts with adapters cannot be used in {_name_of(func)}")
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _first(cls, args, kwargs)._refuse(f"torch's {getattr(func, '__name__', func)}")
 
     def _refuse(self, what: str) -> Any:
         raise UnsupportedModelError(
@@ -243,16 +239,11 @@ class AdaptedWeight:
         return self._of.rule.add(base, x, first, second, training)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         product = _PRODUCTS.get(func)
         if product is not None:
             return product(*args, **(kwargs or {}))
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, cls):
-                return value._refuse(_name_of(func))
-        raise UnsupportedModelError(f"experts with adapters cannot be used in {_name_of(func)}")
+        return _first(cls, args, kwargs)._refuse(f"torch's {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -302,8 +293,9 @@ _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 """What ``x @ w`` is called depends on torch's version: all of its names."""
 
 
-def _name_of(func: Any) -> str:
-    return f"torch's {getattr(func, '__name__', func)}"
+def _first(kind: type, args: Any, kwargs: Any) -> Any:
+    """The first of ``kind`` among arguments, lists of them included."""
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, kind))
 
 
 def _put_back(module: nn.Module, name: str, before: Any) -> None:

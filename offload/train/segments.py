@@ -65,6 +65,8 @@ class Segment:
             grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
         if not grad:
             with torch.no_grad(), self.runtime.running(self.unit, backward=False):
+                if self.module.training:  # dropout below the first adapter is the unit's own, too
+                    self.runtime.forward_key(self.unit)
                 return self.inner(*args, **kwargs)
         # Recomputing would append this step's keys to a cache a second time.
         args = tuple(None if _is_cache(x) else x for x in args)
