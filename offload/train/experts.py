@@ -1,8 +1,8 @@
 """Fused experts in training: one by one, in both directions.
 
 A MoE layer's own eager loop indexes ``self.gate_up_proj[e]``. What it finds is a leaf of autograd
-for expert ``e`` alone, whose memory is there while the loop is at it. What backward needs of it later
-is not kept: saved tensors that are views of an expert's memory are saved as their place in it
+for expert ``e`` alone, whose memory is there while the loop is at it. What backward needs of it
+later is not kept: saved tensors that are views of an expert's memory are saved as their place in it
 (``torch.autograd.graph.saved_tensors_hooks``), and the expert comes again when backward asks.
 """
 
@@ -20,7 +20,6 @@ from offload.errors import UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import routing
 from offload.train.layout import TrainUnit
-from offload.train.lora_layers import FusedWeight
 from offload.train.weights import Entry
 
 if TYPE_CHECKING:
@@ -78,12 +77,7 @@ class _ExpertRun:
     def attach(self) -> Iterator[Callable[[], Any]]:
         module = self.group.module
         for attr, index in self.attrs.items():
-            proxy = _Proxy(self, index, module._parameters[attr])
-            adapted = module.__dict__.get(attr)
-            if isinstance(adapted, FusedWeight):
-                yield adapted.put_beneath(proxy)
-                continue
-            module.__dict__[attr] = proxy
+            module.__dict__[attr] = _Proxy(self, index, module._parameters[attr])
             yield partial(module.__dict__.pop, attr, None)
         inner = module.forward
         before = module.__dict__.get("forward")

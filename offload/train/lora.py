@@ -1,5 +1,5 @@
 """LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1) on a
-streamed model: the base is frozen and read from its checkpoint, adapters are the only thing trained.
+streamed model: the base is frozen and read from its checkpoint, and only adapters are trained.
 
 ``inject`` before ``layout.lay_out``: it freezes the model and gives each targeted module two more
 parameters. These are ordinary pieces of their unit, in a float32 block beside the frozen ones, so

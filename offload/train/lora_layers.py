@@ -84,79 +84,61 @@ class FusedAdapters:
         self.module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Only while it runs: whoever else looks at the module (transformers' initialisation, what
+        # saves a model) finds its parameters. Below may be an engine's own stand-in.
+        own, parameters = self.module.__dict__, self.module._parameters
+        below = {w.target.attr: own.get(w.target.attr) for w in self.weights}
         try:
             for weight in self.weights:
-                weight.unbind()
+                attr = weight.target.attr
+                weight.begin(parameters[attr] if below[attr] is None else below[attr])
+                own[attr] = weight
             return self.inner(*args, **kwargs)
         finally:
             for weight in self.weights:
-                weight.factors = None
+                _put_back(self.module, weight.target.attr, below[weight.target.attr])
+                weight.end()
 
     def undo(self) -> None:
-        for weight in self.weights:
-            weight.undo()
         _put_back(self.module, "forward", self._before)
 
 
 class FusedWeight:
-    """What an experts module finds in place of a fused parameter ``[E, ., .]`` with adapters.
-
-    The experts' own weights are those of the parameter, or of what ``put_beneath`` has put there.
-    """
+    """What a forward of an experts module finds in place of a parameter with adapters."""
 
     def __init__(self, target: Target, rule: Rule) -> None:
         self.target = target
         self.rule = rule
         self.used = False
-        self.factors: list[tuple[Tensor, Tensor]] | None = None
-        """(A [r, I], B [O, r]) of each expert while the layer's forward runs."""
-        self._beneath: Any = None
-        target.module.__dict__[target.attr] = self
+        self._weights: Any = None
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        """(A [r, I], B [O, r]) of each expert."""
 
-    def put_beneath(self, experts: Any) -> Callable[[], Any]:
-        """Take experts' weights from ``experts[e]``; returns what undoes it."""
-        before, self._beneath = self._beneath, experts
-
-        def undo() -> None:
-            self._beneath = before
-
-        return undo
-
-    @property
-    def _weight(self) -> Any:
-        """The parameter, or what stands for it: the model's own is looked up whenever it is used,
-        for an engine replaces it."""
-        if self._beneath is not None:
-            return self._beneath
-        return self.target.module._parameters[self.target.attr]
-
-    def unbind(self) -> None:
-        """Take the factors apart, for one forward."""
+    def begin(self, weights: Any) -> None:
+        """A forward begins; expert e's own weight is ``weights[e]``."""
         a, b = (getattr(self.target.module, f"{self.target.attr}_lora_{x}") for x in "AB")
-        count = self.target.experts or 1
-        self.factors = list(
-            zip(
-                a.unflatten(0, (count, -1)).unbind(0), b.unflatten(0, (count, -1)).unbind(0),
-                strict=True,
-            )
-        )  # fmt: skip
+        experts = self.target.experts or 1
+        parts = (x.unflatten(0, (experts, -1)).unbind(0) for x in (a, b))
+        self._weights, self._factors = weights, list(zip(*parts, strict=True))
+
+    def end(self) -> None:
+        """It is through: keep nothing of its graph."""
+        self._weights, self._factors = None, []
 
     def __getitem__(self, key: Any) -> AdaptedWeight:
         if isinstance(key, Tensor) and key.dim() == 0:
             key = int(key)
         if not isinstance(key, int):
             return self._refuse(f"indexing with {key!r}")
-        if self.factors is None:
-            return self._refuse("using it outside of its layer's forward")
         self.used = True
-        weight = self._weight[key]
-        a, b = self.factors[key]
+        weight = self._weights[key]
+        a, b = self._factors[key]
         left, right = (a.T, b.T) if self.target.transposed else (b, a)
         return AdaptedWeight(self, weight, left, right)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "dtype", "device", "ndim", "size", "dim", "is_meta"):
-            return getattr(self._weight, name)
+            return getattr(self._weights, name)
         if name.startswith("__"):
             raise AttributeError(name)
         return self._refuse(name)
@@ -170,9 +152,6 @@ class FusedWeight:
             f"{self.target.name} has an adapter for each expert and is used one expert at a time; "
             f"{what} needs all of them: leave it out of the LoRA targets"
         )
-
-    def undo(self) -> None:
-        self.target.module.__dict__.pop(self.target.attr, None)
 
 
 class AdaptedWeight:
@@ -213,10 +192,10 @@ class AdaptedWeight:
         return self.shape if dim is None else self.shape[dim]
 
     @property
-    def T(self) -> AdaptedWeight:  # noqa: N802  torch's name
+    def T(self) -> AdaptedWeight:
         return AdaptedWeight(self._of, self._weight.T, self._right.T, self._left.T)
 
-    mT = T  # noqa: N815
+    mT = T
 
     def t(self) -> AdaptedWeight:
         return self.T
@@ -269,14 +248,14 @@ class AdaptedWeight:
         return self._refuse(f"indexing with {key!r}")
 
 
-def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's name
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, AdaptedWeight) or not isinstance(input, Tensor):
         adapted = weight if isinstance(weight, AdaptedWeight) else input
         return adapted._refuse("a linear layer's input")  # type: ignore[no-any-return]
     return weight._linear(input, bias)
 
 
-def _matmul(input: Any, other: Any) -> Tensor:  # noqa: A002
+def _matmul(input: Any, other: Any) -> Tensor:
     if not isinstance(other, AdaptedWeight) or not isinstance(input, Tensor):
         return input._refuse("a product from the left")  # type: ignore[no-any-return]
     return other._matmul(input)

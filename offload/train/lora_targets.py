@@ -30,7 +30,7 @@ class Target:
     """A weight that gets an adapter."""
 
     name: str
-    """Of the pair, as ``lora_output`` wants it: a linear module's path, a fused parameter's name."""
+    """Of the pair, as in ``lora_output``: a linear module's path, a fused parameter's name."""
     module: nn.Module
     path: str
     """Of ``module``."""
@@ -120,7 +120,7 @@ def _linear(model: Any) -> list[Target]:
 
 
 def _fused(model: Any) -> list[Target]:
-    """The matrices of experts that their layer takes one by one; Llama 4 multiplies all at once, and
+    """The matrices of experts that their layer takes one by one. Llama 4 multiplies all at once:
     there is no place where an adapter of one expert could come in."""
     out = []
     for group in expert_groups(model):

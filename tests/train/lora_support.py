@@ -46,9 +46,9 @@ class Made:
 
 
 def start_somewhere(adapters: Adapters) -> None:
-    """First values of B that are not zero, so that the first step's gradients of A are not either."""
+    """First values of B that are not zero, so that the first gradients of A are not either."""
     for i, name in enumerate(adapters.initial):
-        if name.endswith("lora_B"):
+        if name.endswith("_B"):
             shape = adapters.initial[name]().shape
 
             def make(shape: Any = shape, seed: int = 100 + i) -> torch.Tensor:

@@ -13,11 +13,11 @@ from lora_support import EXPERTS, HOW, Made, adapted_reference
 
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.meta import build
-from offload.train.head_find import find_head
 from offload.train.footprint import measure_training
+from offload.train.head_find import find_head
 from offload.train.layout import lay_out
 from offload.train.lora import inject, uniform
-from offload.train.lora_layers import AdaptedWeight
+from offload.train.lora_layers import AdaptedWeight, FusedWeight, Rule
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_products_with_one_expert(tiny: Made, family: str) -> None:
     """Against W + scale · B A in float64, values and gradients; gpt-oss stores [in, out]."""
-    model, adapters = adapted_reference(tiny(family, torch.float32), torch.float32, targets=EXPERTS)
+    _, adapters = adapted_reference(tiny(family, torch.float32), torch.float32, targets=EXPERTS)
     target = next(t for t in adapters.targets if t.experts)
     pair = adapters.pairs(adapters.resident_values())[target.name]
-    fused = target.module.__dict__[target.attr]
-    fused.unbind()
+    fused = FusedWeight(target, Rule(adapters.scale, 0.0))
+    fused.begin(target.module._parameters[target.attr])
     adapted = fused[torch.tensor(1)]
     delta = adapters.scale * pair.b[1].double() @ pair.a[1].double()
     weight = target.module._parameters[target.attr]
@@ -69,12 +69,10 @@ def test_products_with_one_expert(tiny: Made, family: str) -> None:
 
 
 def test_what_would_need_the_product_is_refused(tiny: Made) -> None:
-    model, adapters = adapted_reference(tiny("mixtral"), targets=EXPERTS)
+    _, adapters = adapted_reference(tiny("mixtral"), targets=EXPERTS)
     target = next(t for t in adapters.targets if t.experts)
-    fused = target.module.__dict__[target.attr]
-    with pytest.raises(UnsupportedModelError, match="outside of its layer's forward"):
-        fused[0]
-    fused.unbind()
+    fused: Any = FusedWeight(target, Rule(adapters.scale, 0.0))
+    fused.begin(target.module._parameters[target.attr])
     one: Any = fused[0]
     assert isinstance(one, AdaptedWeight)
     x = torch.zeros(2, 2)
@@ -163,15 +161,20 @@ def test_an_adapter_on_the_head_is_not_lost(tiny: Made) -> None:
     assert find_head(model)[0] is not None
 
 
-def test_activations_are_still_measured(tiny: Made) -> None:
-    for family in ("llama", "qwen3_moe"):
-        model = build(tiny(family)).model
-        before = model.model.layers[0].mlp
-        adapters = inject(model, **HOW, targets=None if family == "llama" else EXPERTS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_measuring_activations_leaves_adapters_alone(tiny: Made, family: str) -> None:
+    def measure(model: Any) -> TrainFootprint:
         units = [u.module for u in lay_out(model).units]
-        assert measure_training(model, units, 2, 16, packed=False).measured
-        if family == "qwen3_moe":  # the stand-in that measures experts has left their own forward
-            assert before.experts.__dict__["forward"] in adapters._fused
+        return measure_training(model, units, 2, 16, packed=True)
+
+    directory = tiny(family)
+    plain = measure(build(directory).model)
+    model = build(directory).model
+    adapters = inject(model, **HOW, targets=None if family == "llama" else EXPERTS)
+    forwards = {t.path: t.module.__dict__["forward"] for t in adapters.targets}
+    assert measure(model).measured == plain.measured
+    for path, forward in forwards.items():
+        assert model.get_submodule(path).__dict__["forward"] is forward
 
 
 @pytest.mark.parametrize(
