@@ -13,7 +13,7 @@ from lora_support import EXPERTS, HOW, Made, adapted_reference
 
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.meta import build
-from offload.train.footprint import measure_training
+from offload.train.footprint import TrainFootprint, measure_training
 from offload.train.head_find import find_head
 from offload.train.layout import lay_out
 from offload.train.lora import inject, uniform
