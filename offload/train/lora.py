@@ -132,7 +132,7 @@ class Adapters:
         for target in self.targets:
             a, b = (values[f"{_stem(target)}{x}"] for x in "AB")
             if target.experts is not None:
-                a, b = (x.unflatten(0, (target.experts, -1)) for x in (a, b))
+                a, b = (x.reshape(target.experts, -1, x.shape[-1]) for x in (a, b))
             out[target.name] = LoraPair(a, b, target.transposed)
         return out
 
@@ -170,8 +170,10 @@ class Adapters:
     def undo(self) -> None:
         """Make the model what it was before: no adapters, and trainable what was trainable. After
         the engine is closed. Idempotent."""
-        for adapter in (*self._linear, *self._fused):
+        for adapter in self._linear:
             adapter.undo()
+        for group in self._fused:
+            group.undo()
         self._linear, self._fused = [], []
         while self._undo:
             self._undo.pop()()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +147,7 @@ class FusedWeight:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _first(cls, args, kwargs)._refuse(f"torch's {getattr(func, '__name__', func)}")
 
-    def _refuse(self, what: str) -> Any:
+    def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedModelError(
             f"{self.target.name} has an adapter for each expert and is used one expert at a time; "
             f"{what} needs all of them: leave it out of the LoRA targets"
@@ -229,7 +229,7 @@ class AdaptedWeight:
             raise AttributeError(name)
         return self._refuse(name)
 
-    def _refuse(self, what: str, *_: Any) -> Any:
+    def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedModelError(
             f"{self._of.target.name} has adapters, which work in products with an expert's weight, "
             f"not in {what}: leave it out of the LoRA targets"

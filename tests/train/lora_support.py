@@ -78,8 +78,8 @@ def pinned(name: str) -> Callable[[TrainLayout], Placement]:
 @contextlib.contextmanager
 def adapted_engine(
     directory: Path, place: str | Callable[[TrainLayout], Placement], *,
-    somewhere: bool = True, tiles: MemoryTiles | None = None, dtype: str | None = None,
-    **how: Any,
+    somewhere: bool = True, tiles: MemoryTiles | None = None,
+    options: dict[str, Any] | None = None, **how: Any,
 ) -> Iterator[tuple[Engine, Adapters, MemoryTiles]]:  # fmt: skip
     made: list[Adapters] = []
 
@@ -87,9 +87,9 @@ def adapted_engine(
         made.append(inject(model, **{**HOW, **how}))
         if somewhere:
             start_somewhere(made[0])
-        return {"initial": made[0].initial}
+        return {"initial": made[0].initial, **(options or {})}
 
-    with engine_of(directory, place, prepare=prepare, tiles=tiles, dtype=dtype) as (engine, tiles):
+    with engine_of(directory, place, prepare=prepare, tiles=tiles) as (engine, tiles):
         yield engine, made[0], tiles
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from engine_support import assert_equal_weights, batch, group_at
-from lora_support import EXPERTS, Made, adapted_engine, adapted_oracle, pinned
+from lora_support import (
+    EXPERTS,
+    Made,
+    adapted_engine,
+    adapted_oracle,
+    adapted_reference,
+    pinned,
+)
+
+from offload.train.oracle import Oracle
+from offload.train.vertical import Rounds
 
 PLACES = ["disk", "least", "half", "ram"]
 
@@ -133,6 +144,63 @@ def test_evaluation_in_between(tiny: Made, family: str, place: str) -> None:
                 model.train()
 
 
+@pytest.mark.parametrize("place", ["disk", "ram"])
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_states(tiny: Made, place: str, states: str) -> None:
+    """Float32 weights have no bf16 states: adapters keep float32 ones, as one would wish."""
+    directory = tiny("llama")
+    options = {"states": states, "seed": 3}
+    with adapted_engine(directory, pinned(place), options=options) as (engine, _, _):
+        oracle = Oracle(adapted_reference(directory)[0], engine.layout, **options)
+        train(engine, oracle, 1, 0.05)
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.0])
+@pytest.mark.parametrize(
+    ("family", "targets"), [("mixtral", EXPERTS), ("gpt2", r"transformer\.h\.[23]\..*c_attn")]
+)
+def test_vertical_accumulation_is_the_usual_one(
+    tiny: Made, family: str, targets: Any, clip: float
+) -> None:
+    """Micro-batches layer by layer, with dropout, also below the first adapter."""
+    width = 3
+
+    def run(vertical: bool, place: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        how = {"targets": targets, "dropout": 0.2}
+        with adapted_engine(tiny(family), pinned(place), **how) as (engine, adapters, _):
+            rounds, losses = Rounds(width) if vertical else None, []
+            for step in range(2):
+                engine.begin_forward()
+                engine.in_backward = None if clip else group_at(step)
+                engine.random_key = lambda m, unit, step=step: 1000 * step + 100 * m + unit
+
+                def micro(i: int, step: int = step, engine: Any = engine) -> float:
+                    engine.micro = i
+                    torch.manual_seed(1000 * step + 100 * i + 99)
+                    ids = batch(step, i, length=8 + 3 * i)
+                    loss = engine.model(input_ids=ids, labels=ids).loss
+                    loss.backward()
+                    return float(loss)
+
+                if rounds is not None:
+                    engine.rounds = rounds
+                    losses += rounds.run([partial(micro, i) for i in range(width)])
+                else:
+                    for i in range(width):
+                        engine.last_micro_batch = i == width - 1
+                        losses.append(micro(i))
+                engine.end_backward()
+                losses.append(engine.step(group_at(step), clip).norm)
+            if rounds is not None:
+                rounds.close()
+            return losses, adapters.values(engine)
+
+    ours, values = run(True, "disk")
+    wanted, usual = run(False, "ram")
+    assert ours == wanted
+    assert all(torch.equal(value, usual[name]) for name, value in values.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_of_the_base(tiny: Made, dtype: torch.dtype) -> None:
     """A frozen base may be float16, which could not be trained."""
@@ -173,7 +241,7 @@ def test_the_base_has_no_gradients_and_below_the_first_adapter_nothing_is_run_ag
             )
         inner: dict[str, list[bool]] = {}
         for i in range(4):
-            engine.model.model.layers[i].self_attn.register_forward_pre_hook(
+            engine.model.get_submodule(f"model.layers.{i}.self_attn").register_forward_pre_hook(
                 lambda *_, i=i: inner.setdefault(f"layer {i}", []).append(torch.is_grad_enabled())
             )
         ids = batch(0, 0)

@@ -33,7 +33,7 @@ def test_products_with_one_expert(tiny: Made, family: str) -> None:
     pair = adapters.pairs(adapters.resident_values())[target.name]
     fused = FusedWeight(target, Rule(adapters.scale, 0.0))
     fused.begin(target.module._parameters[target.attr])
-    adapted = fused[torch.tensor(1)]
+    adapted: Any = fused[torch.tensor(1)]
     delta = adapters.scale * pair.b[1].double() @ pair.a[1].double()
     weight = target.module._parameters[target.attr]
     assert weight is not None
