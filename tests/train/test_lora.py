@@ -180,7 +180,7 @@ def test_vertical_accumulation_is_the_usual_one(
                     ids = batch(step, i, length=8 + 3 * i)
                     loss = engine.model(input_ids=ids, labels=ids).loss
                     loss.backward()
-                    return float(loss)
+                    return loss.item()  # type: ignore[no-any-return]
 
                 if rounds is not None:
                     engine.rounds = rounds
