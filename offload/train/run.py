@@ -38,7 +38,12 @@ from offload.train.options import TrainOptions
 from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
-from offload.train.plan import Needs, TrainPlan, make_plan
+from offload.train.plan import (
+    Needs,
+    Prediction,
+    TrainPlan,
+    make_plan,
+)
 from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
@@ -85,13 +90,13 @@ def prepare(options: TrainOptions) -> Run:
 def _check_states(states: Path, options: TrainOptions) -> None:
     if options.resume and not is_tile_store(states):
         raise OffloadError(
-            f"--resume: there is nothing to resume in {states}; drop --resume, or give the --output "
-            f"and --disk of the run that was interrupted"
+            f"--resume: there is nothing to resume in {states}; drop --resume, or give the "
+            f"--output and --disk of the run that was interrupted"
         )
     if not options.resume and is_tile_store(states):
         raise OffloadError(
-            f"{states} holds the states of another run; continue it with --resume, or delete it, or "
-            f"give another --output or --disk"
+            f"{states} holds the states of another run; continue it with --resume, or delete it, "
+            f"or give another --output or --disk"
         )
 
 
@@ -138,10 +143,10 @@ def _plan(
     clipping = options.max_grad_norm > 0
     vertical = options.grad_accum if options.order == "vertical" else 1
     grad_dtype = _grad_dtype(options)
-    modules = [u.module for u in layout.units]
-    footprint = measure_training(
-        meta.model, modules, options.batch_size, options.seq_len, packed=options.packing
-    )
+    # The head runs in slices if the form of the loss is known.
+    head = None if form is None else meta.model.get_submodule(form.head)
+    modules = [u.module for u in layout.units if u.module is not head]
+    footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
     fixed = {
@@ -230,6 +235,8 @@ class Run:
         self.grad_dtype = grad_dtype
         self.notes = notes
         self.identity = identity_of(meta, layout, data, options, total)
+        self.prediction: Prediction | None = None
+        """Of a step's time; None where it cannot be measured."""
         self._engine: Engine | None = None
         trained = {
             alias
