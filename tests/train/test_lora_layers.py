@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lora_support import EXPERTS, HOW, Made, adapted_reference
 
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.meta import build
-from offload.train.footprint import TrainFootprint, measure_training
+from offload.train.footprint import measure_training
 from offload.train.head_find import find_head
 from offload.train.layout import lay_out
 from offload.train.lora import inject, uniform
@@ -163,18 +164,26 @@ def test_an_adapter_on_the_head_is_not_lost(tiny: Made) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_measuring_activations_leaves_adapters_alone(tiny: Made, family: str) -> None:
-    def measure(model: Any) -> TrainFootprint:
-        units = [u.module for u in lay_out(model).units]
-        return measure_training(model, units, 2, 16, packed=True)
-
-    directory = tiny(family)
-    plain = measure(build(directory).model)
-    model = build(directory).model
+    model = build(tiny(family)).model
     adapters = inject(model, **HOW, targets=None if family == "llama" else EXPERTS)
     forwards = {t.path: t.module.__dict__["forward"] for t in adapters.targets}
-    assert measure(model).measured == plain.measured
+    assert measure_training(model, [u.module for u in lay_out(model).units], 2, 16).measured
     for path, forward in forwards.items():
         assert model.get_submodule(path).__dict__["forward"] is forward
+
+
+def test_a_copy_of_a_layer_has_adapters_of_its_own(tiny: Made) -> None:
+    """A plan times a copy, with memory, of a layer that has none."""
+    model, _ = adapted_reference(tiny("mixtral"), targets=EXPERTS)
+    layer = model.model.layers[0]
+    other = copy.deepcopy(layer)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    plain = layer.self_attn.q_proj(x)
+    assert torch.equal(other.self_attn.q_proj(x), plain)
+    with torch.no_grad():
+        other.self_attn.q_proj.lora_B.fill_(1.0)
+    assert not torch.equal(other.self_attn.q_proj(x), plain)
+    assert torch.equal(layer.self_attn.q_proj(x), plain)
 
 
 @pytest.mark.parametrize(
