@@ -140,7 +140,8 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
             out, _ = tree_flatten(unit(*args, **kwargs))
             outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
             grads = [torch.empty_like(x) for x in outs]
-            torch.autograd.backward(outs, grads)
+            if outs:  # none of a frozen embedding's
+                torch.autograd.backward(outs, grads)
     finally:
         for handle in handles:
             handle.remove()

@@ -90,7 +90,8 @@ def _time_unit(unit: nn.Module, leaves: list[Any], spec: Any) -> tuple[float, fl
         with torch.enable_grad():
             out, _spec = tree_flatten(real(*args, **kwargs))
         outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
-        torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
+        if outs:  # none of a frozen embedding's
+            torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
         both.append(time.perf_counter() - began)
         real.zero_grad()
     return min(forward), min(both)

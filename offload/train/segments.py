@@ -78,6 +78,8 @@ class Segment:
             grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
         if not grad:
             with torch.no_grad(), self.runtime.running(self.unit, backward=False):
+                if self.module.training:  # dropout below the first adapter is the unit's own, too
+                    self.runtime.forward_key(self.unit)
                 return self.inner(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
