@@ -33,7 +33,8 @@ def describe(run: Run) -> list[str]:
         f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, the "
         f"{options.save_total_limit + 1} versions that commits need)"
         + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else ""),
-        f"step    reads {format_bytes(plan.read_bytes)}, writes {format_bytes(plan.written_bytes)}; "
-        f"the run writes {format_bytes(plan.written_bytes * run.total)}",
+        f"step    reads {format_bytes(plan.read_bytes)}, writes "
+        f"{format_bytes(plan.written_bytes)}; the run writes "
+        f"{format_bytes(plan.written_bytes * run.total)}",
     ]
     return lines

@@ -102,10 +102,11 @@ class Engine:
         self.micro = 0
         """The number of this micro-batch in its step, in the usual order."""
         self.random_key: Callable[[int, int], int] | None = None
-        """Set: seed torch's generator for each unit's forward by (micro-batch, unit), so that dropout
-        is the same in any order of micro-batches. None: torch's own sequence."""
+        """Set: seed torch's generator for each unit's forward by (micro-batch, unit), so that
+        dropout is the same in any order of micro-batches. None: torch's own sequence."""
         self.rounds: Rounds | None = None
-        """Set: micro-batches run in turns, unit by unit; weights stay until the last one is through."""
+        """Set: micro-batches run in turns, unit by unit; weights stay until the last one is
+        through."""
         self.hollow: dict[str, torch.Tensor] = {}
         self.params: dict[str, nn.Parameter] = {}
         self._running = [_Running() for _ in layout.units]

@@ -1,8 +1,8 @@
 """Fused experts in training: one by one, in both directions.
 
 A MoE layer's own eager loop indexes ``self.gate_up_proj[e]``. What it finds is a leaf of autograd
-for expert ``e`` alone, whose memory is there while the loop is at it. What backward needs of it later
-is not kept: saved tensors that are views of an expert's memory are saved as their place in it
+for expert ``e`` alone, whose memory is there while the loop is at it. What backward needs of it
+later is not kept: saved tensors that are views of an expert's memory are saved as their place in it
 (``torch.autograd.graph.saved_tensors_hooks``), and the expert comes again when backward asks.
 """
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import _buffers_on_meta, _stub_experts, _Watch
 from offload.models.params import parameters
+from offload.train.segments import without_caches
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ class TrainFootprint:
     """Bytes for one micro-batch."""
 
     unit_bytes: int
-    """Most that running a unit again and its backward holds at once, its weights' gradients in
-    their own dtype included."""
+    """Most that running a unit again and its backward holds at once, of the gradients of its weights
+    one at a time."""
     boundary_bytes: int
     """Inputs of all units that are kept for backward."""
     shared_bytes: int
@@ -36,12 +37,10 @@ class TrainFootprint:
     measured: bool
 
 
-def measure_training(
-    model: Any, units: list[nn.Module], rows: int, length: int, *, packed: bool
-) -> TrainFootprint:
+def measure_training(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
     """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed."""
     try:
-        return _measure(model, units, rows, length, packed)
+        return _measure(model, units, rows, length)
     except Exception as error:  # noqa: BLE001  data-dependent code refuses meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
@@ -65,25 +64,21 @@ class _Done(Exception):
     """Every unit has been seen."""
 
 
-def _measure(
-    model: Any, units: list[nn.Module], rows: int, length: int, packed: bool
-) -> TrainFootprint:
+def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
     ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
-    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if packed:
-        given["position_ids"] = ids
-    else:
-        given["attention_mask"] = torch.ones_like(ids)
+    # With a cache transformers asks no values whether rows are packed; units never get it (segments).
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     calls: dict[int, tuple[Any, Any]] = {}
     handles = []
     for unit in units:
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls[id(module)] = args, kwargs
+            calls[id(module)] = without_caches(args, kwargs)
 
         handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True))
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [h.remove() for h in handles])
+        for handle in handles:
+            stack.callback(handle.remove)
         for group in expert_groups(model):
             stack.enter_context(_stub_experts(group.module, group.n_experts))
         stack.enter_context(_buffers_on_meta(model))
@@ -116,7 +111,11 @@ def _measure(
     return TrainFootprint(
         unit_bytes=peak + _expert_bytes(model, rows * length),
         boundary_bytes=sum(kept.values()),
-        shared_bytes=sum(shared.values()) + 4 * max(kept.values(), default=0),
+        # The mask of packed or padded rows is made of their values, which meta tensors lack: as
+        # bool, and in the compute dtype inside the attention.
+        shared_bytes=sum(shared.values())
+        + 4 * max(kept.values(), default=0)
+        + rows * length * length * 4,
         measured=True,
     )
 
@@ -128,7 +127,10 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
     ]
     args, kwargs = tree_unflatten(inputs, spec)
     watch = _Watch(weights)
-    before = [(p, p.grad) for p in unit.parameters()]
+    # Gradients leave as they come; whoever keeps them counts them.
+    handles = [
+        p.register_post_accumulate_grad_hook(_forget) for p in unit.parameters() if p.requires_grad
+    ]
     try:
         with torch.enable_grad(), watch:
             out, _ = tree_flatten(unit(*args, **kwargs))
@@ -136,9 +138,13 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
             grads = [torch.empty_like(x) for x in outs]
             torch.autograd.backward(outs, grads)
     finally:
-        for param, grad in before:
-            param.grad = grad
+        for handle in handles:
+            handle.remove()
     return watch.peak
+
+
+def _forget(param: torch.Tensor) -> None:
+    param.grad = None
 
 
 def _expert_bytes(model: Any, tokens: int) -> int:

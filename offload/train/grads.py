@@ -186,6 +186,10 @@ class Gradients:
         """The block's update is through."""
         self._held.pop(block, None)
 
+    def _wait_for_room(self, nbytes: int) -> None:
+        """With the lock held."""
+        self._shared.wait_for(lambda: self._staging.fits(nbytes), "room for spilled gradients")
+
     # -- the file -------------------------------------------------------------------------
 
     def _write(self, block: Block, held: _Held) -> None:
@@ -194,10 +198,7 @@ class Gradients:
             tile = self.layout.tiles[index]
             nbytes = align_up(tile.count * size)
             with self._shared.changed:
-                self._shared.wait_for(
-                    lambda n=nbytes: self._staging.fits(n),
-                    "spilling gradients",  # type: ignore[misc]
-                )
+                self._wait_for_room(nbytes)
                 memory = self._staging.take(nbytes)
             target = numbers(memory.tensor().numpy(), self.dtype_of(block))
             for i, piece, low, high in overlaps(block, tile.start, tile.start + tile.count):
@@ -244,7 +245,7 @@ class Gradients:
             tile = self.layout.tiles[index]
             nbytes = align_up(tile.count * size)
             with self._shared.changed:
-                self._shared.wait_for(lambda n=nbytes: pool.fits(n), "spilled gradients")  # type: ignore[misc]
+                self._wait_for_room(nbytes)
                 memory = pool.take(nbytes)
             try:
                 self.read_bytes += nbytes

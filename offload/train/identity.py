@@ -1,7 +1,7 @@
 """What must be the same for a run to go on: its model, its data, and the settings that matter.
 
-Budgets, directories, the order of micro-batches and how often something is saved do not: they change
-no bit of the result.
+Budgets, directories, the order of micro-batches and how often something is saved do not: they
+change no bit of the result.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
 
 _SETTINGS = (
-    "method", "states", "batch_size", "grad_accum", "seq_len", "packing", "lr", "schedule", "warmup",
-    "weight_decay", "betas", "eps", "max_grad_norm", "seed", "router_aux_loss",
+    "method", "states", "batch_size", "grad_accum", "seq_len", "packing", "lr", "schedule",
+    "warmup", "weight_decay", "betas", "eps", "max_grad_norm", "seed", "router_aux_loss",
 )  # fmt: skip
 _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets")
 
@@ -42,14 +42,14 @@ def identity_of(
 
 
 def model_fingerprint(meta: MetaModel) -> str:
-    """Of the checkpoint's files: names, sizes, and every tensor's place and dtype. Not of the values:
-    reading them all would take as long as a step."""
+    """Of the checkpoint's files: names, sizes, and every tensor's place and dtype. Not of the
+    values: reading them all would take as long as a step."""
     digest = hashlib.sha256()
     digest.update(type(meta.model).__name__.encode())
     for file in meta.index.files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    for name, (file, tensor) in sorted(meta.index.tensors.items()):
-        digest.update(f"{name} {file} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
+    for name, (number, tensor) in sorted(meta.index.tensors.items()):
+        digest.update(f"{name} {number} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
     return digest.hexdigest()[:32]
 
 

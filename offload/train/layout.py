@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from offload.blocks import DTYPE_BYTES, align_up

@@ -150,8 +150,8 @@ def _check(layout: TrainLayout, placement: Placement) -> None:
 def import_made(
     layout: TrainLayout, source: CheckpointSource, tiles: Tiles, kinds: Any, options: EngineOptions
 ) -> None:
-    """Write the tiles of trained blocks that cannot be read from the checkpoint as they are: masters
-    with every bit of it, no moments. Once; a resumed run has them."""
+    """Write the tiles of trained blocks that cannot be read from the checkpoint as they are:
+    masters with every bit of it, no moments. Once; a resumed run has them."""
     todo = [b for b in layout.trained if b.index in source.made and not tiles.written(b.tiles[0])]
     total, done = sum(b.nbytes for b in todo), 0
     for block in todo:

@@ -1,7 +1,7 @@
 """From budgets to a placement: what stays in RAM, what streams, and how long a step will take.
 
-Pure: numbers in, numbers out. What a step must have at hand comes first (``Needs``); what is left of
-the budget goes to where each byte saves most traffic with the disk.
+Pure: numbers in, numbers out. What a step must have at hand comes first (``Needs``); what is left
+of the budget goes to where each byte saves most traffic with the disk.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def grad_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
 
 
 def make_plan(
-    layout: TrainLayout, needs: Needs, budget: int, *, keep: int, clipping: bool, backwards: int = 1,
-    always: frozenset[int] = frozenset(),
+    layout: TrainLayout, needs: Needs, budget: int, *, keep: int, clipping: bool, backwards: int =
+    1, always: frozenset[int] = frozenset(),
 ) -> TrainPlan:  # fmt: skip
     """Place everything under ``budget`` bytes.
 
-    ``keep``: commits retained. ``backwards``: times that weights move forward and backward in a step.
-    ``always``: blocks whose weights and states stay in RAM whatever it costs (adapters).
+    ``keep``: commits retained. ``backwards``: times that weights move forward and backward in a
+    step. ``always``: blocks whose weights and states stay in RAM whatever it costs (adapters).
 
     Raises:
         PlanError: it does not fit; says by how much, and what to change.
@@ -107,7 +107,7 @@ def make_plan(
         out["I/O staging"] = STAGING_CHUNKS * CHUNK_BYTES
         out["states under way"] = buffers * (largest_slot + align_up(largest_tile))
         out["gradients spilling"] = 3 * align_up(largest_tile)
-        out["gradients of a unit"] = under_way
+        out["gradients of a unit, to be spilled"] = under_way
         out["slack"] = slack
         return out
 
@@ -127,8 +127,9 @@ def make_plan(
             for k, v in sorted(parts.items(), key=lambda item: -item[1])[:4]
         )
         raise PlanError(
-            f"--ram {format_bytes(budget)} is too small by {format_bytes(total(buffers) - budget)}: "
-            f"a step needs {format_bytes(total(buffers))} ({names}); raise it to that, or lower "
+            f"--ram {format_bytes(budget)} is too small by "
+            f"{format_bytes(total(buffers) - budget)}: a step needs "
+            f"{format_bytes(total(buffers))} ({names}); raise it to that, or lower "
             f"--seq-len or --batch-size"
         )
     left = budget - total(buffers)
@@ -141,8 +142,13 @@ def make_plan(
 
     if not clipping and backwards == 1:
         in_ram.update(trained)  # updated inside backward: never more than a unit's at a time
-    for b in order:
-        if b in grads and b not in in_ram and grads[b] <= left:
+    outside = [b for b in order if b in grads and b not in in_ram]
+    if sum(grads[b] for b in outside) <= left + under_way:
+        in_ram.update(outside)
+        left += under_way - sum(grads[b] for b in outside)
+        under_way = 0  # nothing waits to be spilled
+    for b in outside:
+        if b not in in_ram and grads[b] <= left:
             in_ram.add(b)
             left -= grads[b]
     weights_extra = 0

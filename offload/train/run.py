@@ -85,13 +85,13 @@ def prepare(options: TrainOptions) -> Run:
 def _check_states(states: Path, options: TrainOptions) -> None:
     if options.resume and not is_tile_store(states):
         raise OffloadError(
-            f"--resume: there is nothing to resume in {states}; drop --resume, or give the --output "
-            f"and --disk of the run that was interrupted"
+            f"--resume: there is nothing to resume in {states}; drop --resume, or give the "
+            f"--output and --disk of the run that was interrupted"
         )
     if not options.resume and is_tile_store(states):
         raise OffloadError(
-            f"{states} holds the states of another run; continue it with --resume, or delete it, or "
-            f"give another --output or --disk"
+            f"{states} holds the states of another run; continue it with --resume, or delete it, "
+            f"or give another --output or --disk"
         )
 
 
@@ -138,10 +138,10 @@ def _plan(
     clipping = options.max_grad_norm > 0
     vertical = options.grad_accum if options.order == "vertical" else 1
     grad_dtype = _grad_dtype(options)
-    modules = [u.module for u in layout.units]
-    footprint = measure_training(
-        meta.model, modules, options.batch_size, options.seq_len, packed=options.packing
-    )
+    # The head runs in slices if the form of the loss is known.
+    head = None if form is None else meta.model.get_submodule(form.head)
+    modules = [u.module for u in layout.units if u.module is not head]
+    footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
     fixed = {

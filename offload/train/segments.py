@@ -39,6 +39,15 @@ class Runtime(Protocol):
         ...
 
 
+def without_caches(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A unit's arguments without caches: recomputing would append a step's keys a second time."""
+    args = tuple(None if _is_cache(x) else x for x in args)
+    kwargs = {k: None if _is_cache(v) else v for k, v in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
 def _is_cache(value: Any) -> bool:
     """Whether it is one of transformers' caches, by whatever argument it comes."""
     return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
@@ -66,11 +75,7 @@ class Segment:
         if not grad:
             with torch.no_grad(), self.runtime.running(self.unit, backward=False):
                 return self.inner(*args, **kwargs)
-        # Recomputing would append this step's keys to a cache a second time.
-        args = tuple(None if _is_cache(x) else x for x in args)
-        kwargs = {k: None if _is_cache(v) else v for k, v in kwargs.items()}
-        if kwargs.get("use_cache"):
-            kwargs["use_cache"] = False
+        args, kwargs = without_caches(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
         call = _Call(self, spec, leaves)
@@ -88,7 +93,8 @@ class Segment:
 
 
 class _Call:
-    """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness."""
+    """One call of a unit: its inputs that are no tensors, the shape of its output, its
+    randomness."""
 
     def __init__(self, segment: Segment, spec: TreeSpec, leaves: list[Any]) -> None:
         self.segment = segment

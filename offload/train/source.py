@@ -21,7 +21,7 @@ from offload.models.recipes import TensorReader, find_source, split_rows, to_pie
 from offload.models.sources import CheckpointMap, Ranges
 from offload.runtime.memory import HostMemory
 from offload.train.layout import Block, Piece, TrainLayout
-from offload.train.tiles import COPY, SlotKind, narrow
+from offload.train.tiles import COPY, SlotKind, narrow, numbers
 from offload.train.updates import Tiles
 
 
@@ -179,7 +179,7 @@ class TileSource:
                 read.result()
                 masters = scratch.tensor().numpy()[: sizes[1]].view(np.float32)
                 target = np.frombuffer(view, np.uint8)[: sizes[0]]
-                narrow(masters, target.view(np.float32 if sizes[0] == sizes[1] else np.uint16))
+                narrow(masters, numbers(target, block.dtype))
             except BaseException as error:  # noqa: BLE001  the waiter gets it
                 done.set_exception(error)
             else:
@@ -197,8 +197,8 @@ def check_dtypes(layout: TrainLayout) -> None:
     bad = {b.dtype for b in layout.trained} - {"bfloat16", "float32"}
     if bad:
         raise OffloadError(
-            f"weights in {', '.join(sorted(bad))} cannot be trained here: gradients would underflow "
-            f"or be too slow; give --dtype bfloat16 (masters keep every bit of the checkpoint)"
+            f"weights in {', '.join(sorted(bad))} cannot be trained here: gradients would "
+            f"underflow or be too slow; give --dtype bfloat16 (masters keep the checkpoint's bits)"
         )
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from offload.blocks import DTYPE_BYTES, align_up
 from offload.cpu_ops.adam import adam_fp32
-from offload.cpu_ops.adam_states import adam_8bit, adam_bf16, blocks
+from offload.cpu_ops.adam_states import BLOCK, adam_8bit, adam_bf16, blocks
 from offload.cpu_ops.adam_step import AdamStep
 from offload.cpu_ops.grad_norm import Numbers
 
@@ -101,17 +101,24 @@ class Slot:
         stop = start + count
         copy = self.copy[start:stop]
         if self.kind.states == "bf16":
-            m, v = (self.part(x).view(np.uint16)[start:stop] for x in "mv")
             if copy.dtype != np.uint16:
                 raise TypeError("bf16 states need bfloat16 weights")
-            adam_bf16(step, gradient, copy, m, v, seed=seed, first=first, workers=workers)  # type: ignore[arg-type]
+            first_moments, second_moments = (self.part(x).view(np.uint16)[start:stop] for x in "mv")
+            bits = copy.view(np.uint16)
+            adam_bf16(
+                step, gradient, bits, first_moments, second_moments, seed=seed, first=first,
+                workers=workers,
+            )  # fmt: skip
             return
         p = self.part("p").view(np.float32)[start:stop]
         if self.kind.states == "8bit":
-            m, v = (self.part(x)[start:stop] for x in "mv")
-            low, high = start // 256, start // 256 + blocks(count)
-            scales = (self.part(x).view(np.float32)[low:high] for x in ("m_scales", "v_scales"))
-            adam_8bit(step, gradient, p, m, v, *scales, copy, workers=workers)
+            low, high = start // BLOCK, start // BLOCK + blocks(count)
+            adam_8bit(
+                step, gradient, p, self.part("m")[start:stop], self.part("v")[start:stop],
+                self.part("m_scales").view(np.float32)[low:high],
+                self.part("v_scales").view(np.float32)[low:high],
+                copy, workers=workers,
+            )  # fmt: skip
             return
         m, v = (self.part(x).view(np.float32)[start:stop] for x in "mv")
         adam_fp32(step, gradient, p, m, v, copy, workers=workers)
@@ -119,7 +126,7 @@ class Slot:
 
 def numbers(memory: Bytes, dtype: str) -> Numbers:
     """float32, or the bits of bfloat16."""
-    return memory.view(np.float32 if dtype == "float32" else np.uint16)
+    return memory.view(np.float32) if dtype == "float32" else memory.view(np.uint16)
 
 
 def widen(source: Numbers, out: npt.NDArray[np.float32]) -> None:

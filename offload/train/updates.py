@@ -141,7 +141,7 @@ class Updater:
     def _serve(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+        except BaseException as error:
             if not self._shared.closed:
                 log.debug("the update lane stopped", exc_info=True)
             self._shared.fail(error)

@@ -2,10 +2,10 @@
 
 GreedySnake (Yue et al. 2025) schedules a step "vertically": all micro-batches pass a layer before
 any goes on. Here each micro-batch runs the model's own forward and backward, untouched, in a thread
-of its own, and a baton decides who runs: at the door of the next unit a thread hands it on, and gets
-it back when all others stand before that door, too. Only the holder of the baton runs, so a model's
-code and torch's random generator see one thread at a time, and gradients of a unit are added in the
-order of micro-batches, as in the usual order.
+of its own, and a baton decides who runs: at the door of the next unit a thread hands it on, and
+gets it back when all others stand before that door, too. Only the holder of the baton runs, so a
+model's code and torch's random generator see one thread at a time, and gradients of a unit are
+added in the order of micro-batches, as in the usual order.
 """
 
 from __future__ import annotations

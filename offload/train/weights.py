@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +67,7 @@ class Shared:
             raise ClosedError("the training engine is closed")
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait, with the lock held. Raises the engine's error, or WatchdogError if nothing moves."""
+        """Wait, with the lock held. Raises the engine's error; WatchdogError if nothing moves."""
         while not ready():
             self.check()
             before = self.events
@@ -74,6 +75,11 @@ class Shared:
             if self.events == before and not ready():
                 raise WatchdogError(f"{what}: nothing has happened for {WATCHDOG_S:.0f} s")
         self.check()
+
+    def wait_for_change(self, what: str) -> None:
+        """Wait, with the lock held, until something has happened."""
+        before = self.events
+        self.wait_for(lambda: self.events != before, what)
 
 
 class WeightSource(Protocol):
@@ -151,16 +157,14 @@ class Weights:
                         entry.pins += 1
                     if entry is not None:
                         # Held from now on: its next use is far away, and reads ahead would drop it.
-                        shared.wait_for(
-                            lambda e=entry: e.ready,  # type: ignore[misc]
-                            f"reading {entry.block.id}",
-                        )
+                        self._until_ready(entry)
                         return entry
                 self._await(block)
 
+    def _until_ready(self, entry: Entry) -> None:
+        self._shared.wait_for(lambda: entry.ready, f"reading {entry.block.id}")
+
     def _await(self, block: int) -> None:
-        shared = self._shared
-        before = shared.events
         name = self.layout.blocks[block].id
         if self._stuck(block):
             held = sum(e.memory.nbytes for e in self._entries.values() if e.pins)
@@ -169,7 +173,7 @@ class Weights:
                 f"({format_bytes(self.layout.blocks[block].nbytes)}): {format_bytes(held)} of "
                 f"{format_bytes(self._pool.limit)} are in use at this moment; raise --ram"
             )
-        shared.wait_for(lambda: shared.events != before, f"waiting for the weights of {name}")
+        self._shared.wait_for_change(f"waiting for the weights of {name}")
 
     def _stuck(self, block: int) -> bool:
         """Whether nothing under way could ever make room."""
@@ -211,7 +215,7 @@ class Weights:
                             self._updating = block
                             return entry
                         entry = self._load(block, DEMAND, pins=1)
-                        shared.wait_for(lambda e=entry: e.ready, "reading what is updated")  # type: ignore[misc]
+                        self._until_ready(entry)
                         entry.pins -= 1
                         self._updating = block
                         return entry
@@ -220,8 +224,7 @@ class Weights:
                 elif entry.ready and not entry.pins:
                     self._updating = block
                     return entry
-                before = shared.events
-                shared.wait_for(lambda: shared.events != before, "an update waits for memory")
+                shared.wait_for_change("an update waits for memory")
 
     def make_stale(self, blocks: Iterable[int]) -> None:
         with self._shared.changed:
@@ -323,7 +326,7 @@ class Weights:
             raise
         entry.missing = len(futures)
         for future in futures:
-            future.add_done_callback(lambda f, e=entry: self._read_done(e, f))  # type: ignore[misc]
+            future.add_done_callback(partial(self._read_done, entry))
         if not futures:
             self._loading -= 1
             entry.ready = True
