@@ -1,14 +1,14 @@
 """What narrower optimizer states cost and save: bf16 and 8-bit against float32.
 
-    python benchmarks/states.py --steps 240 --plot states.png --speed benchmarks/results/finetune.json
+    python benchmarks/states.py --plot states.png --speed benchmarks/results/finetune.json
 
-Loss: ``offload finetune`` of ``examples/tiny_moe`` on real text that it has never seen (the sources of
-this repository, see ``examples/finetune_tiny_moe.py``), once for each kind of states, same tokens in
-the same order. What counts is the drop of the held-out loss, over that of float32 states.
+Loss: ``offload finetune`` of ``examples/tiny_moe`` on real text that it has never seen (the sources
+of this repository, see ``examples/finetune_tiny_moe.py``), once for each kind of states, the same
+tokens in the same order. What counts is the drop of the held-out loss, over that of float32 states.
 
-Speed: that model is too small to say anything, so it comes from a result of ``finetune.py`` with the
-same budget, tokens and clipping for several kinds of states: step times and bytes moved, each over
-those of float32 states.
+Speed: that model is too small to say anything, so it comes from a result of ``finetune.py`` with
+the same budget, tokens and clipping for several kinds of states: step times and bytes moved, each
+over those of float32 states.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Teach the tiny model of this folder something it has never seen, in less RAM than its states need.
+"""Teach the tiny model of this folder something new, in less RAM than its training needs.
 
     python examples/finetune_tiny_moe.py
 
 ``tiny_moe`` was trained on prose: the listings of its corpus were left out. Here it learns Python,
 from the sources of this repository (Apache-2.0, as all of it); one file in ten, chosen by a hash of
-its name, is held out. Shown are what it writes before and after, and the loss on the held-out files,
+its name, is held out. Shown are what it writes before and after, and its loss on held-out files,
 beside a resident loop in plain PyTorch over the same tokens in the same order: float32 weights, no
 budget, ``torch.optim.AdamW``. The streamed run computes in bfloat16 with float32 masters on the
 disk, and must gain at least 95 % of what the resident one gains.

@@ -8,6 +8,7 @@ checkpointed. A buffer for parameters takes the largest one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -60,7 +61,7 @@ def main() -> None:
         engine.step()
         times.append(time.perf_counter())
         steps.append(times[-1] - times[0])
-        phases.append([b - a for a, b in zip(times, times[1:], strict=False)])
+        phases.append([b - a for a, b in itertools.pairwise(times)])
         losses.append(float(loss.detach()))
     result = {
         "deepspeed": deepspeed.__version__,

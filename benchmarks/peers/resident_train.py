@@ -7,6 +7,7 @@ float32 weights, bfloat16 autocast, gradient checkpointing, ``clip_grad_norm_`` 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import time
@@ -50,7 +51,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         times.append(time.perf_counter())
         steps.append(times[-1] - times[0])
-        phases.append([b - a for a, b in zip(times, times[1:], strict=False)])
+        phases.append([b - a for a, b in itertools.pairwise(times)])
         losses.append(float(loss.detach()))
     result = {
         "parameters": sum(p.numel() for p in model.parameters()),

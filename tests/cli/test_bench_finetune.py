@@ -1,4 +1,4 @@
-"""The arithmetic of ``benchmarks/finetune.py``: a bound that is wrong flatters whatever it judges."""
+"""The arithmetic of ``benchmarks/finetune.py``: a wrong bound flatters whatever it judges."""
 
 from __future__ import annotations
 
