@@ -91,20 +91,9 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     model_dir = checkpoint(args.config, args.work, args.layers)
     model = shape(model_dir)
+    asked = budgets(args, model_dir)
     points: list[dict[str, Any]] = []
     peers: dict[str, Any] = {}
-    for tokens in args.tokens:
-        if not args.no_peers:
-            peers[str(tokens)] = run_peers(args, model_dir, model, tokens)
-            print(peer_line(tokens, peers[str(tokens)]), flush=True)
-        for states, clip in product(args.states, args.clip):
-            for budget in budgets(args, model_dir, tokens, states):
-                point = measure(args, model_dir, model, budget, tokens, states, clip == "on")
-                compare(point, peers.get(str(tokens), {}))
-                points.append(point)
-                print(line(point), flush=True)
-    for point, exposed in zip(points, exposed_optimizer(points), strict=True):
-        point["exposed_optimizer_s"] = exposed
     result = {
         "benchmark": "finetune",
         "settings": settings(args),
@@ -113,13 +102,26 @@ def main() -> None:
         "peers": peers,
         "points": points,
     }
+    for tokens in args.tokens:
+        if not args.no_peers:
+            peers[str(tokens)] = run_peers(args, model_dir, model, tokens)
+            print(peer_line(tokens, peers[str(tokens)]), flush=True)
+        for states, clip in product(args.states, args.clip):
+            for budget in asked:
+                point = measure(args, model_dir, model, budget, tokens, states, clip == "on")
+                compare(point, peers.get(str(tokens), {}))
+                points.append(point)
+                for known, exposed in zip(points, exposed_optimizer(points), strict=True):
+                    known["exposed_optimizer_s"] = exposed
+                where = record(args.name, result, args.output)  # now: a sweep takes hours
+                print(line(point), flush=True)
     print("\n" + table(points))
-    print(f"written to {record(args.name, result, args.output)}")
+    print(f"written to {where}")
     if args.plot:
         plot(result, args.plot)
 
 
-def budgets(args: argparse.Namespace, model: Path, tokens: int, states: str) -> list[int]:
+def budgets(args: argparse.Namespace, model: Path) -> list[int]:
     """Bytes of the budgets that are asked for, the smallest first."""
     from finetune_inputs import planned
 
@@ -127,7 +129,7 @@ def budgets(args: argparse.Namespace, model: Path, tokens: int, states: str) -> 
 
     out = [parse_bytes(r) for r in args.ram]
     if args.cgroup:
-        with run_options(args, model, tokens, states, clipping=True, steps=args.steps) as options:
+        with run_options(args, model, args.tokens[0], args.states[0], clipping=True) as options:
             bare = planned(**options).baseline
         out += [parse_bytes(c) - bare - SLACK for c in args.cgroup]
     if not out:
@@ -137,21 +139,21 @@ def budgets(args: argparse.Namespace, model: Path, tokens: int, states: str) -> 
 
 @contextmanager
 def run_options(
-    args: argparse.Namespace, model: Path, tokens: int, states: str, *, clipping: bool, steps: int
+    args: argparse.Namespace, model: Path, tokens: int, states: str, *, clipping: bool
 ) -> Iterator[dict[str, Any]]:
     """A run's options, as ``TrainOptions`` has them, with directories that go afterwards."""
     from finetune_inputs import text, vocabulary
 
     with tempfile.TemporaryDirectory(prefix="finetune-", dir=args.work) as name:
         work = Path(name)
-        data = text(work / "train.txt", vocabulary(model), tokens * (steps + 2))
+        data = text(work / "train.txt", vocabulary(model), tokens * (args.steps + 2))
         yield {
             "model": str(model),
             "data": str(data),
             "output": str(work / "out"),
             "disk": str(work / "states"),
             "states": states,
-            "max_steps": steps,
+            "max_steps": args.steps,
             "seq_len": tokens,
             "schedule": "constant",
             "warmup": 0.0,
@@ -182,9 +184,7 @@ def measure(
     point: dict[str, Any] = {
         "ram_bytes": ram, "tokens_asked": tokens, "states": states, "clipping": clipping,
     }  # fmt: skip
-    with run_options(
-        args, directory, tokens, states, clipping=clipping, steps=args.steps
-    ) as options:
+    with run_options(args, directory, tokens, states, clipping=clipping) as options:
         options["ram"] = ram
         try:
             plan = planned(**options)

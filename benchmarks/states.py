@@ -50,6 +50,7 @@ def main() -> None:
 
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
+    points = json.loads(args.speed.read_text())["points"] if args.speed else []
     kinds = ["fp32", *(k for k in args.kinds if k != "fp32")]
     with tempfile.TemporaryDirectory(prefix="states-") as name:
         work = Path(name)
@@ -67,7 +68,7 @@ def main() -> None:
                 f"{runs[kind]['drop_ratio']:.1%} of the drop with fp32",
                 flush=True,
             )
-    speed = speeds(json.loads(args.speed.read_text())["points"]) if args.speed else []
+    speed = speeds(points)
     for found in speed:
         print(
             f"{found['states']:>5} at {found['ram_bytes'] / 2**30:.1f} GiB, {found['tokens']} "
@@ -99,7 +100,7 @@ def run(
         *wish, "--ram", args.ram, "--states", kind, "--threads", str(args.threads),
         "--json", str(metrics),
     )  # fmt: skip
-    done = subprocess.run(command, check=False, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{kind}: {done.stderr.strip()[-500:]}")
     events = [json.loads(text) for text in metrics.read_text().splitlines()]
