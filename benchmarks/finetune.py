@@ -146,7 +146,7 @@ def run_options(
 
     with tempfile.TemporaryDirectory(prefix="finetune-", dir=args.work) as name:
         work = Path(name)
-        data = text(work / "train.txt", vocabulary(model), tokens * (args.steps + 2))
+        data = text(work / "train.txt", vocabulary(model), tokens, args.steps)
         yield {
             "model": str(model),
             "data": str(data),

@@ -52,16 +52,15 @@ def tokenizer(vocabulary: int) -> Any:
     )  # fmt: skip
 
 
-def text(path: Path, vocabulary: int, tokens: int) -> Path:
-    """A file of ``tokens`` random tokens, sixteen to a line."""
+def text(path: Path, vocabulary: int, seq_len: int, sequences: int) -> Path:
+    """A file of random words that fills exactly so many sequences, sixteen words to a line.
+
+    Neighbouring sequences share a token, and one ends the text: a word more, and there were a step
+    of a few tokens among those that are timed.
+    """
     rng = random.Random(0)
-    path.write_text(
-        "\n".join(
-            " ".join(word(rng.randrange(3, vocabulary)) for _ in range(16))
-            for _ in range(-(-tokens // 16))
-        )
-        + "\n"
-    )
+    words = [word(rng.randrange(3, vocabulary)) for _ in range(sequences * (seq_len - 1))]
+    path.write_text("\n".join(" ".join(words[i : i + 16]) for i in range(0, len(words), 16)))
     return path
 
 
