@@ -28,8 +28,8 @@ class TrainFootprint:
     """Bytes for one micro-batch."""
 
     unit_bytes: int
-    """Most that running a unit again and its backward holds at once, of the gradients of its weights
-    one at a time."""
+    """Most that running a unit again and its backward holds at once, of the gradients of its
+    weights one at a time."""
     boundary_bytes: int
     """Inputs of all units that are kept for backward."""
     shared_bytes: int
@@ -64,33 +64,37 @@ class _Done(Exception):
     """Every unit has been seen."""
 
 
-def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
+def unit_calls(
+    model: Any, units: list[nn.Module], rows: int, length: int
+) -> dict[int, tuple[Any, Any]]:
+    """With what the model calls its units for ``rows`` x ``length`` tokens: by the identity of the
+    module (args, kwargs) on meta, without caches. ``model`` is on meta."""
     ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
-    # With a cache transformers asks no values whether rows are packed; units never get it (segments).
+    # With a cache transformers asks no values whether rows are packed; units never get it.
     given: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     calls: dict[int, tuple[Any, Any]] = {}
-    handles = []
-    for unit in units:
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls[id(module)] = without_caches(args, kwargs)
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[id(module)] = without_caches(args, kwargs)
 
-        handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True))
     with contextlib.ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
+        for unit in units:
+            stack.callback(unit.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for group in expert_groups(model):
             stack.enter_context(_stub_experts(group.module, group.n_experts))
         stack.enter_context(_buffers_on_meta(model))
-        if "logits_to_keep" in type(model).forward.__code__.co_varnames:
-            given["logits_to_keep"] = 1
-        weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         with torch.no_grad():
-            watch = _Watch(weights)
-            with watch:
-                model(**given)
-        for handle in handles:
-            handle.remove()
+            model(**given)
+    return calls
+
+
+def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
+    calls = unit_calls(model, units, rows, length)
+    with contextlib.ExitStack() as stack:
+        for group in expert_groups(model):
+            stack.enter_context(_stub_experts(group.module, group.n_experts))
+        stack.enter_context(_buffers_on_meta(model))
+        weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}
         shared: dict[int, int] = {}
         peak = 0

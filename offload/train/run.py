@@ -19,6 +19,7 @@ from offload.errors import OffloadError
 from offload.io.tile_store import TileStore, is_tile_store
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
+from offload.models.params import parameters
 from offload.models.workspace import limit_kernels
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
@@ -38,7 +39,16 @@ from offload.train.options import TrainOptions
 from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
-from offload.train.plan import Needs, TrainPlan, make_plan
+from offload.train.plan import (
+    Needs,
+    Prediction,
+    StepRates,
+    TrainPlan,
+    make_plan,
+    predict,
+    slot_bytes,
+)
+from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
 from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
@@ -168,7 +178,8 @@ def _plan(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    return Run(
+    rates = _rates(meta, modules, form, options, states)
+    run = Run(
         meta,
         data,
         options,
@@ -182,6 +193,34 @@ def _plan(
         grad_dtype,
         notes,
     )
+    if rates is not None:
+        update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
+        run.prediction = predict(plan, rates, update_bytes, clipping=clipping)
+    gc.collect()
+    reset_peak_rss()
+    return run
+
+
+LARGEST_SAMPLE = 1 << 30
+"""A unit of more bytes is not run to predict a step: its weights would be made up first."""
+
+
+def _rates(
+    meta: MetaModel, modules: list[Any], form: HeadForm | None, options: TrainOptions, states: Path
+) -> StepRates | None:
+    """Measure what a prediction needs; None where it cannot be."""
+    if max((sum(p.nbytes for p in parameters(m).values()) for m in modules), default=0) > (
+        LARGEST_SAMPLE
+    ):
+        return None
+    micro = compute_seconds(meta.model, modules, form, options.batch_size, options.seq_len)
+    if micro is None:
+        return None
+    read, write = disk_mix(states.parent)
+    return StepRates(
+        compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
+        disk_read=read, disk_write=write, update=UPDATE_BYTES_S,
+    )  # fmt: skip
 
 
 def _grad_dtype(options: TrainOptions) -> str | None:
@@ -230,6 +269,8 @@ class Run:
         self.grad_dtype = grad_dtype
         self.notes = notes
         self.identity = identity_of(meta, layout, data, options, total)
+        self.prediction: Prediction | None = None
+        """Of a step's time; None where it cannot be measured."""
         self._engine: Engine | None = None
         trained = {
             alias
