@@ -212,6 +212,7 @@ def measure(
         "cgroup_bytes": limit if limited else None,
         "baseline_rss_bytes": plan.baseline,
         "plan": plan.lines,
+        "predicted_s": plan.predicted_s,
         "homes": asdict(plan.homes),
         "rates": [listed(before), listed(after)],
         "first_forward_s": steps[0]["phases"]["forward"],
@@ -325,6 +326,7 @@ COLUMNS = (
     ("s/step", lambda p: f"{p['seconds']:.2f}"),
     ("T_min", lambda p: f"{p['t_min']:.2f}"),
     ("of it", lambda p: f"{p['fraction']:.0%}"),
+    ("predicted", lambda p: "-" if p["predicted_s"] is None else f"{p['predicted_s']:.2f}"),
     ("exposed", lambda p: "-" if p["exposed_optimizer_s"] is None
      else f"{p['exposed_optimizer_s']:.2f}"),
     ("waiting", lambda p: f"{p['waiting_s']:.2f}"),

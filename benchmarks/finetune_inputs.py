@@ -103,6 +103,8 @@ class Planned:
     lines: list[str]
     baseline: int
     """Bytes of RAM that the bare process has before anything counts."""
+    predicted_s: float | None
+    """Of a step; None if the plan says nothing."""
 
 
 def planned(**options: Any) -> Planned:
@@ -121,7 +123,7 @@ def planned(**options: Any) -> Planned:
     if done.returncode:
         raise SystemExit(done.stderr.strip()[-500:])
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    return Planned(homes=Homes(**found["homes"]), lines=found["lines"], baseline=found["baseline"])
+    return Planned(**found | {"homes": Homes(**found["homes"])})
 
 
 def main() -> None:
@@ -150,8 +152,13 @@ def main() -> None:
             read += slots - copy
             written += slots - (copy if block.index in place.pinned else 0)
         homes = Homes(states_read=read, states_written=written, spilled=run.plan.spill_bytes)
-        found = {"homes": asdict(homes), "lines": run.describe(), "baseline": run.baseline}
-        print(json.dumps(found))
+        found = Planned(
+            homes=homes,
+            lines=run.describe(),
+            baseline=run.baseline,
+            predicted_s=run.prediction.seconds if run.prediction else None,
+        )
+        print(json.dumps(asdict(found)))
     finally:
         run.close()
 
