@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
@@ -322,7 +322,7 @@ def line(point: dict[str, Any]) -> str:
     )
 
 
-COLUMNS = (
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("s/step", lambda p: f"{p['seconds']:.2f}"),
     ("T_min", lambda p: f"{p['t_min']:.2f}"),
     ("of it", lambda p: f"{p['fraction']:.0%}"),

@@ -46,7 +46,8 @@ def tokenizer(vocabulary: int) -> Any:
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {word(t): t for t in range(3, vocabulary)}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    return make(
         tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
         pad_token="</s>",
     )  # fmt: skip
@@ -133,7 +134,7 @@ def main() -> None:
     from offload.train.updates import Updater
 
     given = json.loads(sys.argv[1])
-    paths = {k: Path(given.pop(k)) for k in ("data", "output", "disk")}
+    paths: dict[str, Any] = {k: Path(given.pop(k)) for k in ("data", "output", "disk")}
     threads = given.pop("threads")
     import torch
 

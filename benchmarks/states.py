@@ -48,7 +48,8 @@ def main() -> None:
     import torch
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quiet: Any = logging.disable_progress_bar
+    quiet()
     torch.set_num_threads(args.threads)
     points = json.loads(args.speed.read_text())["points"] if args.speed else []
     kinds = ["fp32", *(k for k in args.kinds if k != "fp32")]

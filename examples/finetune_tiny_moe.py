@@ -47,7 +47,8 @@ def main() -> int:
     args = parser.parse_args()
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quiet: Any = logging.disable_progress_bar
+    quiet()
     with work_directory(args.work) as work:
         return show(args, work)
 
@@ -203,9 +204,10 @@ def held_out_loss(model: Path, text: Path, work: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    module = AutoModelForCausalLM.from_pretrained(
+    module: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.bfloat16, experts_implementation="eager"
-    ).eval()
+    )
+    module.eval()
     total, tokens = 0.0, 0
     with torch.no_grad(), batches_of(text, work, 8, 0) as data:
         for step in range(data.train.steps_per_epoch):
