@@ -35,9 +35,9 @@ def identity_of(
     return {
         "model": model_fingerprint(meta),
         "dtype": str(meta.dtype).removeprefix("torch."),
-        # Behind "model" in the alphabet: of two differences the first one is told.
+        # Of several differences the first one in the alphabet is told: causes come before effects.
         "model layout": layout_fingerprint(layout),
-        "data": data.fingerprint,
+        "tokenised data": data.fingerprint,
         **{name: json.loads(json.dumps(value)) for name, value in settings.items()},
     }
 

@@ -103,9 +103,8 @@ def _check_states(states: Path, options: TrainOptions) -> None:
 def _check_room(run: Run) -> None:
     """Refuse to begin what would end without room for its output. For the states there is room, or
     they are not made; what they take of the same disk is not there for the output any more."""
-    parents = []
-    for path in (run.options.output.expanduser().absolute(), run.states):
-        parents.append(next(p for p in path.parents if p.exists()))
+    paths = (run.options.output.expanduser().absolute(), run.states)
+    parents = [next(p for p in path.parents if p.exists()) for path in paths]
     taken = run.plan.spill_bytes + (0 if run.options.resume else run.plan.disk_bytes)
     need = run.output_bytes()
     if os.stat(parents[0]).st_dev != os.stat(parents[1]).st_dev:

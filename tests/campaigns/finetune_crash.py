@@ -142,11 +142,12 @@ class Campaign:
     """Models, data and references in a directory; runs in children."""
 
     def __init__(self, place: Path) -> None:
-        from run_support import options_for, write_data, write_model
-
         import torch
+        from run_support import options_for, write_data, write_model
+        from tqdm import tqdm
 
         torch.set_num_threads(1)
+        tqdm.monitor_interval = 0  # its thread would not survive the fork
         self.place = place
         self._options_for = options_for
         self._models = {

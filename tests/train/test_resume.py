@@ -15,6 +15,7 @@ from run_support import (
     Log,
     again,
     everything_on_disk,
+    not_warmed,
     options_for,
     train,
     weights_of,
@@ -23,6 +24,7 @@ from run_support import (
 )
 
 from offload.errors import OffloadError, PlanError
+from offload.train import run
 from offload.train.run import Run, prepare
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "masters": {"family": "llama", "dtype": torch.float32},
     "dropout": {"family": "gpt2"},
 }
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "warm_training", not_warmed)
 
 
 @pytest.fixture(scope="module")
