@@ -97,6 +97,8 @@ class Engine:
         """Steps that each parameter has taken."""
         self.in_backward: Callable[[Piece], Group] | None = None
         """Set: update inside backward, with these hyper-parameters."""
+        self.torn = False
+        """Whether updates of a step have begun that is not taken (yet): only inside backward."""
         self.last_micro_batch = True
         """Whether gradients of this backward complete the step."""
         self.micro = 0
@@ -301,6 +303,7 @@ class Engine:
 
     def _update_now(self, blocks: Collection[int]) -> None:
         if self.in_backward is not None:
+            self.torn = True
             self._update([b for b in blocks if self.gradients.pieces(b)], self.in_backward, 1.0)
 
     def step(self, group_of: Callable[[Piece], Group], max_norm: float = 0.0) -> StepResult:
@@ -323,6 +326,7 @@ class Engine:
         if self.in_backward is None:
             self._update(self.gradients.blocks(), group_of, clip)
         self.gradients.clear_sums()
+        self.torn = False
         with self.shared.changed:
             self.order.end_step()
         return StepResult(norm, clip)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.models.expert_groups import expert_groups
@@ -53,25 +55,65 @@ def measure_training(model: Any, units: list[nn.Module], rows: int, length: int)
     return TrainFootprint(
         unit_bytes=tokens * (24 * hidden + 10 * inner) * size
         + 3 * rows * heads * length * length * size
-        + largest,
+        + largest
+        + _expert_bytes(model, tokens),
         boundary_bytes=len(units) * tokens * hidden * size,
         shared_bytes=6 * tokens * hidden * size + rows * length * length * 4,
         measured=False,
     )
 
 
-class _Done(Exception):
-    """Every unit has been seen."""
+class _CpuAttention(TorchFunctionMode):
+    """Fused attention as the CPU computes it: its kernel never holds the scores [B, H, L, L]. On
+    meta torch takes the road that does, which would count gigabytes that nobody allocates."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            fused = _fused_attention(*args, **kwargs)
+            if fused is not None:
+                return fused
+        return func(*args, **kwargs)
+
+
+def _fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor | None:  # fmt: skip
+    """None where the CPU computes step by step, too (``sdp_utils_cpp.cpp`` of torch)."""
+    heads = query.dim() == 4 and (enable_gqa or query.shape[1] == key.shape[1])
+    same = query.shape[-1] == value.shape[-1] == key.shape[-1]
+    if not heads or not same or dropout_p or (attn_mask is not None and attn_mask.requires_grad):
+        return None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    # Keys and values are packed for the matrix unit, once for each head of the queries.
+    packed = torch.empty_like(query), torch.empty_like(query)
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    del packed
+    return out
 
 
 def unit_calls(
-    model: Any, units: list[nn.Module], rows: int, length: int
+    model: Any, units: list[nn.Module], rows: int, length: int, *, masked: bool = True
 ) -> dict[int, tuple[Any, Any]]:
     """With what the model calls its units for ``rows`` x ``length`` tokens: by the identity of the
-    module (args, kwargs) on meta, without caches. ``model`` is on meta."""
+    module (args, kwargs) on meta, without caches. ``model`` is on meta.
+
+    ``masked``: with a mask of four dimensions, as packed rows have; it is made of values, which
+    meta tensors lack, so it is given from outside. Some families refuse it.
+    """
     ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
-    # With a cache transformers asks no values whether rows are packed; units never get it.
-    given: dict[str, Any] = {"input_ids": ids, "use_cache": True}
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if masked:
+        mask = torch.ones((rows, 1, length, length), dtype=torch.bool, device="meta")
+        given["attention_mask"] = mask
+    else:
+        # With a cache transformers asks no values whether rows are packed; units never get it.
+        given["use_cache"] = True
     calls: dict[int, tuple[Any, Any]] = {}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -88,12 +130,25 @@ def unit_calls(
     return calls
 
 
+def any_unit_calls(
+    model: Any, units: list[nn.Module], rows: int, length: int
+) -> dict[int, tuple[Any, Any]]:
+    """``unit_calls`` with a mask, or without where the family takes none of that shape."""
+    try:
+        return unit_calls(model, units, rows, length)
+    except Exception as error:  # noqa: BLE001  any code may refuse it in its own way
+        logger.debug("no mask of four dimensions: %s", error)
+    return unit_calls(model, units, rows, length, masked=False)
+
+
 def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
-    calls = unit_calls(model, units, rows, length)
+    """Raises whatever an operation raises that cannot work without data."""
+    calls = any_unit_calls(model, units, rows, length)
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(_stub_experts(group.module, group.n_experts))
         stack.enter_context(_buffers_on_meta(model))
+        stack.enter_context(_CpuAttention())
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}
         shared: dict[int, int] = {}

@@ -35,8 +35,9 @@ def identity_of(
     return {
         "model": model_fingerprint(meta),
         "dtype": str(meta.dtype).removeprefix("torch."),
-        "layout": layout_fingerprint(layout),
-        "data": data.fingerprint,
+        # Of several differences the first one in the alphabet is told: causes come before effects.
+        "model layout": layout_fingerprint(layout),
+        "tokenised data": data.fingerprint,
         **{name: json.loads(json.dumps(value)) for name, value in settings.items()},
     }
 

@@ -20,6 +20,8 @@ MOST_BUFFERS, LEAST_BUFFERS = 8, 2
 SLACK_SHARE = 32
 """Of the budget, kept free for what no one counts (at least ``LEAST_SLACK``)."""
 LEAST_SLACK, MOST_SLACK = 24 << 20, 256 << 20
+DRIFT = 6 << 20
+"""What Python and the data weigh differs by so much from process to process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,11 @@ class TrainPlan:
     @property
     def ram_bytes(self) -> int:
         return sum(self.ram.values())
+
+
+def slack_bytes(budget: int) -> int:
+    """What is kept free of a budget."""
+    return min(MOST_SLACK, max(LEAST_SLACK, budget // SLACK_SHARE))
 
 
 def slot_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
@@ -108,7 +115,7 @@ def make_plan(
         (sum(grads.get(b, 0) for b in u.blocks) for u in layout.units), default=0
     )  # fmt: skip
     kept_grads = sum(grads[b] for b in pinned if b in grads)
-    slack = min(MOST_SLACK, max(LEAST_SLACK, budget // SLACK_SHARE))
+    slack = slack_bytes(budget)
 
     def fixed(buffers: int) -> dict[str, int]:
         out = dict(needs.fixed)
@@ -134,11 +141,13 @@ def make_plan(
             f"{format_bytes(v)} {k}"
             for k, v in sorted(parts.items(), key=lambda item: -item[1])[:4]
         )
+        least = total(buffers) - slack
+        while least + slack < (need := least + slack_bytes(least + slack)):
+            slack = need - least
         raise PlanError(
-            f"--ram {format_bytes(budget)} is too small by "
-            f"{format_bytes(total(buffers) - budget)}: a step needs "
-            f"{format_bytes(total(buffers))} ({names}); raise it to that, or lower "
-            f"--seq-len or --batch-size"
+            f"--ram {format_bytes(budget)} is too small by {format_bytes(need - budget)}: a step "
+            f"needs {format_bytes(need)} ({names}); raise it to "
+            f"{-(-(need + DRIFT) // 2**20)}MiB, or lower --seq-len or --batch-size"
         )
     left = budget - total(buffers)
     # Whatever is kept in RAM saves as many bytes of reading as of writing per step: gradients 2 per

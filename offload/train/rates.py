@@ -26,7 +26,7 @@ from offload.io.files import DirectFile
 from offload.io.memory import Staging
 from offload.io.private import nameless_file, reserve
 from offload.models.params import parameters
-from offload.train.footprint import unit_calls
+from offload.train.footprint import any_unit_calls
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import ResidentHead, head_loss
 from offload.train.loop import HEAD_ROWS
@@ -43,7 +43,7 @@ def compute_seconds(
 ) -> dict[str, float] | None:
     """Phase -> seconds of one micro-batch; None where a unit does not run on made-up inputs."""
     try:
-        calls = unit_calls(model, list(units), rows, length)
+        calls = any_unit_calls(model, list(units), rows, length)
         known: dict[Any, tuple[float, float]] = {}
         forward = backward = 0.0
         for unit in units:
@@ -98,6 +98,8 @@ def _time_unit(unit: nn.Module, leaves: list[Any], spec: Any) -> tuple[float, fl
 
 
 def _real(like: torch.Tensor) -> torch.Tensor:
+    if like.dtype == torch.bool:
+        return torch.ones(like.shape, dtype=like.dtype)  # a mask that hides nothing
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
     return torch.rand(like.shape).to(like.dtype)

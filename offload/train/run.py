@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -14,15 +15,16 @@ from typing import Any
 
 import torch
 
+from offload.blocks import TensorSpec
 from offload.cpu_ops.checksum import xxh64
-from offload.errors import OffloadError
+from offload.errors import OffloadError, StoreError
 from offload.io.tile_store import TileStore, is_tile_store
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
 from offload.models.params import parameters
-from offload.models.workspace import limit_kernels
-from offload.runtime.heap import return_large_blocks
+from offload.models.workspace import kernel_bytes, limit_kernels
+from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
 from offload.train.checks import check_dtypes, check_options, state_directory
 from offload.train.data.obstacles import packing_obstacle
@@ -70,6 +72,7 @@ def prepare(options: TrainOptions) -> Run:
     ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
     limit_kernels(ram)
     return_large_blocks()
+    share_one_heap()
     config = read_config(directory)
     from offload.io.safetensors import CheckpointIndex
 
@@ -87,7 +90,9 @@ def prepare(options: TrainOptions) -> Run:
     check_writable(meta.mapping)
     data = _open_data(meta, options, states, notes)
     try:
-        return _plan(meta, data, options, states, baseline, ram, notes)
+        run = _plan(meta, data, options, states, baseline, ram, notes)
+        _check_room(run)
+        return run
     except BaseException:
         data.close()
         raise
@@ -103,6 +108,26 @@ def _check_states(states: Path, options: TrainOptions) -> None:
         raise OffloadError(
             f"{states} holds the states of another run; continue it with --resume, or delete it, "
             f"or give another --output or --disk"
+        )
+
+
+def _check_room(run: Run) -> None:
+    """Refuse to begin what would end without room for its output. For the states there is room, or
+    they are not made; what they take of the same disk is not there for the output any more."""
+    paths = (run.options.output.expanduser().absolute(), run.states)
+    parents = [next(p for p in path.parents if p.exists()) for path in paths]
+    taken = run.plan.spill_bytes + (0 if run.options.resume else run.plan.disk_bytes)
+    need = run.output_bytes()
+    if os.stat(parents[0]).st_dev != os.stat(parents[1]).st_dev:
+        taken = 0
+    disk = os.statvfs(parents[0])
+    free = disk.f_bavail * disk.f_frsize
+    if free < need + taken:
+        more = f" and training another {format_bytes(taken)}" if taken else ""
+        raise StoreError(
+            f"the output needs {format_bytes(need)} in {parents[0]}{more}, {format_bytes(free)} "
+            f"are free: {format_bytes(need + taken - free)} too little; free some, or choose "
+            f"another --output or --disk"
         )
 
 
@@ -163,6 +188,7 @@ def _plan(
         "inputs kept for backward": footprint.boundary_bytes * vertical
         + footprint.shared_bytes * (vertical + 1),
         "loss": _loss_bytes(meta, form, layout, options, grad_dtype),
+        "compiled products": _kernel_bytes(layout, options, ram),
     }
     gc.collect()
     fixed["Python, data, tokenizer"] = max(0, current_rss() - baseline) + (8 << 20)
@@ -225,6 +251,23 @@ def _rates(
         compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
         disk_read=read, disk_write=write, update=UPDATE_BYTES_S,
     )  # fmt: skip
+
+
+def _kernel_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
+    """What compiled products take: of each matrix one forward and two backward, and of an expert's
+    for each number of tokens that it gets."""
+    dense: set[tuple[int, ...]] = set()
+    experts: set[tuple[int, ...]] = set()
+    for block in layout.blocks:
+        for piece in block.pieces:
+            if len(piece.shape) >= 2:
+                (dense if piece.expert is None else experts).add(piece.shape)
+    tokens = options.batch_size * options.seq_len if experts else 1
+    specs = [
+        TensorSpec(name="matrix", dtype="bfloat16", shape=shape, offset=0)
+        for shape in experts or dense
+    ]
+    return kernel_bytes(specs, 3 * tokens, ram)
 
 
 def _grad_dtype(options: TrainOptions) -> str | None:
@@ -297,6 +340,13 @@ class Run:
 
     # -- before ---------------------------------------------------------------------------
 
+    def output_bytes(self) -> int:
+        """Of the model that comes out, but for its small files."""
+        return sum(
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for _, dtype, shape in self._tensors.tensors
+        )
+
     def describe(self) -> list[str]:
         """The plan, line by line."""
         from offload.train.describe import describe
@@ -346,8 +396,8 @@ class Run:
                     self._evaluate(loop, step, listener)
                 output = self._write(engine, listener)
         except NotFinite:
-            # What was updated before is good: keep it.
-            if step > first:
+            # What was updated before is good: keep it, unless this step has begun to change it.
+            if step > first and not engine.torn:
                 self._begin_commit(engine, step, listener)
                 self._end_commit(listener)
             raise

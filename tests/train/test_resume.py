@@ -1,0 +1,215 @@
+"""A run that stops and goes on is the run that never stopped, to the last bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_support import (
+    STEPS,
+    Log,
+    again,
+    everything_on_disk,
+    not_warmed,
+    options_for,
+    train,
+    weights_of,
+    write_data,
+    write_model,
+)
+
+from offload.errors import OffloadError, PlanError
+from offload.train import run
+from offload.train.run import Run, prepare
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"states": "bf16"},
+    "8bit": {"states": "8bit"},
+    "unclipped": {"max_grad_norm": 0.0},
+    "accumulated": {"grad_accum": 3, "max_steps": 4},
+    "unclipped-accumulated-bf16": {"max_grad_norm": 0.0, "grad_accum": 2, "states": "bf16"},
+    "clipped-hard": {"max_grad_norm": 0.05},
+    "gradients-in-fp32": {"grad_dtype": "fp32"},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": {},
+    "tied": {"family": "llama", "tie_word_embeddings": True},
+    "masters": {"family": "llama", "dtype": torch.float32},
+    "dropout": {"family": "gpt2"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "warm_training", not_warmed)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            how = {"family": name, **FAMILIES[name]}
+            made[name] = write_model(tmp_path_factory.mktemp(name) / "m", **how)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "train.jsonl")
+
+
+def as_planned(_: Run) -> None: ...
+
+
+def check(whole: Log, parts: list[Log], one: Path, other: Path) -> None:
+    losses: dict[int, float] = {}
+    norms: dict[int, float] = {}
+    for part in parts:
+        losses |= part.losses
+        norms |= part.norms
+    assert losses == whole.losses
+    assert norms == whole.norms
+    assert weights_of(other) == weights_of(one)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *[("llama", kind) for kind in KINDS],
+        *[("qwen3_moe", kind) for kind in ("fp32", "bf16", "unclipped", "accumulated")],
+        ("tied", "fp32"), ("masters", "fp32"), ("masters", "bf16"), ("masters", "8bit"),
+        ("dropout", "accumulated"),
+    ],
+)  # fmt: skip
+def test_stopped_at_every_step(
+    models: Callable[[str], Path], data: Path, tmp_path: Path, family: str, kind: str
+) -> None:
+    """At each step another budget and another way to the same result."""
+    more = dict(KINDS[kind])
+    if family == "masters":
+        more["dtype"] = "bfloat16"
+    model = models(family)
+    whole = train(options_for(model, data, tmp_path / "whole", **more))
+    assert len(set(whole.losses.values())) == STEPS
+    assert whole.commits == list(range(1, STEPS + 1))
+    options = options_for(model, data, tmp_path / "parts", **{**more, "save_every": None})
+    ways: list[tuple[Callable[[Run], None], dict[str, Any]]] = [
+        (as_planned, {}),
+        (everything_on_disk, {"order": "usual"}),
+        (as_planned, {"ram": 128 << 20, "save_every": 3}),
+        (everything_on_disk, {"save_every": 1}),
+    ]
+    parts = []
+    for step, (change, differs) in enumerate(ways, 1):
+        turn = options if step == 1 else again(options, **differs)
+        parts.append(train(turn, stop_after=step, change=change))
+        assert list(parts[-1].losses) == [step]
+        end = parts[-1].end
+        assert end is not None
+        assert end.stopped == ("interrupted" if step < STEPS else "done")
+        assert parts[-1].commits[-1] == step
+    check(whole, parts, tmp_path / "whole" / "out", tmp_path / "parts" / "out")
+
+
+def test_from_the_disk_at_once(models: Callable[[str], Path], data: Path, tmp_path: Path) -> None:
+    """The first part without anything in RAM, the second one all in it; evaluation in between."""
+    more: dict[str, Any] = {"eval_share": 0.3, "eval_every": 1}
+    model = models("qwen3_moe")
+    whole = train(options_for(model, data, tmp_path / "whole", **more))
+    options = options_for(model, data, tmp_path / "parts", **more)
+    first = train(options, stop_after=2, change=everything_on_disk)
+    second = train(again(options))
+    check(whole, [first, second], tmp_path / "whole" / "out", tmp_path / "parts" / "out")
+    assert first.evals | second.evals == whole.evals
+    assert whole.evals
+
+
+def test_another_pass_over_a_finished_run_writes_it_again(
+    models: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    options = options_for(models("llama"), data, tmp_path)
+    train(options)
+    before = weights_of(tmp_path / "out")
+    log = train(again(options))
+    assert not log.losses
+    assert weights_of(tmp_path / "out") == before
+
+
+def test_stopped_before_any_commit(
+    models: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    """A store without a commit: the run begins anew, whatever the store's tiles hold."""
+    options = options_for(models("masters"), data, tmp_path / "a", dtype="bfloat16")
+    whole = train(options_for(models("masters"), data, tmp_path / "b", dtype="bfloat16"))
+
+    class Gone(Exception):
+        pass
+
+    def leave(step: int) -> None:
+        if step == 2:
+            raise Gone
+
+    with pytest.raises(Gone):
+        train(replace(options, save_every=None), Log(leave), change=everything_on_disk)
+    resumed = train(again(options))
+    check(whole, [resumed], tmp_path / "b" / "out", tmp_path / "a" / "out")
+
+
+def test_the_least_budget_is_told_and_works(
+    models: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    options = options_for(models("llama"), data, tmp_path)
+    with pytest.raises(PlanError, match=r"raise it to \d+MiB") as raised:
+        prepare(replace(options, ram=1 << 20))
+    assert not (tmp_path / "disk").exists()
+    told = re.search(r"raise it to (\d+)MiB", str(raised.value))
+    assert told is not None
+    train(replace(options, ram=int(told.group(1)) << 20))
+    with pytest.raises(PlanError):
+        prepare(replace(options, ram=(int(told.group(1)) - 20) << 20, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"lr": 2e-2}, "lr"),
+        ({"seed": 3}, "seed"),
+        ({"batch_size": 1}, "batch_size"),
+        ({"states": "8bit"}, "states"),
+        ({"max_steps": 9}, "steps"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"grad_dtype": "fp32"}, "grad_dtype"),
+        ({"weight_decay": 0.0}, "weight_decay"),
+    ],
+)
+def test_other_settings_are_named(
+    models: Callable[[str], Path], data: Path, tmp_path: Path, change: dict[str, Any], names: str
+) -> None:
+    options = options_for(models("llama"), data, tmp_path)
+    train(options, stop_after=1)
+    with pytest.raises(OffloadError, match=names):
+        train(again(options, **change))
+    # The refusal has touched nothing.
+    assert list(train(again(options)).losses) == [2, 3, 4]
+
+
+def test_other_data_and_another_model_are_named(
+    models: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    options = options_for(models("llama"), data, tmp_path)
+    train(options, stop_after=1)
+    with pytest.raises(OffloadError, match="data"):
+        train(again(options, data=write_data(tmp_path / "other.jsonl", seed=1)))
+    with pytest.raises(OffloadError, match="model"):
+        train(again(options, model=str(models("tied"))))
