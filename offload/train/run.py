@@ -37,6 +37,8 @@ from offload.train.head_loss import workspace_bytes
 from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.loop import HEAD_ROWS, LanguageLoop
+from offload.train.lora import Adapters, inject
+from offload.train.lora_output import MergedValues, write_adapter
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
 from offload.train.output import write_model
@@ -80,6 +82,7 @@ def prepare(options: TrainOptions) -> Run:
     check_dtypes(options, str(dtype).removeprefix("torch."))
     output = options.output.expanduser()
     check_target(output, directory)
+    check_target(adapter_directory(options), directory)
     states = state_directory(options)
     _check_states(states, options)
     notes: list[str] = []
@@ -159,15 +162,12 @@ def _plan(
     meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int, ram: int,
     notes: list[str],
 ) -> Run:  # fmt: skip
-    if options.method != "full":
-        raise OffloadError("--method lora is not available yet; use --method full")
     if options.router_aux_loss is not None and not expert_groups(meta.model):
         raise OffloadError(
             f"--router-aux-loss {options.router_aux_loss:g} cannot take effect: the model has no "
             f"experts; drop it"
         )
-    for parameter in meta.model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
+    adapters = _choose_trained(meta, options)
     form, why = find_head(meta.model)
     if form is None:
         notes.append(f"the model's own loss is used, with whole logits: {why}")
@@ -202,8 +202,9 @@ def _plan(
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
     plan = make_plan(
-        layout, needs, ram, keep=options.save_total_limit, clipping=clipping, backwards=passes
-    )
+        layout, needs, ram, keep=options.save_total_limit, clipping=clipping, backwards=passes,
+        always=frozenset() if adapters is None else adapters.blocks(layout),
+    )  # fmt: skip
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
@@ -222,6 +223,7 @@ def _plan(
         total,
         grad_dtype,
         notes,
+        adapters,
     )
     if rates is not None:
         update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
@@ -229,6 +231,21 @@ def _plan(
     gc.collect()
     reset_peak_rss()
     return run
+
+
+def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
+    """Everything, or nothing but the adapters that are added here."""
+    if options.method == "full":
+        for parameter in meta.model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return None
+    adapters = inject(
+        meta.model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout,
+        targets=options.lora_targets, seed=options.seed,
+    )  # fmt: skip
+    if options.merge:
+        adapters.check_mergeable()
+    return adapters
 
 
 LARGEST_SAMPLE = 1 << 30
@@ -295,14 +312,22 @@ def _loss_bytes(
     return work + 3 * tokens * form.width * dtype.itemsize
 
 
+def adapter_directory(options: TrainOptions) -> Path:
+    """Where a LoRA run's adapter is written: the output, or beside it if that is the merged
+    model."""
+    output = options.output.expanduser()
+    return output.parent / f"{output.name}.adapter" if options.merge else output
+
+
 class Run:
     """A planned run. ``train`` once, then ``close``."""
 
     def __init__(
         self, meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int,
         layout: TrainLayout, form: HeadForm | None, plan: TrainPlan, schedule: Schedule, total: int,
-        grad_dtype: str | None, notes: list[str],
+        grad_dtype: str | None, notes: list[str], adapters: Adapters | None,
     ) -> None:  # fmt: skip
+        self.adapters = adapters
         self.meta = meta
         self.data = data
         self.options = options
@@ -319,16 +344,24 @@ class Run:
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
         self._engine: Engine | None = None
-        trained = {
-            alias
-            for block in layout.trained
-            for piece in block.pieces
-            for alias in layout.params[piece.param].names
-        }
-        # Now, while the model is whole: it shows which parameters are tied.
-        self._tensors = OutputTensors(
-            meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
-        )
+        self._merging: MergedValues | None = None
+        self._tensors: OutputTensors | None = None
+        if adapters is None:
+            trained = {
+                alias
+                for block in layout.trained
+                for piece in block.pieces
+                for alias in layout.params[piece.param].names
+            }
+            # Now, while the model is whole: it shows which parameters are tied.
+            self._tensors = OutputTensors(
+                meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
+            )
+        elif options.merge:
+            self._tensors = OutputTensors(
+                meta.mapping, self._merged, dtype=meta.dtype,
+                trained={t.weight for t in adapters.targets},
+            )  # fmt: skip
         self._store: TileStore | None = None
         self._commit: tuple[int, float, Future[None]] | None = None
         self._best = math.inf
@@ -338,10 +371,20 @@ class Run:
             raise OffloadError("the run is not open")
         return self._engine.read_elements(name, start, count)
 
+    def _merged(self, name: str, start: int, count: int) -> torch.Tensor:
+        if self._engine is None or self.adapters is None:
+            raise OffloadError("the run is not open")
+        if self._merging is None:
+            values = self.adapters.values(self._engine)
+            self._merging = self.adapters.merged_values(self._engine.read_elements, values)
+        return self._merging(name, start, count)
+
     # -- before ---------------------------------------------------------------------------
 
     def output_bytes(self) -> int:
         """Of the model that comes out, but for its small files."""
+        if self._tensors is None:
+            return 4 * self.layout.elements
         return sum(
             math.prod(shape) * getattr(torch, dtype).itemsize
             for _, dtype, shape in self._tensors.tensors
@@ -380,6 +423,11 @@ class Run:
             while step < self.total:
                 tokens += self._step(engine, loop, step, groups, listener)
                 step += 1
+                if step == first + 1 and self.adapters is not None and self.adapters.unused():
+                    raise OffloadError(
+                        f"adapters that no forward has used would never be trained: "
+                        f"{', '.join(self.adapters.unused()[:4])}; leave them out of --lora-targets"
+                    )
                 if options.eval_every and step % options.eval_every == 0 and step < self.total:
                     self._evaluate(loop, step, listener)
                 if should_stop() and step < self.total:
@@ -439,6 +487,7 @@ class Run:
             EngineOptions(
                 states=options.states, grad_dtype=self.grad_dtype, seed=options.seed,
                 directory=self.states.parent, progress=listener.phase,
+                initial={} if self.adapters is None else self.adapters.initial,
             ),
             tiles,
         )  # fmt: skip
@@ -549,12 +598,21 @@ class Run:
         output = self.options.output.expanduser()
 
         self._engine = engine
-        with self._tensors as tensors:
-            write_model(
-                output, self.meta.directory, tensors.tensors, tensors.read,
-                run_id=secrets.token_hex(8), dtype=str(self.meta.dtype).removeprefix("torch."),
-                progress=lambda done, total: listener.phase("write", done, total),
+        run_id = secrets.token_hex(8)
+        if self.adapters is not None:
+            values = self.adapters.values(engine)
+            write_adapter(
+                adapter_directory(self.options), self.meta.model, self.adapters.pairs(values),
+                self.adapters.options(self.meta.directory.resolve()), run_id=run_id,
+                source=self.meta.directory,
             )  # fmt: skip
+        if self._tensors is not None:
+            with self._tensors as tensors:
+                write_model(
+                    output, self.meta.directory, tensors.tensors, tensors.read,
+                    run_id=run_id, dtype=str(self.meta.dtype).removeprefix("torch."),
+                    progress=lambda done, total: listener.phase("write", done, total),
+                )  # fmt: skip
         return str(output)
 
     def close(self) -> None:
