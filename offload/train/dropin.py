@@ -157,8 +157,9 @@ class Training:
         model.offload = self
         model.save_pretrained = MethodType(_save_pretrained, model)
         model.load_state_dict = MethodType(_load_state_dict, model)
-        if hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable = MethodType(_already_checkpointed, model)
+        for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):
+            if hasattr(model, name):
+                setattr(model, name, MethodType(_already_checkpointed, model))
 
     # -- states ---------------------------------------------------------------------------
 
@@ -415,7 +416,7 @@ def _load_state_dict(
 
 def _already_checkpointed(self: Any, *_: Any, **__: Any) -> None:
     """Every unit is run again in backward anyway; checkpointing on top would run it a third time."""
-    log.info("gradient checkpointing is built in; gradient_checkpointing_enable changes nothing")
+    log.info("gradient checkpointing is built in; enabling it changes nothing")
 
 
 __all__ = ["DropinOptions", "Training", "choose_trained", "lay_out", "open_trainable"]

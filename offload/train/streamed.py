@@ -58,7 +58,7 @@ _FACTS = frozenset(
     "has_names is_inference is_signed is_tensor is_neg is_conj _is_view __hash__ __dir__ "
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
     "new_empty new_zeros new_ones new_full new_tensor backward "
-    "is_distributed _has_compatible_shallow_copy_type _is_zerotensor "
+    "is_distributed _is_zerotensor "
     "_is_any_true result_type can_cast".split()
 )
 """Answered by the stand-in: shape, dtype and device, nothing of the values."""
@@ -210,7 +210,9 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         )
     if name == "detach":
         return _detached(first)
-    if name == "is_contiguous":
+    if name in ("is_contiguous", "_has_compatible_shallow_copy_type"):
+        # The latter: a module that converts its parameters shall assign to ``data``, which says no,
+        # and not put new parameters in their places.
         return True
     if name == "stride":
         with _PLAIN():

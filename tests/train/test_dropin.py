@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def loop(model: Any, optimizer: Any, *, steps: int = 3, accumulate: int = 1, cli
     for _ in range(steps):
         for _ in range(accumulate):
             ids = next(data)
+            torch.manual_seed(3)  # of dropout
             loss = model(input_ids=ids, labels=ids).loss
             (loss / accumulate).backward()
             out.append(float(loss.detach()))
@@ -62,13 +64,17 @@ def loop(model: Any, optimizer: Any, *, steps: int = 3, accumulate: int = 1, cli
     return out
 
 
-def compare(directory: Path, place: str, *, family_tolerance: float = 1e-5, **how: Any) -> None:
+EPS = 1e-5
+"""Large enough for gradients that are nothing but rounding (of a key's bias) to do nothing."""
+
+
+def compare(directory: Path, place: str, **how: Any) -> None:
     wanted = resident(directory)
-    expected = loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-3), **how)
+    expected = loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-3, eps=EPS), **how)
     with streamed(directory, place) as model:
-        found = loop(model, AdamW(groups_of(model), lr=1e-3), **how)
+        found = loop(model, AdamW(groups_of(model), lr=1e-3, eps=EPS), **how)
         assert found == pytest.approx(expected, rel=2e-5)
-        assert close(model, wanted, family_tolerance)
+        assert close(model, wanted)
 
 
 @pytest.mark.parametrize("place", PLACES)
