@@ -117,6 +117,8 @@ class Training:
         self.model: Any = meta.model
         self.directory = directory
         self.placement = placement
+        self.plan: Any = None
+        """``plan.TrainPlan``, if it was made by ``offload.load``."""
         self._meta = meta
         self._private = private
         self._store: Any = None
@@ -386,7 +388,9 @@ def _save_pretrained(
     """transformers' ``save_pretrained``, written tensor by tensor from the streamed weights."""
     if others.get("push_to_hub"):
         raise OffloadError("save to a directory first, and upload that (hf upload)")
-    if state_dict is not None and not all(isinstance(v, StreamedTensor) for v in state_dict.values()):
+    if state_dict is not None and not all(
+        isinstance(v, StreamedTensor) for v in state_dict.values()
+    ):
         raise OffloadError("a streamed model saves its own weights; leave state_dict out")
     from offload.units import parse_bytes
 

@@ -17,8 +17,8 @@ import torch
 
 from offload.errors import OffloadError
 from offload.train.engine import Engine, Group, StepResult
-from offload.train.lazy_grad import GradientError, LazyGrad, norm_of
 from offload.train.layout import Piece
+from offload.train.lazy_grad import GradientError, LazyGrad, norm_of
 from offload.train.streamed import adopt, disown
 
 Tensor = torch.Tensor

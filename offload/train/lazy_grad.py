@@ -97,7 +97,10 @@ def _changed(func: Any, args: Any, kwargs: Any) -> bool:
         if spec.alias_info is None or not spec.alias_info.is_write:
             continue
         value = args[i] if i < len(args) else kwargs.get(spec.name)
-        if any(isinstance(v, LazyGrad) for v in (value if isinstance(value, (list, tuple)) else [value])):
+        if any(
+            isinstance(v, LazyGrad)
+            for v in (value if isinstance(value, (list, tuple)) else [value])
+        ):
             return True
     return False
 

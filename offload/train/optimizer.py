@@ -16,8 +16,8 @@ import torch
 from offload.errors import OffloadError
 from offload.train.engine import Group
 from offload.train.foreign import ForeignLoop
-from offload.train.lazy_grad import GradientError
 from offload.train.layout import Piece
+from offload.train.lazy_grad import GradientError
 from offload.train.streamed import StreamedParameter
 
 REFERENCE = "offload"
@@ -187,7 +187,9 @@ def _group(group: Mapping[str, Any]) -> Group:
     return made
 
 
-def trainer_optimizer(args: Any, *, in_backward: bool = False) -> tuple[type[AdamW], dict[str, Any]]:
+def trainer_optimizer(
+    args: Any, *, in_backward: bool = False
+) -> tuple[type[AdamW], dict[str, Any]]:
     """``optimizer_cls_and_kwargs`` for transformers' ``Trainer`` (and TRL's): ``AdamW`` with the
     learning rate, betas, eps and weight decay of ``args``, a ``TrainingArguments``.
 

@@ -83,9 +83,7 @@ class StreamedTensor(Tensor):
     _name: str
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
@@ -190,7 +188,7 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         found += _streamed(tuple(kwargs.values()))
     first: Any = found[0]
     if name == "requires_grad_":
-        if (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+        if args[1] if len(args) > 1 else kwargs.get("requires_grad", True):
             _check_trainable(first)
         with _PLAIN():
             return func(*args, **kwargs)
@@ -234,13 +232,16 @@ def _streamed(args: Any) -> Iterator[Tensor]:
             yield from _streamed(arg)
 
 
-_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __ior__".split())
+_IN_PLACE = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __ior__".split()
+)
 
 
 def _changes(name: str, args: Any, kwargs: Any) -> bool:
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         # Of other tensors with a weight on the right-hand side there is nothing to say.
-        return any(True for _ in _streamed(args[:1]))
+        # What is changed comes first; torch.nn.init hands all over by name.
+        return any(True for _ in _streamed(args[:1] or tuple(kwargs.values())))
     return "out" in kwargs and any(True for _ in _streamed((kwargs["out"],)))
 
 
@@ -355,4 +356,11 @@ def _unpack(saved: Any) -> Tensor:
         return _value(saved.tensor).as_strided(saved.shape, saved.stride, saved.offset)
 
 
-__all__ = ["Source", "StreamedAccessError", "StreamedParameter", "StreamedTensor", "adopt", "disown"]
+__all__ = [
+    "Source",
+    "StreamedAccessError",
+    "StreamedParameter",
+    "StreamedTensor",
+    "adopt",
+    "disown",
+]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from dropin_support import PLACES, batches, close, resident, streamed
 from families import write
 
+import offload
 from offload.errors import OffloadError
 from offload.train.engine import NotFinite
 from offload.train.lazy_grad import GradientError, LazyGrad
@@ -342,8 +342,9 @@ def test_what_was_frozen_stays_so(tiny: Any) -> None:
         assert close(model, wanted)
         with pytest.raises(StreamedAccessError, match="frozen when the model was loaded"):
             model.lm_head.weight.requires_grad_()
-    with pytest.raises(OffloadError, match="nothing to train"), streamed(
-        directory, train=lambda _: False
+    with (
+        pytest.raises(OffloadError, match="nothing to train"),
+        streamed(directory, train=lambda _: False),
     ):
         pass
 
@@ -413,3 +414,39 @@ def test_what_is_lost_at_the_end_is_said(tiny: Any, caplog: pytest.LogCaptureFix
         with streamed(tiny()):
             pass
         assert not caplog.text
+
+
+# -- the public door --------------------------------------------------------------------------
+
+
+def test_load_plans_and_trains(tiny: Any, tmp_path: Path) -> None:
+    directory = tiny()
+    wanted = resident(directory)
+    expected = loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-3, eps=EPS))
+    model = offload.load(
+        directory, train=True, ram="512MiB", disk=tmp_path / "states", context=16, batch=2
+    )
+    with model.offload:
+        assert model.offload.plan.ram_bytes <= 512 << 20
+        found = loop(model, offload.AdamW(groups_of(model), lr=1e-3, eps=EPS))
+        assert found == pytest.approx(expected, rel=2e-5)
+        assert close(model, wanted)
+        model.offload.commit()
+    again = offload.load(
+        directory, train=True, ram="1GiB", disk=tmp_path / "states", context=16, resume=True
+    )
+    with again.offload:
+        assert close(again, wanted)
+        assert again.offload.loop.steps == 3
+
+
+def test_load_says_what_cannot_be(tiny: Any) -> None:
+    for match, how in (
+        ("too small by", {"ram": "8MiB"}),
+        ("cannot be combined", {"quant": "q4"}),
+        ("train='lora'", {"train": "lora"}),
+        ("states='int4'", {"states": "int4"}),
+        ("no option of training", {"routing": "x"}),
+    ):
+        with pytest.raises(OffloadError, match=match):
+            offload.load(tiny(), **{"train": True, "context": 16, **how})

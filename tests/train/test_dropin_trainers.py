@@ -47,13 +47,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def arguments(output: Path, kind: Any = None, **how: Any) -> Any:
+    """A large epsilon: gradients that are nothing but rounding move nothing."""
     kind = kind or transformers.TrainingArguments
     return kind(
         str(output),
         **{
             "per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-3,
             "max_grad_norm": 0.5, "report_to": [], "use_cpu": True, "save_strategy": "no",
-            "logging_steps": 1, "weight_decay": 0.01, "adam_epsilon": 1e-5, "disable_tqdm": True,
+            "logging_steps": 1, "weight_decay": 0.01, "adam_epsilon": 1e-3, "disable_tqdm": True,
             "lr_scheduler_type": "linear", "seed": 1, **how,
         },
     )  # fmt: skip
@@ -172,9 +173,7 @@ def adapters(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("trains", ["adapters", True])
-def test_peft_with_torchs_own_optimizer(
-    tiny: Any, tmp_path: Path, place: str, trains: Any
-) -> None:
+def test_peft_with_torchs_own_optimizer(tiny: Any, tmp_path: Path, place: str, trains: Any) -> None:
     args = arguments(tmp_path, gradient_accumulation_steps=2, learning_rate=1e-2)
     wanted = adapted(resident(tiny()))
     expected = figures(train(wanted, args, ours=False))
