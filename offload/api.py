@@ -59,7 +59,8 @@ def load(
         guess: whether a MoE layer's experts may be read before it is known that it needs them,
             when the disk has nothing else to do; the results are the same. False: only experts
             that were routed to are ever read.
-        train: True: a model to fine-tune with ``offload.AdamW`` in a loop of yours, a ``Trainer`` or
+        train: True: a model to fine-tune with ``offload.AdamW`` in a loop of yours, a ``Trainer``
+        or
             ``SFTTrainer`` (``offload.trainer_optimizer``); its states are streamed, too.
             ``"adapters"``: all weights frozen, for PEFT on top. A function: which parameters are
             trained, by name. ``disk`` is then where the states live (None: a private directory,

@@ -1,8 +1,8 @@
 """``offload.load(path, train=True)``: an ordinary model for loops that are not ours.
 
 The model is transformers' own class; its units stream, its parameters are ``streamed``, its updates
-are made by ``offload.AdamW``. ``model.offload`` is the ``Training`` here: states and where they are,
-saving, closing.
+are made by ``offload.AdamW``. ``model.offload`` is the ``Training`` here: states and where they
+are, saving, closing.
 """
 
 from __future__ import annotations
@@ -175,13 +175,13 @@ class Training:
         there = is_tile_store(self.directory)
         if options.resume and not there:
             raise OffloadError(
-                f"resume: {self.directory} holds no training states; give disk= the directory of the "
-                f"run that is to go on, or drop resume="
+                f"resume: {self.directory} holds no training states; give disk= the directory of "
+                f"the run that is to go on, or drop resume="
             )
         if there and not options.resume:
             raise OffloadError(
-                f"{self.directory} holds the states of another run; continue it with resume=True, or "
-                f"give another disk=, or delete it"
+                f"{self.directory} holds the states of another run; continue it with resume=True, "
+                f"or give another disk=, or delete it"
             )
         identity = {
             "model": model_fingerprint(meta),
@@ -412,14 +412,16 @@ def _load_state_dict(
     for name, value in state_dict.items():
         if name in params and not torch.equal(params[name].detach().to(value.dtype), value):
             raise OffloadError(
-                f"{name} differs from the weights to load, and streamed weights cannot be replaced: "
-                f"load the model with resume= at the step these are from, or from their directory"
+                f"{name} differs from the weights to load, and streamed weights cannot be "
+                f"replaced: load the model with resume= at the step these are from, or from their "
+                f"directory"
             )
     return _IncompatibleKeys([], [])
 
 
 def _already_checkpointed(self: Any, *_: Any, **__: Any) -> None:
-    """Every unit is run again in backward anyway; checkpointing on top would run it a third time."""
+    """Every unit is run again in backward anyway; checkpointing on top would run it a third
+    time."""
     log.info("gradient checkpointing is built in; enabling it changes nothing")
 
 

@@ -1,4 +1,5 @@
-"""From a checkpoint and a budget to a model that foreign loops train: ``offload.load(train=...)``."""
+"""From a checkpoint and a budget to a model that foreign loops train:
+``offload.load(train=...)``."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def plan_dropin(
     context: int, batch: int,
 ) -> TrainPlan:  # fmt: skip
     """Place everything for a loop about which nothing is known but its sizes: the model's own loss
-    with whole logits, all gradients kept until the step, a head that may be read beside its unit."""
+    with whole logits, all gradients kept until the step, a head that may be read beside its
+    unit."""
     units = [u.module for u in layout.units]
     footprint = measure_training(meta.model, units, batch, context, packed=False)
     text = meta.model.config.get_text_config()

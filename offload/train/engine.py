@@ -102,13 +102,14 @@ class Engine:
         self.micro = 0
         """The number of this micro-batch in its step, in the usual order."""
         self.random_key: Callable[[int, int], int] | None = None
-        """Set: seed torch's generator for each unit's forward by (micro-batch, unit), so that dropout
-        is the same in any order of micro-batches. None: torch's own sequence."""
+        """Set: seed torch's generator for each unit's forward by (micro-batch, unit), so that
+        dropout is the same in any order of micro-batches. None: torch's own sequence."""
         self.rounds: Rounds | None = None
-        """Set: micro-batches run in turns, unit by unit; weights stay until the last one is through."""
+        """Set: micro-batches run in turns, unit by unit; weights stay until the last one is
+        through."""
         self.on_backward: Callable[[], Any] | None = None
-        """Set: called in backward before a unit runs in it, and before a gradient outside of units is
-        taken. For loops that do not say which backward is the last."""
+        """Set: called in backward before a unit runs in it, and before a gradient outside of units
+        is taken. For loops that do not say which backward is the last."""
         self.present: set[str] = set()
         """Parameters whose memory is in place."""
         self.hollow: dict[str, torch.Tensor] = {}

@@ -1,8 +1,8 @@
 """A training loop that is not ours: what torch's own interface says about steps and gradients.
 
-A foreign loop calls ``backward``, reads ``p.grad``, clips, steps and zeroes as it likes. It does not
-say which backward is the step's last, so each is taken for it: a block's gradients are measured as
-soon as its unit is through, and again when more are added. The end of a backward pass is told by
+A foreign loop calls ``backward``, reads ``p.grad``, clips, steps and zeroes as it likes. It does
+not say which backward is the step's last, so each is taken for it: a block's gradients are measured
+as soon as its unit is through, and again when more are added. The end of a backward pass is told by
 autograd itself (``queue_callback``).
 """
 
@@ -174,8 +174,8 @@ class ForeignLoop:
             return
         if self.in_backward:
             raise GradientError(
-                f"gradients are to be multiplied by {factor:.6g}, but in_backward=True has used them "
-                f"already: drop in_backward=True, or do not clip (max_grad_norm=0)"
+                f"gradients are to be multiplied by {factor:.6g}, but in_backward=True has used "
+                f"them already: drop in_backward=True, or do not clip (max_grad_norm=0)"
             )
         for block, piece in self._places[name]:
             self.engine.gradients.multiply(block, piece, factor)
@@ -227,8 +227,8 @@ class ForeignLoop:
         there = self.with_gradients()
         if not there:
             raise GradientError(
-                "there are no gradients to step with: nothing was backpropagated through this model "
-                "since the last step or zero_grad"
+                "there are no gradients to step with: nothing was backpropagated through this "
+                "model since the last step or zero_grad"
             )
         lost = sorted(there - set(owned))
         if lost:
@@ -268,8 +268,8 @@ class ForeignLoop:
             name = known.get(id(param))
             if name is None:
                 raise OffloadError(
-                    f"a parameter of shape {tuple(param.shape)} is not one of the streamed model's; "
-                    f"give it to an optimizer of its own (torch.optim.AdamW)"
+                    f"a parameter of shape {tuple(param.shape)} is not one of the streamed "
+                    f"model's; give it to an optimizer of its own (torch.optim.AdamW)"
                 )
             out.append(name)
         return out

@@ -1,12 +1,13 @@
 """``p.grad`` of a streamed parameter: a tensor without data that knows its norm and can be scaled.
 
-A wrapper subclass: autograd and torch's Python code see a tensor of the parameter's shape and dtype;
-operations on it arrive in ``__torch_dispatch__``. Norms are answered from the sums of squares that
-were taken when the gradient left backward, scaling in place is remembered until the step multiplies
-by it, so unmodified ``clip_grad_norm_`` costs nothing and is exact: sums in float64, the factor
-applied in float32 to each element. (torch takes norms of a bfloat16 gradient in bfloat16, and rounds
-the product to it; the norm here is float32 whatever the gradient's dtype.) Any other reading
-operation reads the gradient into memory for its duration. Other changes in place raise.
+A wrapper subclass: autograd and torch's Python code see a tensor of the parameter's shape and
+dtype; operations on it arrive in ``__torch_dispatch__``. Norms are answered from the sums of
+squares that were taken when the gradient left backward, scaling in place is remembered until the
+step multiplies by it, so unmodified ``clip_grad_norm_`` costs nothing and is exact: sums in
+float64, the factor applied in float32 to each element. (torch takes norms of a bfloat16 gradient in
+bfloat16, and rounds the product to it; the norm here is float32 whatever the gradient's dtype.) Any
+other reading operation reads the gradient into memory for its duration. Other changes in place
+raise.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class LazyGrad(Tensor):
         return f"LazyGrad({self.gradient.name}, {tuple(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
@@ -113,8 +114,8 @@ def _why_not(operation: str, name: str) -> str:
         )
     return (
         f"{operation} would change the streamed gradient of {name} in place. Only scaling "
-        f"(clip_grad_norm_, mul_, div_) and zeroing are recorded; compute the new gradient and assign "
-        f"it: p.grad = f(p.grad)"
+        f"(clip_grad_norm_, mul_, div_) and zeroing are recorded; compute the new gradient and "
+        f"assign it: p.grad = f(p.grad)"
     )
 
 

@@ -1,8 +1,8 @@
 """AdamW for a streamed model, in the shape of a ``torch.optim.Optimizer``.
 
 ``step`` freezes the hyper-parameters of that moment and returns; the updates run behind the next
-forward, each weight's before its next use. Hyper-parameters are read from ``self.param_groups`` then
-and only then: schedulers write there, and wrappers replace the dictionaries.
+forward, each weight's before its next use. Hyper-parameters are read from ``self.param_groups``
+then and only then: schedulers write there, and wrappers replace the dictionaries.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def trainer_optimizer(
         )
     if in_backward and args.max_grad_norm and args.max_grad_norm > 0:
         raise OffloadError(
-            f"in_backward=True cannot clip, and max_grad_norm is {args.max_grad_norm}: set it to 0, "
-            f"or drop in_backward=True"
+            f"in_backward=True cannot clip, and max_grad_norm is {args.max_grad_norm}: set it to "
+            f"0, or drop in_backward=True"
         )
     return AdamW, {
         "lr": args.learning_rate,

@@ -1,8 +1,8 @@
 """``save_pretrained`` of a streamed model: into a directory that others write to, too.
 
-A Trainer's checkpoint directory exists, has or will have files of its own, and may be written again.
-So files are written into a hidden directory inside, and take their names when all are complete;
-``output.write_model``, which owns its directory, replaces that as a whole.
+A Trainer's checkpoint directory exists, has or will have files of its own, and may be written
+again. So files are written into a hidden directory inside, and take their names when all are
+complete; ``output.write_model``, which owns its directory, replaces that as a whole.
 """
 
 from __future__ import annotations

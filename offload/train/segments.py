@@ -112,7 +112,8 @@ class _Autocast:
 
 
 class _Call:
-    """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness."""
+    """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness,
+    what it is cast to."""
 
     def __init__(self, segment: Segment, spec: TreeSpec, leaves: list[Any]) -> None:
         self.segment = segment

@@ -7,8 +7,8 @@ it for backward, where it is read again. Shape, dtype and the like are answered 
 What would change a weight behind the optimizer's back, or hand out its address, raises.
 
 Mechanics: ``__torch_function__`` sees every operation of torch's Python interface. Standing in for
-the *data* instead (a tensor on the meta device, a lazy storage) is not open to us: ``param.data = x``
-keeps the parameter's identity and its autograd hooks only between tensors of one kind.
+the *data* instead (a tensor on the meta device, a lazy storage) is not open to us: ``param.data =
+x`` keeps the parameter's identity and its autograd hooks only between tensors of one kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Tensor = torch.Tensor
 
 
 class StreamedAccessError(OffloadError):
-    """A streamed weight was used in a way that only memory allows; the message says what instead."""
+    """A streamed weight was used in a way that only memory allows; the message says what
+    instead."""
 
 
 class Source(Protocol):
@@ -53,10 +54,10 @@ class Source(Protocol):
 
 
 _FACTS = frozenset(
-    "size dim ndimension numel nelement element_size __len__ is_floating_point is_complex get_device "
-    "register_hook register_post_accumulate_grad_hook retain_grad is_same_size is_pinned is_shared "
-    "has_names is_inference is_signed is_tensor is_neg is_conj _is_view __hash__ __dir__ "
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+    "size dim ndimension numel nelement element_size __len__ is_floating_point is_complex "
+    "get_device register_hook register_post_accumulate_grad_hook retain_grad is_same_size "
+    "is_pinned is_shared has_names is_inference is_signed is_tensor is_neg is_conj _is_view "
+    "__hash__ __dir__ empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
     "new_empty new_zeros new_ones new_full new_tensor backward "
     "is_distributed _is_zerotensor "
     "_is_any_true result_type can_cast".split()
@@ -102,7 +103,7 @@ class StreamedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch.save of a state_dict: as ordinary tensors, one after the other.
-        return self.detach().clone().__reduce_ex__(protocol)
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class StreamedParameter(StreamedTensor, nn.Parameter):
@@ -110,7 +111,8 @@ class StreamedParameter(StreamedTensor, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """None, or a ``LazyGrad``: gradients leave autograd at once and live in the run's buffer."""
+        """None, or a ``LazyGrad``: gradients leave autograd at once and live in the run's
+        buffer."""
         return self._source.gradient(self._name)
 
     @grad.setter
@@ -163,8 +165,8 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
 def _check_trainable(tensor: Any) -> None:
     if not tensor._source.trained(tensor._name):
         raise StreamedAccessError(
-            f"{tensor._name} was frozen when the model was loaded, so its gradients and states have "
-            f"no place; load the model with train=... that includes it"
+            f"{tensor._name} was frozen when the model was loaded, so its gradients and states "
+            f"have no place; load the model with train=... that includes it"
         )
 
 
@@ -203,8 +205,8 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if _changes(name, args, kwargs):
         raise StreamedAccessError(
             f"{name} would change {first._name}, whose weights are streamed: only offload.AdamW "
-            f"does (another optimizer cannot train them); to start from other weights, load another "
-            f"checkpoint"
+            f"does (another optimizer cannot train them); to start from other weights, load "
+            f"another checkpoint"
         )
     if name == "detach":
         return _detached(first)
