@@ -32,6 +32,10 @@ from offload.train.weights import Entry, Shared, Weights
 __all__ = ["Engine", "Group", "NotFinite", "StepResult"]
 
 
+_OWN_GRAD: Any = torch.Tensor.grad
+"""The attribute that autograd writes to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Hyper-parameters of some parameters for one step."""
@@ -178,8 +182,8 @@ class Engine:
         def take(param: nn.Parameter) -> None:
             # Autograd's own slot: what ``param.grad`` says may be something else (``streamed``).
             with torch._C.DisableTorchFunctionSubclass():
-                gradient = torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
-                torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+                gradient = _OWN_GRAD.__get__(param)
+                _OWN_GRAD.__set__(param, None)
             if self.on_backward is not None and not any(r.depth for r in self._running):
                 self.on_backward()
             if gradient is not None:

@@ -209,7 +209,7 @@ class ForeignLoop:
         self.engine.last_micro_batch = not self.in_backward or (
             not self.accumulating and _completes_step()
         )
-        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
         self._pass = -1

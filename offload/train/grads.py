@@ -251,8 +251,8 @@ class Gradients:
             nbytes = align_up(tile.count * size)
             with self._shared.changed:
                 self._shared.wait_for(
-                    lambda n=nbytes: self._staging.fits(n),
-                    "spilling gradients",  # type: ignore[misc]
+                    lambda n=nbytes: self._staging.fits(n),  # type: ignore[misc]
+                    "spilling gradients",
                 )
                 memory = self._staging.take(nbytes)
             target = numbers(memory.tensor().numpy(), self.dtype_of(block))

@@ -54,7 +54,7 @@ class LazyGrad(Tensor):
 
     @staticmethod
     def __new__(cls, gradient: Gradient, like: Tensor) -> LazyGrad:
-        made: LazyGrad = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: LazyGrad = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
         made.gradient = gradient
@@ -73,7 +73,9 @@ class LazyGrad(Tensor):
         return self.clone()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         answer = _ANSWERS.get(func.overloadpacket)
         if answer is not None:

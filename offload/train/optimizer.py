@@ -96,7 +96,7 @@ class AdamW(torch.optim.Optimizer):
     # -- steps ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with the gradients there are; returns what ``closure`` returns.
 
         Raises:
@@ -158,7 +158,7 @@ class AdamW(torch.optim.Optimizer):
             out[REFERENCE] = owner.reference()
         return out
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the groups of a ``state_dict`` whose states this model has.
 
         Raises:

@@ -110,7 +110,7 @@ class StreamedParameter(StreamedTensor, nn.Parameter):
     """A parameter of a streamed model. Made of the engine's by ``adopt``."""
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """None, or a ``LazyGrad``: gradients leave autograd at once and live in the run's
         buffer."""
         return self._source.gradient(self._name)
@@ -119,7 +119,7 @@ class StreamedParameter(StreamedTensor, nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         self._source.set_gradient(self._name, value)
 
-    def __deepcopy__(self, memo: Any) -> nn.Parameter:  # type: ignore[override]
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
@@ -185,7 +185,7 @@ def _detached(tensor: Any) -> Tensor:
 
 
 def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    found = list(_streamed(args))
+    found: list[Any] = list(_streamed(args))
     if kwargs:
         found += _streamed(tuple(kwargs.values()))
     first: Any = found[0]
