@@ -141,8 +141,6 @@ def open_engine(
 
 
 def _check(layout: TrainLayout, placement: Placement) -> None:
-    if not layout.trained:
-        raise OffloadError("nothing to train: no parameter requires a gradient")
     if not placement.resident <= placement.pinned:
         raise OffloadError("states stay in RAM only of blocks whose weights do")
     if not set(layout.rest) <= placement.pinned:
