@@ -84,7 +84,7 @@ def plan_dropin(
     with whole logits, all gradients kept until the step, a head that may be read beside its
     unit."""
     units = [u.module for u in layout.units]
-    footprint = measure_training(meta.model, units, batch, context, packed=False)
+    footprint = measure_training(meta.model, units, batch, context)
     text = meta.model.config.get_text_config()
     logits = batch * context * int(getattr(text, "vocab_size", 0))
     head = getattr(meta.model.get_output_embeddings(), "weight", None)
