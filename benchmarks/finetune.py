@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -266,7 +267,10 @@ def peer(
     """One peer, in its own process, without a limit of memory."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "peer.json"
+        # DeepSpeed compiles on its first import, and anew with another ninja than that time.
+        path = f"{python.absolute().parent}{os.pathsep}{os.environ['PATH']}"
         command = [
+            "env", f"PATH={path}",
             str(python), str(ROOT / "benchmarks" / "peers" / script), "--model", str(model),
             "--threads", str(args.threads), "--json", str(result), *more,
         ]  # fmt: skip

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,14 @@ def ssd_mix(
         began = time.perf_counter()
         finish(
             [
-                engine.submit(lambda slot=slot, write=write: transfer(slot, write))
+                engine.submit(partial(transfer, slot, write))
                 for slot, write in zip(places, writes(share, len(places)), strict=True)
             ]
         )
         return len(places) * request_bytes / (time.perf_counter() - began)
 
     try:
-        finish([engine.submit(lambda slot=slot: fill(slot)) for slot in range(slots)])
+        finish([engine.submit(partial(fill, slot)) for slot in range(slots)])
         os.fdatasync(fd)
         found: dict[float, list[float]] = {share: [] for share in shares}
         for _ in range(samples):
