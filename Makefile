@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fast lint clean
+.PHONY: demo test sweep fast lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -16,11 +16,16 @@ demo: $(READY)
 # A process per core and one thread in each: two OpenMP pools on the same cores wait for one another.
 test: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 8 \
-		--dist loadfile $(PYTEST_ARGS)
+		--dist loadfile -m "not sweep" $(PYTEST_ARGS)
+
+# Every family of models, an hour or so: before a release.
+sweep: $(READY)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 8 \
+		-m sweep $(PYTEST_ARGS)
 
 # What a developer runs between edits.
 fast: $(READY)
-	$(BIN)/python -m pytest -m 'not slow' -x -q
+	$(BIN)/python -m pytest -m 'not slow and not sweep' -x -q
 
 lint: $(READY)
 	$(BIN)/ruff check .

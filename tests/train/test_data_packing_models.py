@@ -163,7 +163,7 @@ def test_the_question_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.rand(4), want)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", all_families())
 def test_no_family_is_packed_that_mixes_examples(family: str) -> None:
     """Each family that the question lets pass, on a deeper model than the toy it was asked on."""

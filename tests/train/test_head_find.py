@@ -91,7 +91,7 @@ def test_core_families(family: str) -> None:
     check_gradients(model, form_of(model))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", tail())
 def test_other_families(family: str) -> None:
     form, reason = find_head(meta(family))

@@ -104,7 +104,7 @@ def test_values_come_back_under_the_checkpoints_names(family: str, tmp_path: Pat
     check_family(family, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", [f for f in tail() if f not in PERMUTED])
 def test_values_come_back_in_every_other_family(family: str, tmp_path: Path) -> None:
     check_family(family, tmp_path)
