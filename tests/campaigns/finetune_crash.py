@@ -198,7 +198,7 @@ class Campaign:
             resume = (place / "disk" / "tiles.bin").exists()
             options = self.options(
                 case, place, resume=resume,
-                ram=rng.choice((64 << 20, 96 << 20, 1 << 30)),
+                ram=rng.choice((112 << 20, 160 << 20, 1 << 30)),
                 order=rng.choice(("vertical", "usual")),
                 save_every=rng.choice((1, 1, 2, None)),
             )  # fmt: skip
