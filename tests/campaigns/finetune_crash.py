@@ -303,18 +303,18 @@ def reached(place: Path) -> str:
 
 def run_campaign(
     points: int, seed: int, place: Path, *, seconds: float = float("inf"),
-    progress: Callable[[str], None] = print,
+    progress: Callable[[str], None] = partial(print, flush=True),
 ) -> Summary:  # fmt: skip
     """``points`` points, or as many as begin within ``seconds``."""
+    began = time.monotonic()
     campaign, summary = Campaign(place), Summary()
     campaign.warm()
-    began = time.monotonic()
     for number in range(points):
         if time.monotonic() - began > seconds:
             break
         # A seed for each: a point can be run again alone.
         campaign.point(number, random.Random(f"{seed} {number}"), summary)
-        if (number + 1) % 20 == 0:
+        if (number + 1) % 10 == 0:
             progress(f"{number + 1} points, {len(summary.failures)} failures")
     return summary
 
@@ -323,7 +323,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more points")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="then begin no more points"
+    )
     parser.add_argument("--directory", type=Path, help="where runs live; default: temporary")
     asked = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="finetune-crash-", dir=asked.directory))
