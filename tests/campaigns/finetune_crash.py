@@ -301,10 +301,7 @@ def reached(place: Path) -> str:
     return "before the first commit" if disk.exists() else "before the store"
 
 
-def run_campaign(
-    points: int, seed: int, place: Path, *, seconds: float = float("inf"),
-    progress: Callable[[str], None] = partial(print, flush=True),
-) -> Summary:  # fmt: skip
+def run_campaign(points: int, seed: int, place: Path, *, seconds: float = float("inf")) -> Summary:
     """``points`` points, or as many as begin within ``seconds``."""
     began = time.monotonic()
     campaign, summary = Campaign(place), Summary()
@@ -315,7 +312,7 @@ def run_campaign(
         # A seed for each: a point can be run again alone.
         campaign.point(number, random.Random(f"{seed} {number}"), summary)
         if (number + 1) % 10 == 0:
-            progress(f"{number + 1} points, {len(summary.failures)} failures")
+            print(f"{number + 1} points, {len(summary.failures)} failures", flush=True)
     return summary
 
 

@@ -145,7 +145,7 @@ def test_reading_the_checkpoint_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     options = options_for(model, data, tmp_path)
-    fault = Fault(errno.EIO, skip=8)
+    fault = Fault(errno.EIO, skip=2)
     fault.armed = True
     calls = Syscalls(preadv=fault(os.preadv))
     with monkeypatch.context() as patch:
