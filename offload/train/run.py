@@ -211,7 +211,8 @@ def _plan(
 def _kernel_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
     """What compiled products take: of each matrix one forward and two backward, and of an expert's
     for each number of tokens that it gets."""
-    dense, experts = set(), set()
+    dense: set[tuple[int, ...]] = set()
+    experts: set[tuple[int, ...]] = set()
     for block in layout.blocks:
         for piece in block.pieces:
             if len(piece.shape) >= 2:
@@ -294,10 +295,11 @@ class Run:
 
     def output_bytes(self) -> int:
         """Of the model that comes out, but for its small files."""
-        return sum(
+        sizes: list[int] = [
             math.prod(shape) * getattr(torch, dtype).itemsize
             for _, dtype, shape in self._tensors.tensors
-        )
+        ]
+        return sum(sizes)
 
     def describe(self) -> list[str]:
         """The plan, line by line."""
