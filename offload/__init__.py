@@ -12,8 +12,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from offload.api import load, unwrap, wrap
+    from offload.train.optimizer import AdamW, trainer_optimizer
 
-__all__ = ["__version__", "load", "unwrap", "wrap"]
+__all__ = ["AdamW", "__version__", "load", "trainer_optimizer", "unwrap", "wrap"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from offload import api
 
         return getattr(api, name)
+    if name in ("AdamW", "trainer_optimizer"):
+        from offload.train import optimizer
+
+        return getattr(optimizer, name)
     raise AttributeError(f"module 'offload' has no attribute {name!r}")

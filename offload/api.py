@@ -1,4 +1,4 @@
-"""The public functions: ``load``, ``wrap`` and ``unwrap``."""
+"""The public functions ``load``, ``wrap`` and ``unwrap``; optimizers come from ``train``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from offload.errors import OffloadError
 from offload.models.choose import model_directory
 from offload.models.load import load as _load
-from offload.models.options import Progress, parse_options
+from offload.models.options import DEFAULT_CONTEXT, Progress, parse_options
 from offload.models.wrap import unwrap as _unwrap
 from offload.models.wrap import wrap as _wrap
 from offload.units import parse_bytes
@@ -28,6 +29,7 @@ def load(
     context: int | None = None,
     batch: int = 1,
     guess: bool = True,
+    train: Any = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
@@ -57,6 +59,16 @@ def load(
         guess: whether a MoE layer's experts may be read before it is known that it needs them,
             when the disk has nothing else to do; the results are the same. False: only experts
             that were routed to are ever read.
+        train: True: a model to fine-tune with ``offload.AdamW`` in a loop of yours, a ``Trainer``
+        or
+            ``SFTTrainer`` (``offload.trainer_optimizer``); its states are streamed, too.
+            ``"adapters"``: all weights frozen, for PEFT on top. A function: which parameters are
+            trained, by name. ``disk`` is then where the states live (None: a private directory,
+            gone with the model), ``context`` and ``batch`` are those of a micro-batch, and
+            ``options`` are ``states`` ("fp32", "bf16" or "8bit"), ``grad_dtype`` (in which
+            gradients are summed; None: the weights'), ``seed`` (of stochastic rounding), ``keep``
+            (commits that stay loadable: a Trainer's ``save_total_limit``) and ``resume`` (True: the
+            newest commit in ``disk``; a number; a Trainer's checkpoint directory).
         progress: called as ``progress(what, done_bytes, total_bytes)``.
         options: more of ``offload.models.options.Options``: ``expert_policy``, ``routing`` and
             ``record_routing`` for experts, ``queue_depth`` and others for the disk.
@@ -64,6 +76,24 @@ def load(
     Raises:
         OffloadError: with one clear message; see ``offload.errors``.
     """
+    if train is not False:
+        asked = {"quant": quant, "kernels": kernels, "gpu": gpu}
+        given = [name for name, value in asked.items() if value is not None]
+        if given or device not in ("auto", "cpu"):
+            raise OffloadError(
+                f"{', '.join(given) or 'device'} cannot be combined with train: training runs the "
+                f"checkpoint's weights on the CPU; drop it"
+            )
+        from offload.train.dropin import DropinOptions
+        from offload.train.dropin_load import load_trainable
+
+        unknown = sorted(options.keys() - DropinOptions.__dataclass_fields__.keys())
+        if unknown:
+            raise OffloadError(f"{unknown[0]} is no option of training")
+        return load_trainable(
+            path, DropinOptions(train=train, **options), ram=ram, disk=disk, dtype=dtype,
+            context=context or DEFAULT_CONTEXT, batch=batch, progress=progress,
+        )  # fmt: skip
     if context is not None:
         options["context"] = context
     chosen = parse_options(

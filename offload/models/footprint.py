@@ -190,8 +190,11 @@ def _stub_experts(module: Any, n_experts: int) -> Iterator[None]:
         del mask, joined, halves, picked
         return out
 
+    before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
         yield
     finally:
         del module.__dict__["forward"]
+        if before is not None:  # experts with adapters have one of their own
+            module.__dict__["forward"] = before

@@ -37,4 +37,21 @@ def describe(run: Run) -> list[str]:
         f"{format_bytes(plan.written_bytes)}; the run writes "
         f"{format_bytes(plan.written_bytes * run.total)}",
     ]
+    if run.prediction is not None:
+        phases = "; ".join(
+            f"{phase} " + ", ".join(f"{lane} {s:.2f} s" for lane, s in lanes.items() if s >= 0.005)
+            for phase, lanes in run.prediction.lanes.items()
+        )
+        seconds = run.prediction.seconds
+        lines.append(f"time    {seconds:.2f} s a step ({phases}); {duration(seconds * run.total)}")
     return lines
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes, seconds: the two largest that count."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s in all"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s in all"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min in all"

@@ -32,6 +32,10 @@ from offload.train.weights import Entry, Shared, Weights
 __all__ = ["Engine", "Group", "NotFinite", "StepResult"]
 
 
+_OWN_GRAD: Any = torch.Tensor.grad
+"""The attribute that autograd writes to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Hyper-parameters of some parameters for one step."""
@@ -109,6 +113,11 @@ class Engine:
         self.rounds: Rounds | None = None
         """Set: micro-batches run in turns, unit by unit; weights stay until the last one is
         through."""
+        self.on_backward: Callable[[], Any] | None = None
+        """Set: called in backward before a unit runs in it, and before a gradient outside of units
+        is taken. For loops that do not say which backward is the last."""
+        self.present: set[str] = set()
+        """Parameters whose memory is in place."""
         self.hollow: dict[str, torch.Tensor] = {}
         self.params: dict[str, nn.Parameter] = {}
         self._running = [_Running() for _ in layout.units]
@@ -119,6 +128,8 @@ class Engine:
             for i, piece in enumerate(block.pieces)
             if piece.expert is None
         }
+        self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+        """Set: losses that units add when they are run again (routers')."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
         self.checkpoint_bytes: Callable[[], int] = lambda: 0
         """Bytes read so far of the checkpoint itself."""
@@ -157,19 +168,28 @@ class Engine:
             self.weights.pump()
 
     def _place(self, entry: Entry) -> None:
-        for piece in entry.block.pieces:
-            data = entry.tensor[piece.offset : piece.offset + piece.count]
-            self.params[piece.param].data = data.view(piece.shape)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be ``streamed``
+            for piece in entry.block.pieces:
+                data = entry.tensor[piece.offset : piece.offset + piece.count]
+                self.params[piece.param].data = data.view(piece.shape)
+                self.present.add(piece.param)
 
     def _remove(self, entry: Entry) -> None:
-        for piece in entry.block.pieces:
-            self.params[piece.param].data = self.hollow[piece.param]
+        with torch._C.DisableTorchFunctionSubclass():
+            for piece in entry.block.pieces:
+                self.params[piece.param].data = self.hollow[piece.param]
+                self.present.discard(piece.param)
 
     def _take(self, name: str) -> Callable[[nn.Parameter], None]:
         block, piece = self._pieces[name]
 
         def take(param: nn.Parameter) -> None:
-            gradient, param.grad = param.grad, None
+            # Autograd's own slot: what ``param.grad`` says may be something else (``streamed``).
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient = _OWN_GRAD.__get__(param)
+                _OWN_GRAD.__set__(param, None)
+            if self.on_backward is not None and not any(r.depth for r in self._running):
+                self.on_backward()
             if gradient is not None:
                 self.gradients.add(block, piece, gradient)
 
@@ -181,6 +201,8 @@ class Engine:
     def running(self, unit: int, *, backward: bool) -> Iterator[None]:
         """The unit's weights are in place inside. Nests (a unit within its own backward)."""
         state = self._running[unit]
+        if backward and self.on_backward is not None:
+            self.on_backward()
         if not state.depth and self.rounds is not None:
             self.rounds.door()
         if not state.depth and not state.entries:
@@ -233,10 +255,17 @@ class Engine:
     def forward_key(self, unit: int) -> Any:
         if self.random_key is None:
             return torch.get_rng_state()
-        micro = self.micro if self.rounds is None else self.rounds.index
-        seed = self.random_key(micro, unit)
+        seed = self.random_key(self.current_micro, unit)
         torch.manual_seed(seed)
         return seed
+
+    @property
+    def current_micro(self) -> int:
+        """The number of the micro-batch that runs."""
+        return self.micro if self.rounds is None else self.rounds.index
+
+    def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [] if self.extra is None else self.extra()
 
     @contextlib.contextmanager
     def replay(self, key: Any) -> Iterator[None]:
@@ -287,6 +316,8 @@ class Engine:
         """Backward is through: seal what no unit has sealed (parameters outside of units, units
         that did not run)."""
         self._left = self._uses()
+        if not self.last_micro_batch:
+            return
         late = [b for b in self.gradients.blocks() if not self.gradients.sealed(b)]
         for block in late:
             self.gradients.seal(block)
@@ -335,7 +366,9 @@ class Engine:
                 if i not in have and piece.expert is None:
                     continue
                 taken.add(piece.param)
-                steps[i] = group_of(piece).step(self.steps.get(piece.param, 0) + 1, clip)
+                factor = clip * self.gradients.factor(index, i)
+                steps[i] = group_of(piece).step(self.steps.get(piece.param, 0) + 1, factor)
+            self.gradients.hand_over(index)
             jobs.append(Job(index, steps))
         for name in taken:
             self.steps[name] = self.steps.get(name, 0) + 1
@@ -421,7 +454,9 @@ class Engine:
         commit first. Idempotent."""
         if not self._closers:
             return
-        for name, param in self.params.items():
-            param.data = self.hollow[name]
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self.params.items():
+                param.data = self.hollow[name]
+        self.present.clear()
         while self._closers:
             self._closers.pop(0)()

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import _buffers_on_meta, _stub_experts, _Watch
 from offload.models.params import parameters
+from offload.train.segments import without_caches
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ class TrainFootprint:
     """Bytes for one micro-batch."""
 
     unit_bytes: int
-    """Most that running a unit again and its backward holds at once, its weights' gradients in
-    their own dtype included."""
+    """Most that running a unit again and its backward holds at once, of the gradients of its
+    weights one at a time."""
     boundary_bytes: int
     """Inputs of all units that are kept for backward."""
     shared_bytes: int
@@ -96,47 +97,59 @@ def _fused_attention(
     return out
 
 
-def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
-    """Raises whatever an operation raises that cannot work without data."""
-    # Packed and padded rows have a mask that is made of their values; made outside it goes to the
-    # attention as it is. Families that take none of this shape are measured without.
-    mask = torch.ones((rows, 1, length, length), dtype=torch.bool, device="meta")
+def unit_calls(
+    model: Any, units: list[nn.Module], rows: int, length: int, *, masked: bool = True
+) -> dict[int, tuple[Any, Any]]:
+    """With what the model calls its units for ``rows`` x ``length`` tokens: by the identity of the
+    module (args, kwargs) on meta, without caches. ``model`` is on meta.
+
+    ``masked``: with a mask of four dimensions, as packed rows have; it is made of values, which
+    meta tensors lack, so it is given from outside. Some families refuse it.
+    """
+    ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if masked:
+        mask = torch.ones((rows, 1, length, length), dtype=torch.bool, device="meta")
+        given["attention_mask"] = mask
+    else:
+        # With a cache transformers asks no values whether rows are packed; units never get it.
+        given["use_cache"] = True
+    calls: dict[int, tuple[Any, Any]] = {}
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[id(module)] = without_caches(args, kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.callback(unit.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for group in expert_groups(model):
+            stack.enter_context(_stub_experts(group.module, group.n_experts))
+        stack.enter_context(_buffers_on_meta(model))
+        with torch.no_grad():
+            model(**given)
+    return calls
+
+
+def any_unit_calls(
+    model: Any, units: list[nn.Module], rows: int, length: int
+) -> dict[int, tuple[Any, Any]]:
+    """``unit_calls`` with a mask, or without where the family takes none of that shape."""
     try:
-        return _measure_with(model, units, rows, length, {"attention_mask": mask})
+        return unit_calls(model, units, rows, length)
     except Exception as error:  # noqa: BLE001  any code may refuse it in its own way
         logger.debug("no mask of four dimensions: %s", error)
-    return _measure_with(model, units, rows, length, {})
+    return unit_calls(model, units, rows, length, masked=False)
 
 
-def _measure_with(
-    model: Any, units: list[nn.Module], rows: int, length: int, more: dict[str, Any]
-) -> TrainFootprint:
-    ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
-    given: dict[str, Any] = {"input_ids": ids, "use_cache": False, **more}
-    calls: dict[int, tuple[Any, Any]] = {}
-    handles = []
-    for unit in units:
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls[id(module)] = args, kwargs
-
-        handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True))
+def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
+    """Raises whatever an operation raises that cannot work without data."""
+    calls = any_unit_calls(model, units, rows, length)
     with contextlib.ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
         for group in expert_groups(model):
             stack.enter_context(_stub_experts(group.module, group.n_experts))
         stack.enter_context(_buffers_on_meta(model))
         stack.enter_context(_CpuAttention())
-        if "logits_to_keep" in type(model).forward.__code__.co_varnames:
-            given["logits_to_keep"] = 1
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        with torch.no_grad():
-            watch = _Watch(weights)
-            with watch:
-                model(**given)
-        for handle in handles:
-            handle.remove()
         kept: dict[int, int] = {}
         shared: dict[int, int] = {}
         peak = 0
@@ -173,17 +186,25 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
     ]
     args, kwargs = tree_unflatten(inputs, spec)
     watch = _Watch(weights)
-    before = [(p, p.grad) for p in unit.parameters()]
+    # Gradients leave as they come; whoever keeps them counts them.
+    handles = [
+        p.register_post_accumulate_grad_hook(_forget) for p in unit.parameters() if p.requires_grad
+    ]
     try:
         with torch.enable_grad(), watch:
             out, _ = tree_flatten(unit(*args, **kwargs))
             outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
             grads = [torch.empty_like(x) for x in outs]
-            torch.autograd.backward(outs, grads)
+            if outs:  # none of a frozen embedding's
+                torch.autograd.backward(outs, grads)
     finally:
-        for param, grad in before:
-            param.grad = grad
+        for handle in handles:
+            handle.remove()
     return watch.peak
+
+
+def _forget(param: torch.Tensor) -> None:
+    param.grad = None
 
 
 def _expert_bytes(model: Any, tokens: int) -> int:

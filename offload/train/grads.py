@@ -55,6 +55,9 @@ class Gradients:
         self._file = file
         self._workers = workers
         self._held: dict[int, _Held] = {}
+        self._leaving: dict[int, _Held] = {}
+        """What a step has taken, until the block's update is through."""
+        self._factors: dict[tuple[int, int], float] = {}
         self._sums: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
         self._offsets = spill_offsets(layout, self._spill, dtype)
         self._staging = BufferPool(SPILL_BUFFERS * align_up(4 * _largest(layout)), "spill")
@@ -74,8 +77,12 @@ class Gradients:
         ``rows``) to a piece's. May keep the tensor itself: the caller lets go of it."""
         spec = self.layout.blocks[block]
         held = self._held.setdefault(block, _Held())
+        self._sums.pop((block, piece), None)
+        factor = self._factors.pop((block, piece), 1.0)
         if piece in held.spilled:
             self._fetch(spec, held)
+        if factor != 1.0 and piece in held.pieces:
+            held.pieces[piece] = held.pieces[piece] * factor
         dtype: torch.dtype = getattr(torch, self.dtype_of(spec))
         flat = gradient.detach().reshape(-1)
         total = held.pieces.get(piece)
@@ -111,6 +118,8 @@ class Gradients:
         held = self._held.get(block)
         if held is None or block not in self._spill or not held.pieces:
             return
+        if held.spilled:  # all of a block is written at once
+            self._fetch(self.layout.blocks[block], held)
         self._write(self.layout.blocks[block], held)
         held.spilled.update(held.pieces)
         held.pieces.clear()
@@ -136,20 +145,67 @@ class Gradients:
         return sorted(self._held)
 
     def sealed(self, block: int) -> bool:
-        """Whether a block's gradients were measured in this step."""
-        return any(key[0] == block for key in self._sums)
+        """Whether a block's gradients, all there are, have been measured."""
+        return all((block, i) in self._sums for i in self.pieces(block))
 
     def forget(self) -> None:
         """Drop what no update waits for: the gradients of a step that is not taken."""
         for block in {key[0] for key in self._sums} | {b for b in self._held}:
             self.settle(block)
             self._held.pop(block, None)
-        self._sums.clear()
+        self.clear_sums()
 
     def clear_sums(self) -> None:
         self._sums.clear()
+        self._factors.clear()
+
+    # -- one piece, for loops that are not ours ---------------------------------------------
+
+    def squares(self, block: int, piece: int) -> float | None:
+        """The sum of squares of a piece's measured gradient; None if it has none."""
+        sums = self._sums.get((block, piece))
+        return None if sums is None else float(sums.sum())
+
+    def multiply(self, block: int, piece: int, factor: float) -> None:
+        """Have the step (or the next ``add``) multiply a piece's gradient; factors multiply."""
+        key = block, piece
+        self._factors[key] = self._factors.get(key, 1.0) * factor
+
+    def factor(self, block: int, piece: int) -> float:
+        return self._factors.get((block, piece), 1.0)
+
+    def value(self, block: int, piece: int) -> torch.Tensor | None:
+        """A copy of a piece's gradient, flat, without its factor; None if it has none."""
+        held = self._held.get(block)
+        if held is None or piece not in self.pieces(block):
+            return None
+        if piece in held.pieces:
+            return held.pieces[piece].clone()
+        spec = self.layout.blocks[block]
+        copy = _Held(spilled={piece})
+        self._fetch(spec, copy)
+        return copy.pieces[piece]
+
+    def discard(self, block: int, piece: int) -> None:
+        """Drop a piece's gradient."""
+        self._sums.pop((block, piece), None)
+        self._factors.pop((block, piece), None)
+        held = self._held.get(block)
+        if held is None:
+            return
+        held.pieces.pop(piece, None)
+        held.spilled.discard(piece)
+        if not held.pieces and not held.spilled:
+            self.settle(block)
+            del self._held[block]
 
     # -- updates --------------------------------------------------------------------------
+
+    def hand_over(self, block: int) -> None:
+        """A step takes the block's gradients: they belong to its update from now on."""
+        held = self._held.pop(block, None)
+        if held is not None:
+            self._leaving[block] = held
 
     def tile_bytes(self, block: Block, count: int) -> int:
         """Bytes that a tile's spilled gradients take in a buffer; 0 where they are in RAM."""
@@ -159,7 +215,7 @@ class Gradients:
 
     def read_tile(self, block: Block, tile: int, into: memoryview) -> Future[int] | None:
         """Start reading a tile's spilled gradients."""
-        held = self._held.get(block.index)
+        held = self._leaving.get(block.index)
         if held is None or not held.spilled:
             return None
         assert self._file is not None
@@ -170,7 +226,7 @@ class Gradients:
         self, block: Block, tile: int, buffer: npt.NDArray[np.uint8] | None
     ) -> Iterator[tuple[int, Piece, int, int, Numbers | None]]:
         """(piece index, piece, start in the tile, count, gradient or None) of each piece in it."""
-        held = self._held.get(block.index)
+        held = self._leaving.get(block.index)
         spec = self.layout.tiles[tile]
         for i, piece, low, high in overlaps(block, spec.start, spec.start + spec.count):
             gradient: Numbers | None = None
@@ -184,7 +240,7 @@ class Gradients:
 
     def drop(self, block: int) -> None:
         """The block's update is through."""
-        self._held.pop(block, None)
+        self._leaving.pop(block, None)
 
     def _wait_for_room(self, nbytes: int) -> None:
         """With the lock held."""
@@ -265,6 +321,7 @@ class Gradients:
 
     def close(self) -> None:
         self._held.clear()
+        self._leaving.clear()
         self._staging.close()
         if self._file is not None:
             self._file.close()

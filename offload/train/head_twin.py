@@ -58,6 +58,8 @@ def linear_head(model: Any) -> tuple[str, nn.Linear]:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         kind = "missing" if head is None else f"of class {type(head).__name__}"
         raise UnsupportedModelError(f"its output embeddings are {kind}, not a plain nn.Linear")
+    if more := sorted(set(head._parameters) - {"weight", "bias"}):
+        raise UnsupportedModelError(f"its head has adapters or the like: {', '.join(more)}")
     for path, module in model.named_modules():
         if module is head:
             return path, head

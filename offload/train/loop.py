@@ -24,6 +24,7 @@ from offload.train.engine import Engine, Group, NotFinite, StepResult
 from offload.train.head_find import HeadForm, run_body
 from offload.train.head_loss import evaluate, head_loss, shift_labels
 from offload.train.layout import Piece
+from offload.train.router_loss import RouterLoss
 from offload.train.vertical import Rounds
 
 HEAD_ROWS = 4096
@@ -117,16 +118,28 @@ class LanguageLoop:
     """Steps and evaluations of a causal language model on an engine."""
 
     def __init__(
-        self, engine: Engine, form: HeadForm | None, *, vertical: int = 1, seed: int = 0
-    ) -> None:
-        """``form``: how the loss comes of the hidden state; None: the model's own loss, with whole
-        logits. ``vertical``: micro-batches that run layer by layer; 1: one after the other."""
+        self, engine: Engine, form: HeadForm | None, *, vertical: int = 1, seed: int = 0,
+        router: float | None = None,
+    ) -> None:  # fmt: skip
+        """``router``: coefficient of the load-balancing loss; None: there is none. ``form``: how
+        the loss comes of the hidden state; None: the model's own loss, with whole logits.
+        ``vertical``: micro-batches that run layer by layer; 1: one after the other."""
         self.engine = engine
         self.form = form
         self.seed = seed
         self.head = None if form is None else EngineHead(engine, form)
         self._rounds = Rounds(vertical) if vertical > 1 else None
         self._turned = 0.0
+        self._router: RouterLoss | None = None
+        if router is not None:
+            self._router = RouterLoss(engine.model, router, lambda: engine.current_micro)
+            engine.extra = self._router_terms
+
+    def _router_terms(self) -> list[tuple[Tensor, Tensor]]:
+        """Each micro-batch's loss counts alike: the coefficient is shared among them."""
+        assert self._router is not None
+        weight = self._router.coefficient / self._micros
+        return [(t, torch.full_like(t, weight)) for t in self._router.take_terms()]
 
     def step(
         self, number: int, batches: Sequence[Batch], group_of: Callable[[Piece], Group],
@@ -140,6 +153,7 @@ class LanguageLoop:
         engine = self.engine
         began = time.perf_counter()
         self._turned = 0.0
+        self._micros = len(batches)
         total = sum(b.label_tokens for b in batches)
         engine.in_backward = None if max_norm > 0 else group_of
         engine.random_key = partial(random_key, self.seed, number)
@@ -180,12 +194,17 @@ class LanguageLoop:
     def _micro(self, step: int, index: int, batch: Batch, total: int) -> float:
         """Forward and backward of one micro-batch; returns the sum of its labels' losses."""
         torch.manual_seed(random_key(self.seed, step, index, -1))
+        if self._router is not None:
+            width = batch.input_ids.shape[1]
+            self._router.begin(torch.arange(width) < torch.tensor(batch.lengths)[:, None])
         if self.form is None or self.head is None:
             return self._own_loss(batch, total)
         hidden = run_body(self.engine.model, self.form, **inputs_of(batch))
         if not self._turned:
             self._turned = time.perf_counter()
         labels = shift_labels(batch.labels)
+        if self._router is not None:
+            self._router.value()
         with self.head.entered():
             loss, gradient = head_loss(
                 hidden.detach().flatten(0, 1), labels, self.head, scale=1 / total,
@@ -194,6 +213,8 @@ class LanguageLoop:
             )  # fmt: skip
             self._check(loss)
         hidden.backward(gradient.view_as(hidden))
+        if self._router is not None:
+            self._router.end()
         return float(loss)
 
     def _check(self, loss: Tensor) -> None:
@@ -206,7 +227,11 @@ class LanguageLoop:
         if not self._turned:
             self._turned = time.perf_counter()
         self._check(loss)
+        if self._router is not None:
+            self._router.value()
         (loss / total).backward()
+        if self._router is not None:
+            self._router.end()
         return float(loss)
 
     @torch.no_grad()
@@ -241,3 +266,6 @@ class LanguageLoop:
     def close(self) -> None:
         if self._rounds is not None:
             self._rounds.close()
+        if self._router is not None:
+            self._router.close()
+            self.engine.extra = None

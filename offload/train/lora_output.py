@@ -162,7 +162,8 @@ class _Layout:
                     conv.add(is_conv)
             else:
                 owner, _, leaf = name.rpartition(".")
-                weight = getattr(modules.get(owner), leaf, None)
+                # Not the attribute: while an engine streams experts, that is its stand-in.
+                weight = getattr(modules.get(owner), "_parameters", {}).get(leaf)
                 if not isinstance(weight, torch.nn.Parameter) or not owner:
                     raise UnsupportedModelError(
                         f"{name} is neither a linear layer nor a parameter of a module of this "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class EngineOptions:
     update_workers: int | None = 1
     directory: Path | None = None
     """Where gradients are spilled to; None: the system's temporary directory."""
+    initial: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """Values of parameters that no checkpoint holds: ``lora.Adapters.initial``."""
     progress: Callable[[str, int, int], None] = field(default=lambda *_: None)
 
 
@@ -96,7 +98,7 @@ def open_engine(
             io,
         )
         undo.callback(tiles.close)
-        checkpoint = CheckpointSource(layout, meta.mapping, io, staging)
+        checkpoint = CheckpointSource(layout, meta.mapping, io, staging, options.initial)
         undo.callback(checkpoint.close)
         directory = options.directory or Path(tempfile.gettempdir())
         checkpoint.convert_frozen(directory, lambda d, t: options.progress("convert", d, t))
@@ -139,8 +141,6 @@ def open_engine(
 
 
 def _check(layout: TrainLayout, placement: Placement) -> None:
-    if not layout.trained:
-        raise OffloadError("nothing to train: no parameter requires a gradient")
     if not placement.resident <= placement.pinned:
         raise OffloadError("states stay in RAM only of blocks whose weights do")
     if not set(layout.rest) <= placement.pinned:

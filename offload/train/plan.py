@@ -48,10 +48,18 @@ class TrainPlan:
     disk_bytes: int
     """Of states on the disk, retained commits included."""
     spill_bytes: int
-    read_bytes: int
-    """From the disk, each step: an estimate from the homes of blocks."""
-    written_bytes: int
+    phases: Mapping[str, tuple[int, int]]
+    """Phase -> bytes read from and written to the disk in a step, by the homes of blocks."""
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def read_bytes(self) -> int:
+        """From the disk, each step."""
+        return sum(read for read, _ in self.phases.values())
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(written for _, written in self.phases.values())
 
     @property
     def ram_bytes(self) -> int:
@@ -114,7 +122,7 @@ def make_plan(
         out["I/O staging"] = STAGING_CHUNKS * CHUNK_BYTES
         out["states under way"] = buffers * (largest_slot + align_up(largest_tile))
         out["gradients spilling"] = 3 * align_up(largest_tile)
-        out["gradients of a unit"] = under_way
+        out["gradients of a unit, to be spilled"] = under_way
         out["slack"] = slack
         return out
 
@@ -151,8 +159,13 @@ def make_plan(
 
     if not clipping and backwards == 1:
         in_ram.update(trained)  # updated inside backward: never more than a unit's at a time
-    for b in order:
-        if b in grads and b not in in_ram and grads[b] <= left:
+    outside = [b for b in order if b in grads and b not in in_ram]
+    if sum(grads[b] for b in outside) <= left + under_way:
+        in_ram.update(outside)
+        left += under_way - sum(grads[b] for b in outside)
+        under_way = 0  # nothing waits to be spilled
+    for b in outside:
+        if b not in in_ram and grads[b] <= left:
             in_ram.add(b)
             left -= grads[b]
     weights_extra = 0
@@ -182,15 +195,14 @@ def make_plan(
         spilled=spilled,
         buffers=buffers,
     )
-    read, written = traffic(layout, needs, placement, clipping=clipping, backwards=backwards)
+    phases = traffic(layout, needs, placement, clipping=clipping, backwards=backwards)
     return TrainPlan(
         budget=budget,
         placement=placement,
         ram={k: v for k, v in ram.items() if v},
         disk_bytes=sum(slot_bytes(layout, needs, b) for b in trained) * (keep + 1),
         spill_bytes=sum(align_up(grads[b]) for b in spilled),
-        read_bytes=read,
-        written_bytes=written,
+        phases=phases,
     )
 
 
@@ -213,26 +225,72 @@ def _spread(layout: TrainLayout) -> list[int]:
 
 def traffic(
     layout: TrainLayout, needs: Needs, placement: Placement, *, clipping: bool, backwards: int
-) -> tuple[int, int]:
-    """(bytes read, bytes written) of the disk in a step."""
-    read = written = 0
+) -> dict[str, tuple[int, int]]:
+    """Phase -> (bytes read, bytes written) of the disk in a step.
+
+    Deferred updates run under forward and leave behind what it computes with; without clipping
+    updates run inside backward, and forward reads its weights.
+    """
+    weights = {"forward": 0, "backward": 0}
+    states_read = states_written = spilled = 0
     ring = placement.weights_bytes - sum(layout.blocks[b].nbytes for b in placement.pinned)
     for block in layout.blocks:
         b = block.index
         if b not in placement.pinned:
-            # Backward, and forward unless the deferred update has just made them.
-            passes = 2 * backwards - (1 if clipping and block.trained else 0)
-            read += passes * block.nbytes
+            weights["backward"] += backwards * block.nbytes
+            weights["forward"] += (backwards - (clipping and block.trained)) * block.nbytes
         if not block.trained:
             continue
         copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
         if b not in placement.resident:
             states = slot_bytes(layout, needs, b)
-            read += states - copy
-            written += states - (copy if b in placement.pinned else 0)
+            states_read += states - copy
+            states_written += states - (copy if b in placement.pinned else 0)
         if b in placement.spilled:
-            read += grad_bytes(layout, needs, b)
-            written += grad_bytes(layout, needs, b)
+            spilled += grad_bytes(layout, needs, b)
     # Around both turns of a step the ring has what comes next.
-    read -= min(read, backwards * ring)
-    return read, written
+    weights = {phase: max(0, n - backwards * ring // 2) for phase, n in weights.items()}
+    reads = {**weights, "forward" if clipping else "backward": 0}
+    update = "forward" if clipping else "backward"
+    reads[update] = weights[update] + states_read + spilled
+    writes = {"forward": 0, "backward": spilled}
+    writes[update] += states_written
+    return {phase: (reads[phase], writes[phase]) for phase in ("forward", "backward")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRates:
+    """What this machine does, measured before the plan."""
+
+    compute: Mapping[str, float]
+    """Phase -> seconds of computing in a step, with nothing to wait for."""
+    disk_read: float
+    disk_write: float
+    """Bytes per second, of reads and of writes under a mix of both."""
+    update: float
+    """Bytes per second of an update's pass over memory, on one thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds of a step: each phase takes as long as its busiest lane."""
+
+    lanes: Mapping[str, Mapping[str, float]]
+    """Phase -> lane -> seconds."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(max(lanes.values()) for lanes in self.lanes.values())
+
+
+def predict(plan: TrainPlan, rates: StepRates, update_bytes: int, *, clipping: bool) -> Prediction:
+    """``update_bytes``: what all updates of a step read and write in memory."""
+    lanes: dict[str, dict[str, float]] = {}
+    for phase, (read, written) in plan.phases.items():
+        here = phase == ("forward" if clipping else "backward")
+        lanes[phase] = {
+            "compute": rates.compute[phase],
+            "ssd": read / rates.disk_read + written / rates.disk_write,
+            "update": update_bytes / rates.update if here else 0.0,
+        }
+    return Prediction(lanes=lanes)

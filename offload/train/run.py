@@ -19,8 +19,10 @@ from offload.blocks import TensorSpec
 from offload.cpu_ops.checksum import xxh64
 from offload.errors import OffloadError, StoreError
 from offload.io.tile_store import TileStore, is_tile_store
+from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
+from offload.models.params import parameters
 from offload.models.workspace import kernel_bytes, limit_kernels
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
@@ -35,12 +37,23 @@ from offload.train.head_loss import workspace_bytes
 from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.loop import HEAD_ROWS, LanguageLoop
+from offload.train.lora import Adapters, inject
+from offload.train.lora_output import MergedValues, write_adapter
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
 from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
-from offload.train.plan import Needs, TrainPlan, make_plan
+from offload.train.plan import (
+    Needs,
+    Prediction,
+    StepRates,
+    TrainPlan,
+    make_plan,
+    predict,
+    slot_bytes,
+)
+from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
 from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
@@ -69,6 +82,7 @@ def prepare(options: TrainOptions) -> Run:
     check_dtypes(options, str(dtype).removeprefix("torch."))
     output = options.output.expanduser()
     check_target(output, directory)
+    check_target(adapter_directory(options), directory)
     states = state_directory(options)
     _check_states(states, options)
     notes: list[str] = []
@@ -148,12 +162,12 @@ def _plan(
     meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int, ram: int,
     notes: list[str],
 ) -> Run:  # fmt: skip
-    if options.method != "full":
-        raise OffloadError("--method lora is not available yet; use --method full")
-    if options.router_aux_loss is not None:
-        raise OffloadError("--router-aux-loss is not available yet; drop it")
-    for parameter in meta.model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
+    if options.router_aux_loss is not None and not expert_groups(meta.model):
+        raise OffloadError(
+            f"--router-aux-loss {options.router_aux_loss:g} cannot take effect: the model has no "
+            f"experts; drop it"
+        )
+    adapters = _choose_trained(meta, options)
     form, why = find_head(meta.model)
     if form is None:
         notes.append(f"the model's own loss is used, with whole logits: {why}")
@@ -163,7 +177,9 @@ def _plan(
     clipping = options.max_grad_norm > 0
     vertical = options.grad_accum if options.order == "vertical" else 1
     grad_dtype = _grad_dtype(options)
-    modules = [u.module for u in layout.units]
+    # The head runs in slices if the form of the loss is known.
+    head = None if form is None else meta.model.get_submodule(form.head)
+    modules = [u.module for u in layout.units if u.module is not head]
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
@@ -186,13 +202,15 @@ def _plan(
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
     plan = make_plan(
-        layout, needs, ram, keep=options.save_total_limit, clipping=clipping, backwards=passes
-    )
+        layout, needs, ram, keep=options.save_total_limit, clipping=clipping, backwards=passes,
+        always=frozenset() if adapters is None else adapters.blocks(layout),
+    )  # fmt: skip
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    return Run(
+    rates = _rates(meta, modules, form, options, states)
+    run = Run(
         meta,
         data,
         options,
@@ -205,7 +223,51 @@ def _plan(
         total,
         grad_dtype,
         notes,
+        adapters,
     )
+    if rates is not None:
+        update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
+        run.prediction = predict(plan, rates, update_bytes, clipping=clipping)
+    gc.collect()
+    reset_peak_rss()
+    return run
+
+
+def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
+    """Everything, or nothing but the adapters that are added here."""
+    if options.method == "full":
+        for parameter in meta.model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return None
+    adapters = inject(
+        meta.model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout,
+        targets=options.lora_targets, seed=options.seed,
+    )  # fmt: skip
+    if options.merge:
+        adapters.check_mergeable()
+    return adapters
+
+
+LARGEST_SAMPLE = 1 << 30
+"""A unit of more bytes is not run to predict a step: its weights would be made up first."""
+
+
+def _rates(
+    meta: MetaModel, modules: list[Any], form: HeadForm | None, options: TrainOptions, states: Path
+) -> StepRates | None:
+    """Measure what a prediction needs; None where it cannot be."""
+    if max((sum(p.nbytes for p in parameters(m).values()) for m in modules), default=0) > (
+        LARGEST_SAMPLE
+    ):
+        return None
+    micro = compute_seconds(meta.model, modules, form, options.batch_size, options.seq_len)
+    if micro is None:
+        return None
+    read, write = disk_mix(states.parent)
+    return StepRates(
+        compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
+        disk_read=read, disk_write=write, update=UPDATE_BYTES_S,
+    )  # fmt: skip
 
 
 def _kernel_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
@@ -250,14 +312,22 @@ def _loss_bytes(
     return work + 3 * tokens * form.width * dtype.itemsize
 
 
+def adapter_directory(options: TrainOptions) -> Path:
+    """Where a LoRA run's adapter is written: the output, or beside it if that is the merged
+    model."""
+    output = options.output.expanduser()
+    return output.parent / f"{output.name}.adapter" if options.merge else output
+
+
 class Run:
     """A planned run. ``train`` once, then ``close``."""
 
     def __init__(
         self, meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int,
         layout: TrainLayout, form: HeadForm | None, plan: TrainPlan, schedule: Schedule, total: int,
-        grad_dtype: str | None, notes: list[str],
+        grad_dtype: str | None, notes: list[str], adapters: Adapters | None,
     ) -> None:  # fmt: skip
+        self.adapters = adapters
         self.meta = meta
         self.data = data
         self.options = options
@@ -271,17 +341,27 @@ class Run:
         self.grad_dtype = grad_dtype
         self.notes = notes
         self.identity = identity_of(meta, layout, data, options, total)
+        self.prediction: Prediction | None = None
+        """Of a step's time; None where it cannot be measured."""
         self._engine: Engine | None = None
-        trained = {
-            alias
-            for block in layout.trained
-            for piece in block.pieces
-            for alias in layout.params[piece.param].names
-        }
-        # Now, while the model is whole: it shows which parameters are tied.
-        self._tensors = OutputTensors(
-            meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
-        )
+        self._merging: MergedValues | None = None
+        self._tensors: OutputTensors | None = None
+        if adapters is None:
+            trained = {
+                alias
+                for block in layout.trained
+                for piece in block.pieces
+                for alias in layout.params[piece.param].names
+            }
+            # Now, while the model is whole: it shows which parameters are tied.
+            self._tensors = OutputTensors(
+                meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
+            )
+        elif options.merge:
+            self._tensors = OutputTensors(
+                meta.mapping, self._merged, dtype=meta.dtype,
+                trained={t.weight for t in adapters.targets},
+            )  # fmt: skip
         self._store: TileStore | None = None
         self._commit: tuple[int, float, Future[None]] | None = None
         self._best = math.inf
@@ -291,10 +371,20 @@ class Run:
             raise OffloadError("the run is not open")
         return self._engine.read_elements(name, start, count)
 
+    def _merged(self, name: str, start: int, count: int) -> torch.Tensor:
+        if self._engine is None or self.adapters is None:
+            raise OffloadError("the run is not open")
+        if self._merging is None:
+            values = self.adapters.values(self._engine)
+            self._merging = self.adapters.merged_values(self._engine.read_elements, values)
+        return self._merging(name, start, count)
+
     # -- before ---------------------------------------------------------------------------
 
     def output_bytes(self) -> int:
         """Of the model that comes out, but for its small files."""
+        if self._tensors is None:
+            return 4 * self.layout.elements
         sizes: list[int] = [
             math.prod(shape) * getattr(torch, dtype).itemsize
             for _, dtype, shape in self._tensors.tensors
@@ -324,7 +414,7 @@ class Run:
             listener.note(note)
         engine = self._open(listener)
         loop = LanguageLoop(
-            engine, self.form, seed=options.seed,
+            engine, self.form, router=options.router_aux_loss, seed=options.seed,
             vertical=options.grad_accum if options.order == "vertical" else 1,
         )  # fmt: skip
         step = self._resume(engine)
@@ -334,6 +424,11 @@ class Run:
             while step < self.total:
                 tokens += self._step(engine, loop, step, groups, listener)
                 step += 1
+                if step == first + 1 and self.adapters is not None and self.adapters.unused():
+                    raise OffloadError(
+                        f"adapters that no forward has used would never be trained: "
+                        f"{', '.join(self.adapters.unused()[:4])}; leave them out of --lora-targets"
+                    )
                 if options.eval_every and step % options.eval_every == 0 and step < self.total:
                     self._evaluate(loop, step, listener)
                 if should_stop() and step < self.total:
@@ -393,6 +488,7 @@ class Run:
             EngineOptions(
                 states=options.states, grad_dtype=self.grad_dtype, seed=options.seed,
                 directory=self.states.parent, progress=listener.phase,
+                initial={} if self.adapters is None else self.adapters.initial,
             ),
             tiles,
         )  # fmt: skip
@@ -503,12 +599,21 @@ class Run:
         output = self.options.output.expanduser()
 
         self._engine = engine
-        with self._tensors as tensors:
-            write_model(
-                output, self.meta.directory, tensors.tensors, tensors.read,
-                run_id=secrets.token_hex(8), dtype=str(self.meta.dtype).removeprefix("torch."),
-                progress=lambda done, total: listener.phase("write", done, total),
+        run_id = secrets.token_hex(8)
+        if self.adapters is not None:
+            values = self.adapters.values(engine)
+            write_adapter(
+                adapter_directory(self.options), self.meta.model, self.adapters.pairs(values),
+                self.adapters.options(self.meta.directory.resolve()), run_id=run_id,
+                source=self.meta.directory,
             )  # fmt: skip
+        if self._tensors is not None:
+            with self._tensors as tensors:
+                write_model(
+                    output, self.meta.directory, tensors.tensors, tensors.read,
+                    run_id=run_id, dtype=str(self.meta.dtype).removeprefix("torch."),
+                    progress=lambda done, total: listener.phase("write", done, total),
+                )  # fmt: skip
         return str(output)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,9 +35,22 @@ class Runtime(Protocol):
         """The random numbers of that forward again inside; the generator as it was behind it."""
         ...
 
+    def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(loss, its gradient) of what the unit that was run again adds to the step's loss."""
+        ...
+
     def backward_done(self, unit: int) -> None:
         """All gradients of this run of the unit have been taken."""
         ...
+
+
+def without_caches(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A unit's arguments without caches: recomputing would append a step's keys a second time."""
+    args = tuple(None if _is_cache(x) else x for x in args)
+    kwargs = {k: None if _is_cache(v) else v for k, v in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
 
 
 def _is_cache(value: Any) -> bool:
@@ -59,18 +73,21 @@ class Segment:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = torch.is_grad_enabled()
-        if grad and not self.trains:
+        # Adapters that were put into the unit later are nobody's but autograd's.
+        if grad and not self.trains and not any(p.requires_grad for p in self.module.parameters()):
             # Below the first trained unit there is nothing to go back for.
             leaves, _ = tree_flatten((args, kwargs))
             grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
         if not grad:
-            with torch.no_grad(), self.runtime.running(self.unit, backward=False):
+            with (
+                torch.no_grad(),
+                self.runtime.running(self.unit, backward=False),
+                _Autocast.now().entered(),
+            ):
+                if self.module.training:  # dropout below the first adapter is the unit's own, too
+                    self.runtime.forward_key(self.unit)
                 return self.inner(*args, **kwargs)
-        # Recomputing would append this step's keys to a cache a second time.
-        args = tuple(None if _is_cache(x) else x for x in args)
-        kwargs = {k: None if _is_cache(v) else v for k, v in kwargs.items()}
-        if kwargs.get("use_cache"):
-            kwargs["use_cache"] = False
+        args, kwargs = without_caches(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
         call = _Call(self, spec, leaves)
@@ -87,9 +104,27 @@ class Segment:
             self.module.__dict__["forward"] = self._before
 
 
+@dataclass(frozen=True, slots=True)
+class _Autocast:
+    """What torch casts to by itself; backward is not run under it, recomputation has to be."""
+
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> _Autocast:
+        return cls(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """The same again; casts of weights are not kept, they would be all of the model."""
+        if not self.enabled and not torch.is_autocast_enabled("cpu"):
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
 class _Call:
-    """One call of a unit: its inputs that are no tensors, the shape of its output, its
-    randomness."""
+    """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness,
+    what it is cast to."""
 
     def __init__(self, segment: Segment, spec: TreeSpec, leaves: list[Any]) -> None:
         self.segment = segment
@@ -99,11 +134,13 @@ class _Call:
         self.fixed: list[Any] = []
         """Output leaves that are no tensors; None where there is one."""
         self.key: Any = None
+        self.autocast = _Autocast.now()
 
     def run(self, tensors: list[torch.Tensor | None]) -> list[Any]:
         leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        out, spec = tree_flatten(self.segment.inner(*args, **kwargs))
+        with self.autocast.entered():
+            out, spec = tree_flatten(self.segment.inner(*args, **kwargs))
         if self.out_spec is None:
             self.out_spec = spec
         elif self.out_spec != spec:
@@ -160,6 +197,7 @@ class _Run(torch.autograd.Function):
                 if isinstance(o, torch.Tensor) and o.requires_grad and g is not None
             ]
             del out
+            pairs += runtime.extra_losses()
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             del pairs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,18 @@ class CheckpointSource:
     Blocks whose tensors are the file's own bytes are read from there. The others (stored in another
     dtype, or permuted) are *made*, once, at the start: trained ones go to their tiles, with masters
     that keep every bit of the checkpoint's (``import_made``), frozen ones to a private file.
+
+    ``initial``: by name, what makes the values of parameters that no checkpoint holds (adapters).
+    Blocks with such are made, too, and a resumed run finds them in its tiles.
     """
 
     def __init__(
-        self, train: TrainLayout, mapping: CheckpointMap, engine: Engine, staging: Staging
-    ) -> None:
+        self, train: TrainLayout, mapping: CheckpointMap, engine: Engine, staging: Staging,
+        initial: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+    ) -> None:  # fmt: skip
         self.layout = train
         self._mapping = mapping
+        self._initial = initial or {}
         self._engine = engine
         self._staging = staging
         self._converted: PackStore | None = None
@@ -61,6 +66,8 @@ class CheckpointSource:
         specs: list[TensorSpec] = []
         pieces: list[FilePiece] = []
         for piece in block.pieces:
+            if piece.param in self._initial:
+                return "no checkpoint holds it"
             source = find_source(self.layout.params[piece.param], self._mapping.map.sources)
             if source.placed is None:
                 return source.why_not
@@ -120,6 +127,9 @@ class CheckpointSource:
 
     def value(self, piece: Piece) -> torch.Tensor:
         """A piece as the checkpoint has it: in its own dtype where it is only cast."""
+        if piece.param in self._initial:
+            whole = self._initial[piece.param]().reshape(-1)
+            return whole[piece.start : piece.start + piece.count].view(piece.shape)
         source = find_source(self.layout.params[piece.param], self._mapping.map.sources)
         if source.found is not None:
             runs = (

@@ -60,21 +60,28 @@ def placements(layout: TrainLayout) -> dict[str, Placement]:
 @contextlib.contextmanager
 def engine_of(
     directory: Path, placement: str | Callable[[TrainLayout], Placement], *,
-    dtype: str | None = None, freeze: Callable[[str], bool] = lambda _: False, **options: Any,
+    dtype: str | None = None, freeze: Callable[[str], bool] = lambda _: False,
+    prepare: Callable[[Any], dict[str, Any]] = lambda _: {},
+    tiles: MemoryTiles | None = None, **options: Any,
 ) -> Iterator[tuple[Engine, MemoryTiles]]:  # fmt: skip
+    """``prepare(model)`` changes the model before it is laid out, and gives more options.
+    ``tiles``: of an engine before, to go on from."""
     meta = build(directory, dtype)
     meta.model.train()
     for name, parameter in meta.model.named_parameters():
         parameter.requires_grad_(not freeze(name))
+    options |= prepare(meta.model)
     layout = lay_out(meta.model, tile=TILE)
     made: list[MemoryTiles] = []
 
-    def tiles(layout: TrainLayout, parts: Any, io: Any) -> MemoryTiles:
-        made.append(MemoryTiles([parts(i) for i in range(len(layout.tiles))]))
+    def make_tiles(layout: TrainLayout, parts: Any, io: Any) -> MemoryTiles:
+        every = [parts(i) for i in range(len(layout.tiles))]
+        assert tiles is None or tiles.parts == every
+        made.append(tiles or MemoryTiles(every))
         return made[0]
 
     where = placements(layout)[placement] if isinstance(placement, str) else placement(layout)
-    engine = open_engine(meta, layout, where, EngineOptions(**options), tiles)
+    engine = open_engine(meta, layout, where, EngineOptions(**options), make_tiles)
     try:
         yield engine, made[0]
     finally:

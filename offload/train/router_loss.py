@@ -1,0 +1,125 @@
+"""The load-balancing loss of mixture-of-experts models, layer by layer.
+
+transformers computes it from the router logits of all layers at once (``load_balancing_loss_func``;
+Fedus, Zoph and Shazeer 2021, "Switch Transformers", equations 4 to 6): with f_e the share of
+(token, choice) pairs of all layers that went to expert e, P_e the mean probability over all layers,
+the loss is E sum_e f_e P_e. Gradients only flow through P. A streamed backward has one layer at a
+time, so the sums are gathered in forward; backward then adds to each layer's recomputed router
+logits its own term of sum_e f_e P_e, whose f_e are known by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import OffloadError
+from offload.models.expert_groups import expert_groups
+from offload.models.request import expert_top_k
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one micro-batch."""
+
+    valid: Tensor | None
+    counts: list[Tensor] = field(default_factory=list)
+    mass: list[Tensor] = field(default_factory=list)
+    rows: int = 0
+    """Of one layer."""
+    share: Tensor | None = None
+    """f_e, once forward has ended."""
+    terms: list[Tensor] = field(default_factory=list)
+
+
+class RouterLoss:
+    """Watches the routers of a model. For each micro-batch: ``begin``, forward, ``value``,
+    backward."""
+
+    def __init__(self, model: Any, coefficient: float, current: Callable[[], int]) -> None:
+        """``coefficient``: of the loss, as ``router_aux_loss_coef``. ``current``: the number of the
+        micro-batch that runs.
+
+        Raises:
+            OffloadError: the model has no experts, or its routers are not to be found.
+        """
+        groups = expert_groups(model)
+        if not groups:
+            raise OffloadError("--router-aux-loss: the model has no experts; drop it")
+        self.coefficient = coefficient
+        self.experts = groups[0].n_experts
+        self.top_k = expert_top_k(model.config)
+        self._current = current
+        self._sums: dict[int, _Sums] = {}
+        self._handles = [
+            _router_of(model, g.name, self.experts).register_forward_hook(self._seen)
+            for g in groups
+        ]
+
+    def begin(self, valid: Tensor | None) -> None:
+        """A micro-batch's forward begins. ``valid`` [B, S]: 0 for padding, None: all are valid."""
+        self._sums[self._current()] = _Sums(None if valid is None else valid.reshape(-1).bool())
+
+    def _seen(self, router: nn.Module, args: Any, output: Any) -> None:
+        sums = self._sums.get(self._current())
+        if sums is None:
+            return  # an evaluation
+        logits = output if isinstance(output, Tensor) else output[0]
+        logits = logits.reshape(-1, self.experts)
+        if sums.valid is not None:
+            logits = logits[sums.valid]
+        probabilities = torch.softmax(logits, dim=-1)  # in the model's dtype, as transformers'
+        if sums.share is None:
+            chosen = probabilities.topk(self.top_k, dim=-1).indices.reshape(-1)
+            sums.counts.append(torch.bincount(chosen, minlength=self.experts).float())
+            sums.mass.append(probabilities.detach().float().sum(0))
+            sums.rows = logits.shape[0]
+        elif torch.is_grad_enabled():
+            rows = sums.rows * len(sums.mass)
+            mass = probabilities.float().sum(0)
+            sums.terms.append((mass * sums.share).sum() * (self.experts / rows))
+
+    def value(self) -> float:
+        """The loss of the forward that has ended, without the coefficient; fixes the shares."""
+        sums = self._sums[self._current()]
+        rows = sums.rows * len(sums.mass)
+        if not rows:
+            raise OffloadError("--router-aux-loss: no router ran in forward")
+        sums.share = torch.stack(sums.counts).sum(0) / rows
+        mean = torch.stack(sums.mass).sum(0) / rows
+        return float((sums.share * mean).sum()) * self.experts
+
+    def take_terms(self) -> list[Tensor]:
+        """What the unit that was just run again adds to the loss, without the coefficient."""
+        sums = self._sums.get(self._current())
+        if sums is None:
+            return []
+        terms, sums.terms = sums.terms, []
+        return terms
+
+    def end(self) -> None:
+        """The micro-batch is through."""
+        self._sums.pop(self._current(), None)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _router_of(model: Any, name: str, experts: int) -> nn.Module:
+    """The module beside the experts ``name`` whose weight is [experts, hidden]."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    inside = set(map(id, model.get_submodule(name).modules()))
+    for module in parent.modules():
+        weight = module._parameters.get("weight")
+        if id(module) in inside or weight is None or weight.dim() != 2:
+            continue
+        if weight.shape[0] == experts:
+            return module
+    raise OffloadError(
+        f"--router-aux-loss: no router [{experts}, hidden] stands beside {name}; drop the flag"
+    )

@@ -1,0 +1,452 @@
+"""Plain torch loops over a streamed model, against the same loop over the resident one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dropin_support import PLACES, batches, close, resident, streamed
+from families import write
+
+import offload
+from offload.errors import OffloadError
+from offload.train.engine import NotFinite
+from offload.train.lazy_grad import GradientError, LazyGrad
+from offload.train.optimizer import AdamW
+from offload.train.streamed import StreamedAccessError, StreamedParameter
+
+F32 = torch.float32
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[Any, Path] = {}
+
+    def make(family: str = "llama", dtype: torch.dtype = F32, **how: Any) -> Path:
+        key = (family, dtype, *sorted(how.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("tiny") / family
+            write(family, made[key], dtype, **how)
+        return made[key]
+
+    return make
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def loop(model: Any, optimizer: Any, *, steps: int = 3, accumulate: int = 1, clip: float = 0.5,
+         foreach: bool | None = None) -> list[float]:  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
+    out, data = [], iter(batches(steps * accumulate))
+    for _ in range(steps):
+        for _ in range(accumulate):
+            ids = next(data)
+            torch.manual_seed(3)  # of dropout
+            loss = model(input_ids=ids, labels=ids).loss
+            (loss / accumulate).backward()
+            out.append(float(loss.detach()))
+        if clip:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=foreach)
+            out.append(float(norm))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return out
+
+
+EPS = 1e-5
+"""Large enough for gradients that are nothing but rounding (of a key's bias) to do nothing."""
+
+
+def compare(directory: Path, place: str, **how: Any) -> None:
+    wanted = resident(directory)
+    expected = loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-3, eps=EPS), **how)
+    with streamed(directory, place) as model:
+        found = loop(model, AdamW(groups_of(model), lr=1e-3, eps=EPS), **how)
+        assert found == pytest.approx(expected, rel=2e-5)
+        assert close(model, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_is_torchs_own(tiny: Any, place: str, foreach: bool | None) -> None:
+    compare(tiny(), place, foreach=foreach)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+def test_accumulation_and_schedules(
+    tiny: Any, family: str, place: str, accumulate: int, clip: float
+) -> None:
+    compare(tiny(family), place, accumulate=accumulate, clip=clip)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_tied_embeddings(tiny: Any, place: str) -> None:
+    compare(tiny("gemma2", tie_word_embeddings=True), place, accumulate=2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_updates_inside_backward(tiny: Any, place: str) -> None:
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    expected = loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-3), clip=0)
+    with streamed(directory, place) as model:
+        optimizer = AdamW(groups_of(model), lr=1e-3, in_backward=True)
+        assert loop(model, optimizer, clip=0) == pytest.approx(expected, rel=1e-5)
+        assert close(model, wanted)
+        ids = next(batches(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(GradientError, match="in_backward=True has used them"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+
+
+def test_accumulation_with_updates_inside_backward_is_declared(tiny: Any) -> None:
+    directory = tiny()
+    wanted, data = resident(directory), list(batches(2))
+    optimizer = torch.optim.AdamW(wanted.parameters(), lr=1e-3)
+    for ids in data:
+        wanted(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    with streamed(directory) as model:
+        ours = AdamW(model.parameters(), lr=1e-3, in_backward=True)
+        with ours.accumulating():
+            model(input_ids=data[0], labels=data[0]).loss.backward()
+        model(input_ids=data[1], labels=data[1]).loss.backward()
+        ours.step()
+        assert close(model, wanted)
+
+
+# -- reading weights --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_are_read_by_whoever_reads_them(tiny: Any, place: str) -> None:
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    with streamed(directory, place) as model:
+        assert all(isinstance(p, StreamedParameter) for p in model.parameters())
+        for (name, ours), (_, theirs) in zip(
+            model.named_parameters(), wanted.named_parameters(), strict=True
+        ):
+            assert ours.shape == theirs.shape
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs), name
+            assert torch.equal(ours.data, theirs.data)
+            assert torch.equal(ours.norm(), theirs.norm())
+            assert torch.equal(ours[:1], theirs[:1])
+        saved = model.state_dict()
+        assert all(torch.equal(v, saved[k]) for k, v in wanted.state_dict().items())
+        assert torch.equal(copy.deepcopy(model.lm_head.weight), wanted.lm_head.weight)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_head_that_is_read_directly_is_trained(tiny: Any, place: str) -> None:
+    directory = tiny()
+
+    def run(model: Any, optimizer: Any) -> list[float]:
+        out = []
+        for ids in batches(3):
+            hidden = model.model(input_ids=ids).last_hidden_state
+            logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1),
+                                                     ids[:, 1:].flatten())  # fmt: skip
+            loss = loss + 1e-3 * model.model.layers[0].mlp.up_proj.weight.square().sum()
+            loss.backward()
+            out += [float(loss.detach()),
+                    float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))]  # fmt: skip
+            optimizer.step()
+            optimizer.zero_grad()
+        return out
+
+    wanted = resident(directory)
+    expected = run(wanted, torch.optim.AdamW(wanted.parameters(), lr=1e-3))
+    with streamed(directory, place) as model:
+        found = run(model, AdamW(model.parameters(), lr=1e-3))
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert close(model, wanted)
+
+
+def test_generation_waits_for_updates(tiny: Any) -> None:
+    directory = tiny("llama")
+    wanted = resident(directory)
+    loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-2))
+    with streamed(directory) as model:
+        loop(model, AdamW(groups_of(model), lr=1e-2))
+        ids = next(batches(1))
+        said = [
+            m.eval().generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            for m in (model, wanted)
+        ]
+        assert torch.equal(*said)
+
+
+# -- reading gradients ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_can_be_read_and_replaced(tiny: Any, place: str) -> None:
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    ids = next(batches(1))
+    wanted(input_ids=ids, labels=ids).loss.backward()
+    with streamed(directory, place) as model:
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        for (name, ours), (_, theirs) in zip(
+            model.named_parameters(), wanted.named_parameters(), strict=True
+        ):
+            assert isinstance(ours.grad, LazyGrad)
+            assert torch.allclose(ours.grad.clone(), theirs.grad, atol=1e-7), name
+            assert float(ours.grad.norm()) == pytest.approx(float(theirs.grad.norm()), rel=1e-5)
+            assert float(ours.grad.data.abs().max()) == float(theirs.grad.abs().max()), name
+        for ours, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+            ours.grad.div_(4)
+            ours.grad *= 2
+            assert torch.allclose(ours.grad.clone(), theirs.grad / 2, atol=1e-7)
+            theirs.grad.mul_(0.5)
+        head = model.lm_head.weight
+        head.grad = head.grad.clamp(-1e-4, 1e-4)
+        wanted.lm_head.weight.grad.clamp_(-1e-4, 1e-4)
+        optimizer.step()
+        torch.optim.AdamW(wanted.parameters(), lr=1e-3).step()
+        assert close(model, wanted)
+
+
+def test_a_scaled_gradient_goes_on_being_summed(tiny: Any) -> None:
+    directory = tiny()
+    wanted, data = resident(directory), list(batches(2))
+    with streamed(directory) as model:
+        for m, optimizer in ((wanted, torch.optim.AdamW(wanted.parameters(), lr=1e-3)),
+                             (model, AdamW(model.parameters(), lr=1e-3))):  # fmt: skip
+            m(input_ids=data[0], labels=data[0]).loss.backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            m(input_ids=data[1], labels=data[1]).loss.backward()
+            optimizer.step()
+        assert close(model, wanted)
+
+
+def test_infinity_norms_and_errors_are_torchs(tiny: Any) -> None:
+    directory = tiny()
+    wanted, ids = resident(directory), next(batches(1))
+    wanted(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(wanted.parameters(), 1.0, norm_type=float("inf"))
+    with streamed(directory) as model:
+        model(input_ids=ids, labels=ids).loss.backward()
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+        assert float(found) == float(expected)
+        with pytest.raises(GradientError, match="in place"):
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        model.zero_grad()
+        optimizer = AdamW(model.parameters())
+        (model(input_ids=ids, labels=ids).loss * float("nan")).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        with pytest.raises(NotFinite):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert close(model, resident(directory), 0.0)
+
+
+# -- misuse -----------------------------------------------------------------------------------
+
+
+def test_a_foreign_optimizer_is_refused_before_it_makes_states(tiny: Any) -> None:
+    with streamed(tiny()) as model:
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids = next(batches(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(OffloadError, match=r"use offload\.AdamW"):
+            optimizer.step()
+        assert not optimizer.state
+
+
+def test_no_step_without_gradients_nor_with_old_ones(tiny: Any) -> None:
+    with streamed(tiny()) as model:
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        ids = next(batches(1))
+        with pytest.raises(GradientError, match="no gradients"):
+            optimizer.step()
+        model(input_ids=ids, labels=ids).loss.backward()
+        kept = model.lm_head.weight.grad
+        optimizer.step()
+        assert model.lm_head.weight.grad is None
+        with pytest.raises(GradientError, match="is gone"):
+            kept.norm()
+        with pytest.raises(GradientError, match="no gradients"):
+            optimizer.step()
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=False)
+        with pytest.raises(GradientError, match="no gradients"):
+            optimizer.step()
+
+
+def test_gradients_that_nobody_owns_are_said(tiny: Any) -> None:
+    with streamed(tiny()) as model:
+        optimizer = AdamW(model.model.parameters())
+        ids = next(batches(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(GradientError, match="lm_head"):
+            optimizer.step()
+        optimizer.add_param_group({"params": [model.lm_head.weight], "lr": 1e-3})
+        optimizer.step()
+
+
+def test_weights_cannot_be_changed_or_moved(tiny: Any) -> None:
+    with streamed(tiny()) as model:
+        head = model.lm_head.weight
+        for change in (
+            lambda: head.zero_(), lambda: torch.nn.init.normal_(head), lambda: head.data.add_(1),
+            lambda: setattr(head, "data", torch.zeros(1)), head.data_ptr, model.half,
+        ):  # fmt: skip
+            with torch.no_grad(), pytest.raises(StreamedAccessError):
+                change()
+        assert model.to("cpu") is model
+
+
+def test_what_is_no_part_of_the_model_is_refused(tiny: Any) -> None:
+    with streamed(tiny()) as model, streamed(tiny()) as other:
+        with pytest.raises(OffloadError, match="in memory"):
+            AdamW([torch.nn.Parameter(torch.zeros(3))])
+        with pytest.raises(OffloadError, match="several"):
+            AdamW([model.lm_head.weight, other.lm_head.weight])
+        with pytest.raises(OffloadError, match="beta"):
+            AdamW(model.parameters(), betas=(1.5, 0.9))
+
+
+def test_what_was_frozen_stays_so(tiny: Any) -> None:
+    directory = tiny()
+
+    def chosen(name: str) -> bool:
+        return "mlp" in name
+
+    wanted = resident(directory)
+    for name, param in wanted.named_parameters():
+        param.requires_grad_(chosen(name))
+    expected = loop(wanted, torch.optim.AdamW([p for p in wanted.parameters() if p.requires_grad]))
+    with streamed(directory, train=chosen) as model:
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+        assert loop(model, optimizer) == pytest.approx(expected, rel=1e-5)
+        assert close(model, wanted)
+        with pytest.raises(StreamedAccessError, match="frozen when the model was loaded"):
+            model.lm_head.weight.requires_grad_()
+    with (
+        pytest.raises(OffloadError, match="nothing to train"),
+        streamed(directory, train=lambda _: False),
+    ):
+        pass
+
+
+# -- states -----------------------------------------------------------------------------------
+
+
+def test_a_state_dict_is_a_reference_that_resumes(tiny: Any, tmp_path: Path) -> None:
+    directory, disk, data = tiny(), tmp_path / "states", list(batches(4))
+
+    def step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    with streamed(directory, disk=disk, keep=2) as model:
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        fresh = optimizer.state_dict()
+        optimizer.load_state_dict(fresh)  # as accelerate does at the start
+        step(model, optimizer, data[0])
+        first = optimizer.state_dict()
+        step(model, optimizer, data[1])
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        assert (tmp_path / "optimizer.pt").stat().st_size < 10_000
+        for ids in data[2:]:
+            step(model, optimizer, ids)
+        wanted = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with pytest.raises(OffloadError, match="resume=1"):
+            optimizer.load_state_dict(first)
+        model.offload.commit()
+    saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    with streamed(directory, "ram", disk=disk, keep=2, resume=tmp_path) as model:
+        optimizer = AdamW(model.parameters(), lr=5e-4)
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        for ids in data[2:]:
+            step(model, optimizer, ids)
+        assert all(torch.equal(p, wanted[n]) for n, p in model.named_parameters())
+        model.offload.commit()
+    with pytest.raises(OffloadError, match="resume=True"), streamed(directory, disk=disk):
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_saved_model_is_an_ordinary_one(tiny: Any, tmp_path: Path, family: str) -> None:
+    directory = tiny(family)
+    with streamed(directory) as model:
+        loop(model, AdamW(model.parameters(), lr=1e-3))
+        model.save_pretrained(tmp_path / "out")
+        model.save_pretrained(tmp_path / "out", max_shard_size="64KiB")
+        assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+        assert close(model, resident(tmp_path / "out"), 0.0)
+        if family == "llama":
+            ordinary = resident(tmp_path / "out").state_dict()
+            model.load_state_dict(ordinary)
+            ordinary["lm_head.weight"] += 1
+            with pytest.raises(OffloadError, match="cannot be replaced"):
+                model.load_state_dict(ordinary)
+
+
+def test_what_is_lost_at_the_end_is_said(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="offload"):
+        with streamed(tiny()) as model:
+            loop(model, AdamW(model.parameters()), steps=1)
+        assert "not all of them saved" in caplog.text
+        assert not model.offload.directory.exists()
+        caplog.clear()
+        with streamed(tiny()):
+            pass
+        assert not caplog.text
+
+
+# -- the public door --------------------------------------------------------------------------
+
+
+def test_load_plans_and_trains(tiny: Any, tmp_path: Path) -> None:
+    directory = tiny()
+    wanted = resident(directory)
+    expected = loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-3, eps=EPS))
+    model = offload.load(
+        directory, train=True, ram="512MiB", disk=tmp_path / "states", context=16, batch=2
+    )
+    with model.offload:
+        assert model.offload.plan.ram_bytes <= 512 << 20
+        found = loop(model, offload.AdamW(groups_of(model), lr=1e-3, eps=EPS))
+        assert found == pytest.approx(expected, rel=2e-5)
+        assert close(model, wanted)
+        model.offload.commit()
+    again = offload.load(
+        directory, train=True, ram="1GiB", disk=tmp_path / "states", context=16, resume=True
+    )
+    with again.offload:
+        assert close(again, wanted)
+        assert again.offload.loop.steps == 3
+
+
+def test_load_says_what_cannot_be(tiny: Any) -> None:
+    for match, how in (
+        ("too small by", {"ram": "8MiB"}),
+        ("cannot be combined", {"quant": "q4"}),
+        ("train='lora'", {"train": "lora"}),
+        ("states='int4'", {"states": "int4"}),
+        ("no option of training", {"routing": "x"}),
+    ):
+        with pytest.raises(OffloadError, match=match):
+            offload.load(tiny(), **{"train": True, "context": 16, **how})

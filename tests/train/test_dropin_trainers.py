@@ -1,0 +1,240 @@
+"""Unmodified Trainer, SFTTrainer and PEFT over a streamed model, against the resident one."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dropin_support import PLACES, Rows, close, resident, streamed
+from families import write
+
+from offload.errors import OffloadError
+from offload.train.optimizer import trainer_optimizer
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _third_parties() -> Iterator[None]:
+    """Warnings of these libraries about themselves are not ours to fix."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(accelerate|trl|peft|datasets|torch)\b.*")
+        warnings.filterwarnings("ignore", message=".*(pin_memory|lr_scheduler).*")
+        # peft asks transformers for names that go in v6
+        warnings.filterwarnings("ignore", message=".*will be removed in v6.*")
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[Any, Path] = {}
+
+    def make(family: str = "llama", dtype: torch.dtype = F32) -> Path:
+        if (family, dtype) not in made:
+            made[family, dtype] = tmp_path_factory.mktemp("tiny") / family
+            write(family, made[family, dtype], dtype)
+        return made[family, dtype]
+
+    return make
+
+
+def arguments(output: Path, kind: Any = None, **how: Any) -> Any:
+    """A large epsilon: gradients that are nothing but rounding move nothing."""
+    kind = kind or transformers.TrainingArguments
+    return kind(
+        str(output),
+        **{
+            "per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-3,
+            "max_grad_norm": 0.5, "report_to": [], "use_cpu": True, "save_strategy": "no",
+            "logging_steps": 1, "weight_decay": 0.01, "adam_epsilon": 1e-3, "disable_tqdm": True,
+            "lr_scheduler_type": "linear", "seed": 1, **how,
+        },
+    )  # fmt: skip
+
+
+def figures(trainer: Any) -> list[float]:
+    """Losses, gradient norms and learning rates as logged, evaluations among them."""
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return [entry[k] for entry in trainer.state.log_history for k in keys if k in entry]
+
+
+def train(model: Any, args: Any, *, ours: bool, resume: Any = None, **more: Any) -> Any:
+    if ours:
+        more["optimizer_cls_and_kwargs"] = trainer_optimizer(args)
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(4), **more
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", [{}, {"gradient_accumulation_steps": 3}, {"max_grad_norm": 0.0}])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_trainer(tiny: Any, tmp_path: Path, family: str, place: str, how: dict[str, Any]) -> None:
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, **how)
+    wanted = resident(tiny(family))
+    expected = figures(train(wanted, args, ours=False))
+    with streamed(tiny(family), place) as model:
+        found = figures(train(model, args, ours=True))
+        assert len(found) == 4 * 3 + 2
+        assert found == pytest.approx(expected, rel=5e-5)
+        assert close(model, wanted)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_of_a_bfloat16_model(tiny: Any, tmp_path: Path, bf16: bool) -> None:
+    """torch keeps no float32 masters of it, and rounds norms: only the first step is the same."""
+    directory = tiny("llama", BF16)
+    args = arguments(tmp_path, bf16=bf16, max_steps=2)
+    expected = figures(train(resident(directory, BF16), args, ours=False))
+    with streamed(directory) as model:
+        found = figures(train(model, args, ours=True))
+        assert found[0] == expected[0]
+        assert found[1:] == pytest.approx(expected[1:], rel=2e-2)
+
+
+def test_trainer_under_autocast(tiny: Any, tmp_path: Path) -> None:
+    args = arguments(tmp_path, bf16=True)
+    wanted = resident(tiny())
+    expected = figures(train(wanted, args, ours=False))
+    with streamed(tiny()) as model:
+        assert figures(train(model, args, ours=True)) == pytest.approx(expected, rel=1e-4)
+        assert close(model, wanted, 1e-4)
+
+
+def test_trainer_resumes(tiny: Any, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", save_strategy="steps", save_steps=2, save_total_limit=2)
+    disk = tmp_path / "states"
+    with streamed(tiny(), disk=disk, keep=2) as model:
+        whole = train(model, args, ours=True)
+        wanted = {n: p.detach().clone() for n, p in model.named_parameters()}
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert (checkpoint / "optimizer.pt").stat().st_size < 10_000
+    with streamed(tiny(), "half", disk=disk, keep=2, resume=checkpoint) as model:
+        assert close(model, resident(checkpoint), 0.0)
+        again = train(model, args, ours=True, resume=str(checkpoint))
+        assert figures(again) == figures(whole)
+        assert all(torch.equal(p, wanted[n]) for n, p in model.named_parameters())
+    with streamed(tiny()) as model, pytest.raises(OffloadError, match="load the model with"):
+        train(model, args, ours=True, resume=str(checkpoint))
+
+
+def test_a_trainer_that_was_not_told_says_what_to_do(tiny: Any, tmp_path: Path) -> None:
+    with streamed(tiny()) as model, pytest.raises(OffloadError, match="trainer_optimizer"):
+        train(model, arguments(tmp_path), ours=False)
+
+
+def test_arguments_that_cannot_be_obeyed(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"max_grad_norm is 0\.5"):
+        trainer_optimizer(arguments(tmp_path), in_backward=True)
+    with pytest.raises(OffloadError, match="adafactor"):
+        trainer_optimizer(arguments(tmp_path, optim="adafactor"))
+
+
+def test_trainer_with_updates_inside_backward(tiny: Any, tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_grad_norm=0.0, gradient_accumulation_steps=2)
+    wanted = resident(tiny())
+    expected = figures(train(wanted, args, ours=False))
+    with streamed(tiny()) as model:
+        trainer = transformers.Trainer(
+            model=model, args=args, train_dataset=Rows(),
+            optimizer_cls_and_kwargs=trainer_optimizer(args, in_backward=True),
+        )  # fmt: skip
+        trainer.train()
+        assert figures(trainer) == pytest.approx(expected, rel=5e-5)
+        assert close(model, wanted)
+
+
+# -- adapters ---------------------------------------------------------------------------------
+
+
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(11)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "up_proj"],
+        task_type="CAUSAL_LM", init_lora_weights="gaussian",
+    )  # fmt: skip
+    return peft.get_peft_model(model, config)
+
+
+def adapters(model: Any) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("trains", ["adapters", True])
+def test_peft_with_torchs_own_optimizer(tiny: Any, tmp_path: Path, place: str, trains: Any) -> None:
+    args = arguments(tmp_path, gradient_accumulation_steps=2, learning_rate=1e-2)
+    wanted = adapted(resident(tiny()))
+    expected = figures(train(wanted, args, ours=False))
+    with streamed(tiny(), place, train=trains) as model:
+        ours = adapted(model)
+        assert adapters(ours).keys() == adapters(wanted).keys()
+        assert figures(train(ours, args, ours=False)) == pytest.approx(expected, rel=5e-5)
+        for name, value in adapters(wanted).items():
+            assert torch.allclose(adapters(ours)[name], value, atol=1e-5), name
+        ours.save_pretrained(tmp_path / "adapter")
+        assert {f.name for f in (tmp_path / "adapter").glob("*.safetensors")} == {
+            "adapter_model.safetensors"
+        }
+
+
+# -- TRL --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def tokenizer(directory: Path) -> Iterator[Any]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *map(str, range(3, 100))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    yield transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def sft(model: Any, directory: Path, *, ours: bool, **how: Any) -> Any:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    args = arguments(directory, trl.SFTConfig, bf16=False, max_length=16, **how)
+    rows = [" ".join(map(str, ids.tolist())) for ids in Rows().ids]
+    more = {"optimizer_cls_and_kwargs": trainer_optimizer(args)} if ours else {}
+    with tokenizer(directory) as words:
+        trainer = trl.SFTTrainer(
+            model=model, args=args, train_dataset=datasets.Dataset.from_dict({"text": rows}),
+            processing_class=words, **more,
+        )  # fmt: skip
+        trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_sft(tiny: Any, tmp_path: Path, family: str, place: str) -> None:
+    """Its loss reads ``lm_head.weight`` slice by slice, and never calls the head."""
+    wanted = resident(tiny(family))
+    expected = figures(sft(wanted, tmp_path, ours=False))
+    with streamed(tiny(family), place) as model:
+        assert figures(sft(model, tmp_path, ours=True)) == pytest.approx(expected, rel=5e-5)
+        assert close(model, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_sft_of_adapters(tiny: Any, tmp_path: Path, place: str) -> None:
+    wanted = adapted(resident(tiny()))
+    expected = figures(sft(wanted, tmp_path, ours=False))
+    with streamed(tiny(), place, train="adapters") as model:
+        ours = adapted(model)
+        assert figures(sft(ours, tmp_path, ours=False)) == pytest.approx(expected, rel=5e-5)
+        for name, value in adapters(wanted).items():
+            assert torch.allclose(adapters(ours)[name], value, atol=1e-5), name
