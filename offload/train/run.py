@@ -385,10 +385,11 @@ class Run:
         """Of the model that comes out, but for its small files."""
         if self._tensors is None:
             return 4 * self.layout.elements
-        return sum(
+        sizes: list[int] = [
             math.prod(shape) * getattr(torch, dtype).itemsize
             for _, dtype, shape in self._tensors.tensors
-        )
+        ]
+        return sum(sizes)
 
     def describe(self) -> list[str]:
         """The plan, line by line."""

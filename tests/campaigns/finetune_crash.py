@@ -198,7 +198,7 @@ class Campaign:
             resume = (place / "disk" / "tiles.bin").exists()
             options = self.options(
                 case, place, resume=resume,
-                ram=rng.choice((64 << 20, 96 << 20, 1 << 30)),
+                ram=rng.choice((112 << 20, 160 << 20, 1 << 30)),
                 order=rng.choice(("vertical", "usual")),
                 save_every=rng.choice((1, 1, 2, None)),
             )  # fmt: skip
@@ -301,21 +301,18 @@ def reached(place: Path) -> str:
     return "before the first commit" if disk.exists() else "before the store"
 
 
-def run_campaign(
-    points: int, seed: int, place: Path, *, seconds: float = float("inf"),
-    progress: Callable[[str], None] = print,
-) -> Summary:  # fmt: skip
+def run_campaign(points: int, seed: int, place: Path, *, seconds: float = float("inf")) -> Summary:
     """``points`` points, or as many as begin within ``seconds``."""
+    began = time.monotonic()
     campaign, summary = Campaign(place), Summary()
     campaign.warm()
-    began = time.monotonic()
     for number in range(points):
         if time.monotonic() - began > seconds:
             break
         # A seed for each: a point can be run again alone.
         campaign.point(number, random.Random(f"{seed} {number}"), summary)
-        if (number + 1) % 20 == 0:
-            progress(f"{number + 1} points, {len(summary.failures)} failures")
+        if (number + 1) % 10 == 0:
+            print(f"{number + 1} points, {len(summary.failures)} failures", flush=True)
     return summary
 
 
@@ -323,7 +320,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more points")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="then begin no more points"
+    )
     parser.add_argument("--directory", type=Path, help="where runs live; default: temporary")
     asked = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="finetune-crash-", dir=asked.directory))
