@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from offload.blocks import TensorSpec
 from offload.cpu_ops.checksum import xxh64
 from offload.errors import OffloadError, StoreError
 from offload.io.tile_store import TileStore, is_tile_store
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
-from offload.models.params import parameters
-from offload.models.workspace import kernel_bytes, limit_kernels
+from offload.models.workspace import limit_kernels
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
 from offload.train.checks import check_dtypes, check_options, state_directory
@@ -33,12 +31,12 @@ from offload.train.decay import group_maker
 from offload.train.engine import Engine, NotFinite
 from offload.train.footprint import measure_training
 from offload.train.head_find import HeadForm, find_head
-from offload.train.head_loss import workspace_bytes
 from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout, lay_out
-from offload.train.loop import HEAD_ROWS, LanguageLoop
+from offload.train.loop import LanguageLoop
 from offload.train.lora import Adapters, inject
 from offload.train.lora_output import MergedValues, write_adapter
+from offload.train.needs import loss_bytes, product_bytes, step_rates, sum_dtype
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
 from offload.train.output import write_model
@@ -47,13 +45,11 @@ from offload.train.output_tensors import OutputTensors, check_writable
 from offload.train.plan import (
     Needs,
     Prediction,
-    StepRates,
     TrainPlan,
     make_plan,
     predict,
     slot_bytes,
 )
-from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
 from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
@@ -176,7 +172,7 @@ def _plan(
     schedule = Schedule.of(options, total)
     clipping = options.max_grad_norm > 0
     vertical = options.grad_accum if options.order == "vertical" else 1
-    grad_dtype = _grad_dtype(options)
+    grad_dtype = sum_dtype(options)
     # The head runs in slices if the form of the loss is known.
     head = None if form is None else meta.model.get_submodule(form.head)
     modules = [u.module for u in layout.units if u.module is not head]
@@ -187,8 +183,8 @@ def _plan(
         "activations of a unit": footprint.unit_bytes,
         "inputs kept for backward": footprint.boundary_bytes * vertical
         + footprint.shared_bytes * (vertical + 1),
-        "loss": _loss_bytes(meta, form, layout, options, grad_dtype),
-        "compiled products": _kernel_bytes(layout, options, ram),
+        "loss": loss_bytes(meta, form, layout, options, grad_dtype),
+        "compiled products": product_bytes(layout, options, ram),
     }
     gc.collect()
     fixed["Python, data, tokenizer"] = max(0, current_rss() - baseline) + (8 << 20)
@@ -209,7 +205,7 @@ def _plan(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    rates = _rates(meta, modules, form, options, states)
+    rates = step_rates(meta, modules, form, options, states)
     run = Run(
         meta,
         data,
@@ -246,70 +242,6 @@ def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
     if options.merge:
         adapters.check_mergeable()
     return adapters
-
-
-LARGEST_SAMPLE = 1 << 30
-"""A unit of more bytes is not run to predict a step: its weights would be made up first."""
-
-
-def _rates(
-    meta: MetaModel, modules: list[Any], form: HeadForm | None, options: TrainOptions, states: Path
-) -> StepRates | None:
-    """Measure what a prediction needs; None where it cannot be."""
-    if max((sum(p.nbytes for p in parameters(m).values()) for m in modules), default=0) > (
-        LARGEST_SAMPLE
-    ):
-        return None
-    micro = compute_seconds(meta.model, modules, form, options.batch_size, options.seq_len)
-    if micro is None:
-        return None
-    read, write = disk_mix(states.parent)
-    return StepRates(
-        compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
-        disk_read=read, disk_write=write, update=UPDATE_BYTES_S,
-    )  # fmt: skip
-
-
-def _kernel_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
-    """What compiled products take: of each matrix one forward and two backward, and of an expert's
-    for each number of tokens that it gets."""
-    dense: set[tuple[int, ...]] = set()
-    experts: set[tuple[int, ...]] = set()
-    for block in layout.blocks:
-        for piece in block.pieces:
-            if len(piece.shape) >= 2:
-                (dense if piece.expert is None else experts).add(piece.shape)
-    tokens = options.batch_size * options.seq_len if experts else 1
-    specs = [
-        TensorSpec(name="matrix", dtype="bfloat16", shape=shape, offset=0)
-        for shape in experts or dense
-    ]
-    return kernel_bytes(specs, 3 * tokens, ram)
-
-
-def _grad_dtype(options: TrainOptions) -> str | None:
-    if options.grad_dtype is None:
-        return "float32" if options.grad_accum > 1 else None
-    return {"bf16": "bfloat16", "fp32": "float32"}[options.grad_dtype]
-
-
-def _loss_bytes(
-    meta: MetaModel, form: HeadForm | None, layout: TrainLayout, options: TrainOptions,
-    grad_dtype: str | None,
-) -> int:  # fmt: skip
-    tokens = options.batch_size * options.seq_len
-    if form is None:
-        config = meta.model.config.get_text_config()
-        return tokens * int(getattr(config, "vocab_size", 0)) * 12
-    slices = [
-        (a, min(a + HEAD_ROWS, form.vocabulary)) for a in range(0, form.vocabulary, HEAD_ROWS)
-    ]
-    dtype = next(meta.model.get_submodule(form.head).parameters()).dtype
-    work = workspace_bytes(
-        tokens, form.width, slices, dtype, softcap=form.transform.softcap is not None,
-        grad_dtype=getattr(torch, grad_dtype) if grad_dtype else None,
-    )  # fmt: skip
-    return work + 3 * tokens * form.width * dtype.itemsize
 
 
 def adapter_directory(options: TrainOptions) -> Path:
