@@ -128,6 +128,8 @@ class Engine:
             for i, piece in enumerate(block.pieces)
             if piece.expert is None
         }
+        self.gradient_limit: int | None = None
+        """Bytes of gradients that may wait for updates inside backward before backward waits."""
         self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         """Set: losses that units add when they are run again (routers')."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
@@ -327,6 +329,12 @@ class Engine:
         if self.in_backward is not None:
             self.torn = True
             self._update([b for b in blocks if self.gradients.pieces(b)], self.in_backward, 1.0)
+            limit = self.gradient_limit
+            if limit is not None:
+                with self.shared.changed:
+                    self.shared.wait_for(
+                        lambda: self.gradients.leaving_bytes() <= limit, "updates inside backward"
+                    )
 
     def step(self, group_of: Callable[[Piece], Group], max_norm: float = 0.0) -> StepResult:
         """Take a step with the gradients of the backward passes since the last one.

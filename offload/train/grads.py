@@ -238,6 +238,10 @@ class Gradients:
                 gradient = whole[low - spec.start : high - spec.start]
             yield i, piece, low - spec.start, high - low, gradient
 
+    def leaving_bytes(self) -> int:
+        """Bytes in RAM of gradients that updates wait to use."""
+        return sum(t.nbytes for h in list(self._leaving.values()) for t in list(h.pieces.values()))
+
     def drop(self, block: int) -> None:
         """The block's update is through."""
         self._leaving.pop(block, None)

@@ -48,6 +48,8 @@ class Placement:
     """Blocks whose gradients go to the disk between backward and update."""
     buffers: int = 6
     """Tiles under way in the update lane."""
+    gradient_bytes: int | None = None
+    """Updates run inside backward: compute waits while more gradients than these wait for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ def open_engine(
         undo.callback(updater.free)
         undo.callback(updater.close)
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
+        engine.gradient_limit = placement.gradient_bytes
         engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):
             engine.on_close(detach)

@@ -6,6 +6,7 @@ of the budget goes to where each byte saves most traffic with the disk.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -83,14 +84,22 @@ def grad_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
     return sum(p.count for p in spec.pieces) * DTYPE_BYTES[needs.grad_dtype or spec.dtype]
 
 
+ORDERS = ("weights", "states")
+"""What is given RAM first: see ``make_plan``."""
+
+
 def make_plan(
-    layout: TrainLayout, needs: Needs, budget: int, *, keep: int, clipping: bool, backwards: int =
-    1, always: frozenset[int] = frozenset(),
+    layout: TrainLayout, needs: Needs, budget: int, *, keep: int, clipping: bool,
+    backwards: int = 1, always: frozenset[int] = frozenset(), first: str = "weights",
 ) -> TrainPlan:  # fmt: skip
     """Place everything under ``budget`` bytes.
 
     ``keep``: commits retained. ``backwards``: times that weights move forward and backward in a
     step. ``always``: blocks whose weights and states stay in RAM whatever it costs (adapters).
+
+    ``first``: what gets RAM first. A byte of "weights" (or gradients) saves most traffic of the
+    whole step; a byte of "states" saves most of the phase that updates run in, which is what counts
+    where the other phase waits for computing anyway. Whoever has rates tries both.
 
     Raises:
         PlanError: it does not fit; says by how much, and what to change.
@@ -112,8 +121,12 @@ def make_plan(
     trained = [b.index for b in layout.trained]
     grads = {b: grad_bytes(layout, needs, b) for b in trained}
     under_way = max(
-        (sum(grads.get(b, 0) for b in u.blocks) for u in layout.units), default=0
-    )  # fmt: skip
+        (
+            sum(grads.get(b, 0) for b in itertools.chain(u.blocks, *u.experts.values()))
+            for u in layout.units
+        ),
+        default=0,
+    )
     kept_grads = sum(grads[b] for b in pinned if b in grads)
     slack = slack_bytes(budget)
 
@@ -150,17 +163,23 @@ def make_plan(
             f"{-(-(need + DRIFT) // 2**20)}MiB, or lower --seq-len or --batch-size"
         )
     left = budget - total(buffers)
-    # Whatever is kept in RAM saves as many bytes of reading as of writing per step: gradients 2 per
-    # byte, weights 2 (3 if updates run inside backward), states 2. Weights first: they also come
-    # without a wait.
     pinned_now, resident_now = set(pinned), set(resident)
     in_ram: set[int] = {b for b in trained if b in pinned}
     order = [b for b in _spread(layout) if b not in pinned]
-
-    if not clipping and backwards == 1:
-        in_ram.update(trained)  # updated inside backward: never more than a unit's at a time
+    in_backward = not clipping and backwards == 1
+    if in_backward:
+        in_ram.update(trained)  # the engine waits where more than a unit's are there at a time
     outside = [b for b in order if b in grads and b not in in_ram]
-    if sum(grads[b] for b in outside) <= left + under_way:
+    weights_extra = 0
+    if first == "states":
+        for b in order:
+            size = blocks[b].nbytes + slot_bytes(layout, needs, b)
+            if blocks[b].trained and size <= left:
+                pinned_now.add(b)
+                resident_now.add(b)
+                weights_extra += blocks[b].nbytes
+                left -= size
+    if not in_backward and sum(grads[b] for b in outside) <= left + under_way:
         in_ram.update(outside)
         left += under_way - sum(grads[b] for b in outside)
         under_way = 0  # nothing waits to be spilled
@@ -168,15 +187,14 @@ def make_plan(
         if b not in in_ram and grads[b] <= left:
             in_ram.add(b)
             left -= grads[b]
-    weights_extra = 0
     for b in order:
-        if blocks[b].nbytes <= left:
+        if b not in pinned_now and blocks[b].nbytes <= left:
             pinned_now.add(b)
             left -= blocks[b].nbytes
             weights_extra += blocks[b].nbytes
     for b in order:
         size = slot_bytes(layout, needs, b) if blocks[b].trained else 0
-        if b in pinned_now and blocks[b].trained and size <= left:
+        if b in pinned_now - resident_now and blocks[b].trained and size <= left:
             resident_now.add(b)
             left -= size
     states_extra = sum(slot_bytes(layout, needs, b) for b in resident_now - resident)
@@ -194,6 +212,7 @@ def make_plan(
         resident=frozenset(resident_now),
         spilled=spilled,
         buffers=buffers,
+        gradient_bytes=under_way if in_backward else None,
     )
     phases = traffic(layout, needs, placement, clipping=clipping, backwards=backwards)
     return TrainPlan(

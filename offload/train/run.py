@@ -43,6 +43,7 @@ from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
 from offload.train.plan import (
+    ORDERS,
     Needs,
     Prediction,
     TrainPlan,
@@ -197,15 +198,25 @@ def _plan(
         fetched_bytes=fetched,
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
-    plan = make_plan(
-        layout, needs, ram, keep=options.save_total_limit, clipping=clipping, backwards=passes,
-        always=frozenset() if adapters is None else adapters.blocks(layout),
-    )  # fmt: skip
+    plans = [
+        make_plan(
+            layout, needs, ram, keep=options.save_total_limit, clipping=clipping,
+            backwards=passes, first=first,
+            always=frozenset() if adapters is None else adapters.blocks(layout),
+        )
+        for first in ORDERS
+    ]  # fmt: skip
+    rates = step_rates(meta, modules, form, options, states)
+    plan, prediction = plans[0], None
+    if rates is not None:
+        update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
+        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in plans]
+        best = min(range(len(plans)), key=lambda i: predictions[i].seconds)
+        plan, prediction = plans[best], predictions[best]
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    rates = step_rates(meta, modules, form, options, states)
     run = Run(
         meta,
         data,
@@ -221,9 +232,7 @@ def _plan(
         notes,
         adapters,
     )
-    if rates is not None:
-        update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
-        run.prediction = predict(plan, rates, update_bytes, clipping=clipping)
+    run.prediction = prediction
     gc.collect()
     reset_peak_rss()
     return run
