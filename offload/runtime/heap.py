@@ -33,8 +33,8 @@ def share_one_heap() -> bool:
     whether it will. Process-wide, and harmless if called again.
 
     By default each thread gets a heap, and keeps what was freed on it. Four micro-batches that run
-    in turns on threads of their own left four times the activations of one behind: 247 MiB where
-    168 do with one heap. What it costs is a lock that hardly anybody else wants at the same time.
+    in turns on threads of their own took 247 MiB where 168 do with one heap. What it costs is a
+    lock that hardly anybody else wants at the same time.
     """
     return _set(_M_ARENA_MAX, 1)
 
