@@ -31,6 +31,8 @@ class TileMap:
         self.retained: dict[int, bytes] = {}
         self.committing: bytes | None = None
         self.newest = 0
+        self.why_kept = ""
+        """Why a superseded commit is still there."""
         self.meta: Mapping[str, Any] | None = None
         self._keep = keep
         self._slots = slots
@@ -172,6 +174,6 @@ class TileMap:
         kept = ", ".join(map(str, sorted(self.retained)))
         return StoreError(
             f"no slot is free: commits {kept} are there, {self._keep} should be, "
-            f"because superseded ones could not be removed from {where}; see to its permissions "
-            "and its disk"
+            f"because superseded ones could not be removed from {where}"
+            f"{f' ({self.why_kept})' if self.why_kept else ''}; see to its permissions and its disk"
         )

@@ -459,6 +459,8 @@ class TileStore:
             self._remove(sorted({*old, *self._directory.numbers()} - kept))
         except (StoreError, OSError) as e:
             log.warning("commit %d is made, but: %s", commit.number, e)
+            with self._idle:
+                self._map.why_kept = str(e)
 
     def _remove(self, commits: Sequence[int]) -> None:
         self._directory.remove(commits)

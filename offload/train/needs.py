@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload.blocks import TensorSpec
+from offload.errors import StoreError
 from offload.models.meta import MetaModel
 from offload.models.params import parameters
 from offload.models.workspace import kernel_bytes
@@ -18,6 +20,8 @@ from offload.train.loop import HEAD_ROWS
 from offload.train.options import TrainOptions
 from offload.train.plan import StepRates
 from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
+
+logger = logging.getLogger(__name__)
 
 LARGEST_SAMPLE = 1 << 30
 """A unit of more bytes is not run to predict a step: its weights would be made up first."""
@@ -34,7 +38,12 @@ def step_rates(
     micro = compute_seconds(meta.model, modules, form, options.batch_size, options.seq_len)
     if micro is None:
         return None
-    read, write = disk_mix(states.parent)
+    try:
+        read, write = disk_mix(states.parent)
+    except StoreError as error:
+        # Whether there is room for the run is asked, and said, elsewhere.
+        logger.info("the disk cannot be measured: %s", error)
+        return None
     return StepRates(
         compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
         disk_read=read, disk_write=write, update=UPDATE_BYTES_S,

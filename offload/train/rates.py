@@ -125,7 +125,11 @@ def disk_mix(
     """Bytes per second of reads, and of writes, while both go on in turns."""
     slots = sample_bytes // request_bytes
     fd, _ = nameless_file(directory)
-    reserve(fd, slots * request_bytes, os.fspath(directory))
+    try:
+        reserve(fd, slots * request_bytes, os.fspath(directory))
+    except BaseException:
+        os.close(fd)
+        raise
     file = DirectFile(fd, f"{directory}/(probe)")
     engine, staging = make_engine(queue_depth=depth), Staging(depth, request_bytes)
     noise = memoryview(os.urandom(request_bytes))
