@@ -20,9 +20,13 @@ class BufferPool:
         self.name = name
         self.used = 0
         """Bytes handed out."""
-        self.peak = 0
         self._idle: dict[int, list[HostMemory]] = {}
         self._idle_bytes = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that can still be taken."""
+        return self.limit - self.used
 
     def fits(self, nbytes: int) -> bool:
         """Whether ``take`` would succeed now."""
@@ -48,7 +52,6 @@ class BufferPool:
             self._shrink(self.limit - self.used - size)
             memory = HostMemory(size, self.name)
         self.used += size
-        self.peak = max(self.peak, self.used)
         return memory
 
     def give(self, memory: HostMemory) -> None:

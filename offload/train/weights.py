@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from offload.blocks import align_up
 from offload.cpu_ops.grad_norm import Numbers
 from offload.errors import ClosedError, OffloadError, PlanError, WatchdogError
 from offload.io.store import DEMAND, PREFETCH
@@ -93,7 +94,7 @@ class WeightSource(Protocol):
 class Entry:
     """A block's memory."""
 
-    __slots__ = ("_numbers", "_tensor", "block", "memory", "missing", "pins", "ready", "started")
+    __slots__ = ("_numbers", "_tensor", "block", "memory", "missing", "pins", "ready")
 
     def __init__(self, block: Block, memory: HostMemory) -> None:
         self.block = block
@@ -139,7 +140,6 @@ class Weights:
         """The block whose update is under way: its memory stays."""
         self._loading = 0
         self._experts_too = False
-        self.waited_s = 0.0
 
     # -- for compute ----------------------------------------------------------------------
 
@@ -289,21 +289,26 @@ class Weights:
 
     def _room(self, block: int, distance: int) -> bool:
         """Make room by dropping what is needed later than ``distance`` (-1: whatever it is)."""
-        pool, need = self._pool, self.layout.blocks[block].nbytes
+        pool, need = self._pool, align_up(self.layout.blocks[block].nbytes)
         if pool.fits(need):
             return True
-        free = [
-            (self._distance(b), b)
+        # The farthest first; and only if it suffices, or something would be read again for nothing.
+        later = sorted(
+            (when, b)
             for b, e in self._entries.items()
             if e.ready and not e.pins and b not in self.pinned and b != self._updating
-        ]
-        free.sort()
-        while free and not pool.fits(need):
-            when, victim = free.pop()
-            if when <= distance:
-                return False
+            if (when := self._distance(b)) > distance
+        )
+        victims: list[int] = []
+        missing = need - pool.room
+        while later and missing > 0:
+            victims.append(later.pop()[1])
+            missing -= self._entries[victims[-1]].memory.nbytes
+        if missing > 0:
+            return False
+        for victim in victims:
             pool.give(self._entries.pop(victim).memory)
-        return pool.fits(need)
+        return True
 
     def _distance(self, block: int) -> int:
         return min(self.order.distance(u) for u in self.layout.users[block])
@@ -359,10 +364,6 @@ class Weights:
         for block in sorted(self.pinned):
             self.acquire(block)
             self.release(block)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._pool.peak
 
     def close(self) -> None:
         """Forget everything. Reads under way must have ended."""
