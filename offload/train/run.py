@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
@@ -353,11 +354,23 @@ class Run:
         options = self.options
         for note in self.notes:
             listener.note(note)
-        engine = self._open(listener)
-        loop = LanguageLoop(
-            engine, self.form, router=options.router_aux_loss, seed=options.seed,
-            vertical=options.grad_accum if options.order == "vertical" else 1,
-        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            engine = self._open(listener)
+            stack.callback(engine.close)
+            loop = LanguageLoop(
+                engine, self.form, router=options.router_aux_loss, seed=options.seed,
+                vertical=options.grad_accum if options.order == "vertical" else 1,
+            )  # fmt: skip
+            stack.callback(loop.close)
+            report = self._steps(engine, loop, listener, should_stop, began)
+        listener.ended(report)
+        return report
+
+    def _steps(
+        self, engine: Engine, loop: LanguageLoop, listener: Listener,
+        should_stop: Callable[[], bool], began: float,
+    ) -> EndReport:  # fmt: skip
+        options = self.options
         step = self._resume(engine)
         first, tokens, stopped, output = step, 0, "done", None
         try:
@@ -391,11 +404,8 @@ class Run:
                 self._begin_commit(engine, step, listener)
                 self._end_commit(listener)
             raise
-        finally:
-            loop.close()
-            read, written = self._bytes(engine)
-            engine.close()
-        report = EndReport(
+        read, written = self._bytes(engine)
+        return EndReport(
             steps=step - first,
             last_step=step,
             stopped=stopped,
@@ -407,8 +417,6 @@ class Run:
             written_bytes=written,
             output=output,
         )
-        listener.ended(report)
-        return report
 
     def _open(self, listener: Listener) -> Engine:
         options = self.options
