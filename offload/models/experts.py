@@ -6,7 +6,7 @@ when it is asked for, after the routing has announced all of them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -73,10 +73,18 @@ class ExpertSession:
             self.executor.release(current)
 
 
+class ExpertSource(Protocol):
+    """Who has experts: an ``ExpertSession``, or training's run of a layer."""
+
+    def get(self, expert: int, name: str) -> torch.Tensor:
+        """Parameter ``name`` of one expert."""
+        ...
+
+
 class ExpertProxy:
     """What an experts module finds in place of a fused parameter ``[E, ...]``."""
 
-    def __init__(self, session: ExpertSession, param: Param, stand_in: Any) -> None:
+    def __init__(self, session: ExpertSource, param: Param, stand_in: Any) -> None:
         self._session = session
         self._name = param.name
         self._stand_in = stand_in

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -395,10 +395,6 @@ class Engine:
     def drain(self) -> None:
         """Wait until everything is updated and written."""
         self.updater.drain()
-
-    def state(self) -> Mapping[str, int]:
-        """What a commit has to know besides tiles."""
-        return dict(self.steps)
 
     def piece_of(self, param: str) -> tuple[int, int]:
         """(block, index in it) of a parameter that is one piece."""

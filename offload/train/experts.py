@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from offload.errors import UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
-from offload.models.experts import routing
+from offload.models.experts import ExpertProxy, routing
 from offload.train.layout import TrainUnit
 from offload.train.weights import Entry
 
@@ -70,14 +69,15 @@ class _ExpertRun:
         self.unit = unit
         self.group = group
         self.blocks = unit.experts[group.name]
-        self.attrs = {p.places[0].attr: i for i, p in enumerate(group.params)}
+        self._index = {p.name: i for i, p in enumerate(group.params)}
         self._at: tuple[int, Entry] | None = None
         self._leaves: dict[int, list[_Leaf]] = {}
 
     def attach(self) -> Iterator[Callable[[], Any]]:
         module = self.group.module
-        for attr, index in self.attrs.items():
-            module.__dict__[attr] = _Proxy(self, index, module._parameters[attr])
+        for param in self.group.params:
+            attr = param.places[0].attr
+            module.__dict__[attr] = ExpertProxy(self, param, module._parameters[attr])
             yield partial(module.__dict__.pop, attr, None)
         inner = module.forward
         before = module.__dict__.get("forward")
@@ -106,17 +106,17 @@ class _ExpertRun:
         self.engine.weights.expect_experts(2 * len(experts) >= self.group.n_experts)
         self.engine.weights.want([self.blocks[e] for e in experts])
 
-    def get(self, expert: int, index: int) -> torch.Tensor:
+    def get(self, expert: int, name: str) -> torch.Tensor:
         """An expert's tensor, its memory in place until another expert's is asked for."""
         if not 0 <= expert < self.group.n_experts:
             raise IndexError(f"expert {expert} of {self.group.n_experts} in {self.group.name}")
         leaves = self._leaves.get(expert)
         if leaves is None:
             block = self.blocks[expert]
-            leaves = [_Leaf(self, block, i) for i in range(len(self.attrs))]
+            leaves = [_Leaf(self, block, i) for i in range(len(self._index))]
             self._leaves[expert] = leaves
         self._come(expert)
-        return leaves[index].tensor
+        return leaves[self._index[name]].tensor
 
     def _come(self, expert: int) -> Entry:
         if self._at is not None and self._at[0] == expert:
@@ -148,9 +148,8 @@ class _ExpertRun:
         at = tensor.data_ptr() - start
         if not 0 <= at < entry.block.nbytes:
             return tensor
-        return _Place(
-            expert, at // tensor.element_size(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-        )
+        offset = at // tensor.element_size()
+        return _Place(expert, offset, tuple(tensor.shape), tensor.stride())
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Place):
@@ -159,46 +158,10 @@ class _ExpertRun:
         return entry.tensor.as_strided(saved.shape, saved.stride, saved.offset)
 
 
-class _Place:
+class _Place(NamedTuple):
     """A saved view of an expert's memory: where in it, and how."""
 
-    __slots__ = ("dtype", "expert", "offset", "shape", "stride")
-
-    def __init__(
-        self, expert: int, offset: int, shape: tuple[int, ...], stride: Any, dtype: torch.dtype
-    ) -> None:
-        self.expert = expert
-        self.offset = offset
-        self.shape = shape
-        self.stride = stride
-        self.dtype = dtype
-
-
-class _Proxy:
-    """What an experts module finds in place of a fused parameter ``[E, ...]``."""
-
-    def __init__(self, run: _ExpertRun, index: int, stand_in: Any) -> None:
-        self._run = run
-        self._index = index
-        self._stand_in = stand_in
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        if isinstance(key, torch.Tensor) and key.dim() == 0:
-            key = int(key)
-        if isinstance(key, int):
-            return self._run.get(key, self._index)
-        return self._refuse(f"indexing with {key!r}")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "dtype", "device", "ndim", "size", "dim", "is_meta"):
-            return getattr(self._stand_in, name)
-        return self._refuse(name)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._refuse(getattr(func, "__name__", str(func)))
-
-    def _refuse(self, what: str) -> Any:
-        name = self._run.group.name
-        raise UnsupportedModelError(
-            f"the experts of {name} are streamed one by one and {what} needs all of them at once"
-        )
+    expert: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]

@@ -10,7 +10,7 @@ Neither depends on a budget: a run resumes under another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -152,8 +152,8 @@ def lay_out(
             fused.update((id(p.tensor), group.name) for p in group.params)
 
     users: dict[int, list[int]] = {key: [] for key in by_id}
-    for unit in units:
-        inside = set(map(id, unit.module.modules()))
+    within = [set(map(id, unit.module.modules())) for unit in units]
+    for unit, inside in zip(units, within, strict=True):
         for key, param in by_id.items():
             if any(id(place.module) in inside for place in param.places):
                 users[key].append(unit.index)
@@ -164,10 +164,7 @@ def lay_out(
         and (
             not users[key]
             or any(
-                not any(
-                    id(place.module) in set(map(id, units[u].module.modules())) for u in users[key]
-                )
-                for place in param.places
+                not any(id(place.module) in within[u] for u in users[key]) for place in param.places
             )
         )
     }
@@ -235,7 +232,7 @@ def lay_out(
     return layout
 
 
-def _expert_block(group: ExpertGroup, expert: int, add: object, unit: int) -> int:
+def _expert_block(group: ExpertGroup, expert: int, add: Callable[..., int], unit: int) -> int:
     pieces, at = [], 0
     first = group.params[0].tensor
     for param in group.params:
@@ -248,4 +245,4 @@ def _expert_block(group: ExpertGroup, expert: int, add: object, unit: int) -> in
         at += align_up(count, PIECE_ALIGN)
     width = len(str(group.n_experts - 1))
     dtype = str(first.dtype).removeprefix("torch.")
-    return add(f"{group.name}#{expert:0{width}}", dtype, first.requires_grad, pieces, [unit])  # type: ignore[operator,no-any-return]
+    return add(f"{group.name}#{expert:0{width}}", dtype, first.requires_grad, pieces, [unit])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.errors import OffloadError
@@ -172,8 +173,6 @@ def import_made(
                 slot = Slot(kind, tile.count, memory.tensor().numpy())
                 slot.start(as_numbers(weights[span]))
                 if kind.states != "bf16":
-                    import numpy as np
-
                     widen(as_numbers(whole[span]), slot.part("p").view(np.float32))
                 del slot
                 tiles.write_from(index, memory.view()).result()

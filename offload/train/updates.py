@@ -104,7 +104,6 @@ class Updater:
         self._bases = _bases(layout)
         self._zeros: dict[str, Any] = {}
         self.busy_s = 0.0
-        self.wait_s = 0.0
         self._thread = threading.Thread(target=self._serve, name="offload-update", daemon=True)
         self._thread.start()
 
@@ -229,7 +228,6 @@ class Updater:
 
     def _finish(self, task: _Task) -> None:
         tile, block = task.tile, task.block
-        before = time.perf_counter()
         for read in task.reads:
             read.result()
         if tile.start == 0:
@@ -237,7 +235,6 @@ class Updater:
             self._target = self._weights.entry_for_update(block.index, must=task.virgin)
         entry = self._target
         began = time.perf_counter()
-        self.wait_s += began - before
         memory = task.memory or self.resident[tile.index]
         slot = Slot(task.kind, tile.count, memory.tensor().numpy())
         span = slice(tile.start, tile.start + tile.count)
@@ -263,7 +260,7 @@ class Updater:
         if entry is not None:
             np.copyto(entry.numbers[span], slot.copy)
         self.busy_s += time.perf_counter() - began
-        self._let_go(task, entry is not None)
+        self._let_go(task)
 
     def _no_gradient(self, block: Block) -> Any:
         """Zeros, for experts that no token went to: the resident optimizer's gradient of them."""
@@ -273,7 +270,7 @@ class Updater:
             self._zeros[dtype] = np.zeros(largest, np.float32 if dtype == "float32" else np.uint16)
         return self._zeros[dtype]
 
-    def _let_go(self, task: _Task, in_ram: bool) -> None:
+    def _let_go(self, task: _Task) -> None:
         """Write the tile back, free its buffers, and if it is its block's last, say so."""
         shared, block = self._shared, task.block.index
         pinned = block in self._weights.pinned
