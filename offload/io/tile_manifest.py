@@ -30,7 +30,7 @@ from offload.io.json_fields import count, rows, table, text
 from offload.io.pack_format import normal_meta
 
 FORMAT = "offload-tiles"
-VERSION = 1
+VERSION = 2
 
 VIRGIN = 255
 """In place of a generation: the tile was never written."""

@@ -166,7 +166,7 @@ class Training:
     # -- states ---------------------------------------------------------------------------
 
     def _tiles(self, meta: MetaModel, layout: TrainLayout, options: DropinOptions) -> Any:
-        from offload.cpu_ops.checksum import xxh64
+        from offload.io.checksum import xxh3
         from offload.io.tile_store import TileStore, is_tile_store
         from offload.train.identity import layout_fingerprint, model_fingerprint
 
@@ -198,12 +198,12 @@ class Training:
             if there:
                 self._store = TileStore.open(
                     self.directory, io, shapes=shapes, identity=identity, keep=options.keep,
-                    checksum=xxh64, commit=commit,
+                    checksum=xxh3, commit=commit,
                 )  # fmt: skip
             else:
                 self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._store = TileStore.create(
-                    self.directory, shapes, io, identity=identity, keep=options.keep, checksum=xxh64
+                    self.directory, shapes, io, identity=identity, keep=options.keep, checksum=xxh3
                 )
             return self._store  # type: ignore[no-any-return]
 

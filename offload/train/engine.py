@@ -211,10 +211,8 @@ class Engine:
             began = time.perf_counter()
             with self.shared.changed:
                 self.order.enter(unit)
-                self.weights.pump()
-            for block in self.layout.units[unit].blocks:
-                entry = self.weights.acquire(block)
-                state.entries.append(entry)
+            state.entries += self.weights.acquire_all(self.layout.units[unit].blocks)
+            for entry in state.entries:
                 self._place(entry)
             self.clock.waiting += time.perf_counter() - began
         state.depth += 1

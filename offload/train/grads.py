@@ -1,12 +1,15 @@
 """Gradients between backward and the update: summed, measured, kept in RAM or spilled.
 
 What autograd has made of a parameter is taken as it is: no copy where it stays in RAM. A block
-whose gradients are *spilled* is written, tile by tile, to a private file when its unit is through,
+whose gradients are *spilled* is written, tile by tile, to a private file while the next unit runs,
 and read back beside the tile's states.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,6 +29,8 @@ from offload.train.buffers import BufferPool
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.tiles import numbers
 from offload.train.weights import Shared, as_numbers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -62,6 +67,10 @@ class Gradients:
         self._offsets = spill_offsets(layout, self._spill, dtype)
         self._staging = BufferPool(SPILL_BUFFERS * align_up(4 * _largest(layout)), "spill")
         self._writing: dict[int, int] = {}
+        self._parting: deque[tuple[Block, dict[int, torch.Tensor]]] = deque()
+        """What the spilling thread has yet to copy out; at most one unit's."""
+        self._spiller: threading.Thread | None = None
+        self._closed = False
         self.written_bytes = 0
         self.read_bytes = 0
 
@@ -114,15 +123,25 @@ class Gradients:
         self.park(block)
 
     def park(self, block: int) -> None:
-        """Write a spilled block's gradients to the file, also if more will be added."""
+        """Write a spilled block's gradients to the file, also if more will be added.
+
+        A thread does that while the next unit is run again: staging is a copy, and the disk may be
+        busy with the weights that this unit waits for.
+        """
         held = self._held.get(block)
         if held is None or block not in self._spill or not held.pieces:
             return
         if held.spilled:  # all of a block is written at once
             self._fetch(self.layout.blocks[block], held)
-        self._write(self.layout.blocks[block], held)
+        if self._spiller is None:
+            self._spiller = threading.Thread(target=self._serve, name="offload-spill", daemon=True)
+            self._spiller.start()
+        with self._shared.changed:
+            self._writing[block] = self._writing.get(block, 0) + 1
+            self._parting.append((self.layout.blocks[block], held.pieces))
+            self._shared.notify()
         held.spilled.update(held.pieces)
-        held.pieces.clear()
+        held.pieces = {}
 
     def norm(self) -> float:
         """The norm of all sealed gradients: exact sums over pieces in the order of the layout."""
@@ -252,7 +271,30 @@ class Gradients:
 
     # -- the file -------------------------------------------------------------------------
 
-    def _write(self, block: Block, held: _Held) -> None:
+    def _serve(self) -> None:
+        """The spilling thread."""
+        shared = self._shared
+        try:
+            while True:
+                with shared.changed:
+                    shared.changed.wait_for(
+                        lambda: self._parting or self._closed or shared.error is not None
+                    )
+                    if self._closed or shared.error is not None:
+                        return
+                    block, pieces = self._parting[0]
+                self._write(block, pieces)
+                del pieces
+                with shared.changed:
+                    self._parting.popleft()
+                    self._writing[block.index] -= 1
+                    shared.notify()
+        except BaseException as error:
+            if not self._closed:
+                log.debug("gradients could not be spilled", exc_info=True)
+                shared.fail(error)
+
+    def _write(self, block: Block, pieces: dict[int, torch.Tensor]) -> None:
         size = DTYPE_BYTES[self.dtype_of(block)]
         for index in block.tiles:
             tile = self.layout.tiles[index]
@@ -263,7 +305,7 @@ class Gradients:
             target = numbers(memory.tensor().numpy(), self.dtype_of(block))
             for i, piece, low, high in overlaps(block, tile.start, tile.start + tile.count):
                 part = target[low - tile.start : high - tile.start]
-                tensor = held.pieces.get(i)
+                tensor = pieces.get(i)
                 if tensor is None:
                     part[:] = 0
                 else:
@@ -271,7 +313,7 @@ class Gradients:
             assert self._file is not None
             self.written_bytes += nbytes
             with self._shared.changed:
-                self._writing[block.index] = self._writing.get(block.index, 0) + 1
+                self._writing[block.index] += 1
             future = self._engine.write(self._file, self._offsets[index], memory.view())
             future.add_done_callback(self._done(block.index, memory))
 
@@ -324,6 +366,12 @@ class Gradients:
         held.spilled.clear()
 
     def close(self) -> None:
+        with self._shared.changed:
+            self._closed = True
+            self._shared.notify()
+        if self._spiller is not None:
+            self._spiller.join()
+        self._parting.clear()
         self._held.clear()
         self._leaving.clear()
         self._staging.close()

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from offload.cpu_ops.checksum import xxh64
 from offload.errors import OffloadError, StoreError
+from offload.io.checksum import xxh3
 from offload.io.tile_store import TileStore, is_tile_store
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
@@ -427,7 +427,7 @@ class Run:
             make = TileStore.open if options.resume else TileStore.create
             store = make(  # type: ignore[operator]
                 directory=self.states, shapes=shapes, engine=io, identity=self.identity,
-                keep=options.save_total_limit, checksum=xxh64,
+                keep=options.save_total_limit, checksum=xxh3,
             )  # fmt: skip
             self._store = store
             return store

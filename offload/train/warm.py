@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.cpu_ops.checksum import xxh64
+from offload.io.checksum import xxh3
 from offload.models.meta import build, model_class
 from offload.models.toy import quiet, toy_config, two_layers
 from offload.runtime.rss import current_rss
@@ -27,7 +27,6 @@ def warm_training(config: Any, dtype: torch.dtype, options: TrainOptions) -> int
     """Train a toy: imports the family's code, starts torch's threads, compiles or loads the kernels
     that the run needs. Returns the resident set after it: the baseline of the budget, in bytes."""
     cls = model_class(config)
-    xxh64(memoryview(b""))  # compiled here, and not by an I/O worker
     for toy in (two_layers(config, cls, dtype), toy_config(config)):
         if toy is None:
             continue
@@ -56,7 +55,7 @@ def _train_toy(toy: Any, cls: Any, dtype: torch.dtype, options: TrainOptions) ->
         def tiles(layout: Any, parts: Any, io: Any) -> Tiles:
             return TileStore.create(
                 Path(directory) / "tiles", [parts(i) for i in range(len(layout.tiles))], io,
-                identity={}, keep=1, checksum=xxh64,
+                identity={}, keep=1, checksum=xxh3,
             )  # fmt: skip
 
         engine = open_engine(

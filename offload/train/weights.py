@@ -145,21 +145,46 @@ class Weights:
 
     def acquire(self, block: int) -> Entry:
         """The block's current weights, in RAM until ``release``. Waits for its pending update."""
-        shared = self._shared
-        with shared.changed:
-            while True:
-                shared.check()
-                entry = self._entries.get(block)
-                if block not in self.stale:
-                    if entry is None and block not in self.unsettled and self._room(block, -1):
-                        entry = self._load(block, DEMAND, pins=1)
-                    elif entry is not None:
-                        entry.pins += 1
-                    if entry is not None:
-                        # Held from now on: its next use is far away, and reads ahead would drop it.
-                        self._until_ready(entry)
-                        return entry
+        with self._shared.changed:
+            while (entry := self._hold(block)) is None:
                 self._await(block)
+            self._until_ready(entry)
+            return entry
+
+    def acquire_all(self, blocks: Iterable[int]) -> list[Entry]:
+        """``acquire`` of each; what is missing is read at once, and before anything that is needed
+        later: that would take the room, be dropped for these, and be read again."""
+        shared = self._shared
+        held: dict[int, Entry | None] = {}
+        with shared.changed:
+            try:
+                for block in blocks:
+                    held[block] = self._hold(block)
+                self.pump()
+                for block, entry in held.items():
+                    while entry is None:
+                        self._await(block)
+                        entry = held[block] = self._hold(block)
+                    self._until_ready(entry)
+            except BaseException:
+                for entry in held.values():
+                    if entry is not None:
+                        entry.pins -= 1
+                raise
+        return [entry for entry in held.values() if entry is not None]
+
+    def _hold(self, block: int) -> Entry | None:
+        """The block's memory, pinned, if its weights are there or can be read now."""
+        self._shared.check()
+        if block in self.stale:
+            return None
+        entry = self._entries.get(block)
+        if entry is not None:
+            entry.pins += 1
+        elif block not in self.unsettled and self._room(block, -1):
+            # Pinned from now on: its next use is far away, and reads ahead would drop it.
+            entry = self._load(block, DEMAND, pins=1)
+        return entry
 
     def _until_ready(self, entry: Entry) -> None:
         self._shared.wait_for(lambda: entry.ready, f"reading {entry.block.id}")

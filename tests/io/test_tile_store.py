@@ -34,8 +34,8 @@ from tile_support import (
     write_all,
 )
 
-from offload.cpu_ops.checksum import xxh64
 from offload.errors import ClosedError, StoreError
+from offload.io.checksum import xxh3
 from offload.io.engines import Engine, make_engine
 from offload.io.memory import AlignedBuffer
 from offload.io.meter import Meter
@@ -138,7 +138,7 @@ def test_any_checksum_of_64_bits(tmp_path: Path, engine: Engine) -> None:
         commit(store)
         assert state_of(store) == state
     with TileStore.create(
-        tmp_path / "x", SHAPES, engine, identity={}, keep=1, checksum=xxh64
+        tmp_path / "x", SHAPES, engine, identity={}, keep=1, checksum=xxh3
     ) as store:
         assert write_all(store, 1) == state_of(store)
 
