@@ -33,7 +33,7 @@ class Footprint:
     measured: bool
 
 
-class _Watch(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Sums the storages that are alive, op by op; those of the weights (whose transposes and
     slices come out of ops too) do not count."""
 
@@ -101,7 +101,7 @@ def meta_forward(
     """
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
-            stack.enter_context(_stub_experts(group.module, group.n_experts))
+            stack.enter_context(stub_experts(group.module, group.n_experts))
         return _run(model, tokens, batch, decode)
 
 
@@ -115,10 +115,10 @@ def _run(model: Any, tokens: int, batch: int, decode: bool) -> tuple[int, int]:
         kwargs["logits_to_keep"] = 1
     if getattr(model.config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids[:, :1]
-    with torch.no_grad(), _buffers_on_meta(model):
+    with torch.no_grad(), buffers_on_meta(model):
         held = [*model.parameters(), *model.buffers()]
         weights = {t.untyped_storage()._cdata for t in held}
-        watch = _Watch(weights)
+        watch = LiveBytes(weights)
         with watch:
             out = model(**kwargs)
         cache = _cache_bytes(getattr(out, "past_key_values", None))
@@ -145,7 +145,7 @@ def _cache_bytes(cache: Any) -> int:
 
 
 @contextlib.contextmanager
-def _buffers_on_meta(model: Any) -> Iterator[None]:
+def buffers_on_meta(model: Any) -> Iterator[None]:
     """Real buffers (rotary frequencies) move to meta for the pass: devices must not mix."""
     saved = []
     for module in model.modules():
@@ -161,7 +161,7 @@ def _buffers_on_meta(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stub_experts(module: Any, n_experts: int) -> Iterator[None]:
+def stub_experts(module: Any, n_experts: int) -> Iterator[None]:
     """Experts choose rows by value, which meta tensors have none of. Allocate what their eager
     loop would in its worst case: every token routed to the same expert."""
     sizes = [

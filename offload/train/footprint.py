@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.models.expert_groups import expert_groups
-from offload.models.footprint import _buffers_on_meta, _stub_experts, _Watch
+from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts
 from offload.models.params import parameters
 from offload.train.segments import without_caches
 
@@ -123,8 +123,8 @@ def unit_calls(
         for unit in units:
             stack.callback(unit.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for group in expert_groups(model):
-            stack.enter_context(_stub_experts(group.module, group.n_experts))
-        stack.enter_context(_buffers_on_meta(model))
+            stack.enter_context(stub_experts(group.module, group.n_experts))
+        stack.enter_context(buffers_on_meta(model))
         with torch.no_grad():
             model(**given)
     return calls
@@ -146,8 +146,8 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
     calls = any_unit_calls(model, units, rows, length)
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
-            stack.enter_context(_stub_experts(group.module, group.n_experts))
-        stack.enter_context(_buffers_on_meta(model))
+            stack.enter_context(stub_experts(group.module, group.n_experts))
+        stack.enter_context(buffers_on_meta(model))
         stack.enter_context(_CpuAttention())
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}
@@ -185,7 +185,7 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
         for x in leaves
     ]
     args, kwargs = tree_unflatten(inputs, spec)
-    watch = _Watch(weights)
+    watch = LiveBytes(weights)
     # Gradients leave as they come; whoever keeps them counts them.
     handles = [
         p.register_post_accumulate_grad_hook(_forget) for p in unit.parameters() if p.requires_grad

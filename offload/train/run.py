@@ -7,18 +7,12 @@ import gc
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload.errors import OffloadError, StoreError
-from offload.io.checksum import xxh3
-from offload.io.tile_store import TileStore, is_tile_store
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
@@ -26,6 +20,7 @@ from offload.models.workspace import limit_kernels
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
 from offload.train.checks import check_dtypes, check_options, state_directory
+from offload.train.commits import Commits, check_states
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
 from offload.train.decay import group_maker
@@ -36,13 +31,11 @@ from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.loop import LanguageLoop
 from offload.train.lora import Adapters, inject
-from offload.train.lora_output import MergedValues, write_adapter
 from offload.train.needs import loss_bytes, product_bytes, step_rates, sum_dtype
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
-from offload.train.output import write_model
 from offload.train.output_target import check_target
-from offload.train.output_tensors import OutputTensors, check_writable
+from offload.train.output_tensors import check_writable
 from offload.train.plan import (
     ORDERS,
     Needs,
@@ -52,7 +45,8 @@ from offload.train.plan import (
     predict,
     slot_bytes,
 )
-from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
+from offload.train.reports import EndReport, EvalReport, Listener, StepReport
+from offload.train.result import Result, adapter_directory
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
@@ -82,7 +76,7 @@ def prepare(options: TrainOptions) -> Run:
     check_target(output, directory)
     check_target(adapter_directory(options), directory)
     states = state_directory(options)
-    _check_states(states, options)
+    check_states(states, resume=options.resume)
     notes: list[str] = []
     baseline = warm_training(config, dtype, options)
     reset_peak_rss()
@@ -97,19 +91,6 @@ def prepare(options: TrainOptions) -> Run:
     except BaseException:
         data.close()
         raise
-
-
-def _check_states(states: Path, options: TrainOptions) -> None:
-    if options.resume and not is_tile_store(states):
-        raise OffloadError(
-            f"--resume: there is nothing to resume in {states}; drop --resume, or give the "
-            f"--output and --disk of the run that was interrupted"
-        )
-    if not options.resume and is_tile_store(states):
-        raise OffloadError(
-            f"{states} holds the states of another run; continue it with --resume, or delete it, "
-            f"or give another --output or --disk"
-        )
 
 
 def _check_room(run: Run) -> None:
@@ -254,13 +235,6 @@ def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
     return adapters
 
 
-def adapter_directory(options: TrainOptions) -> Path:
-    """Where a LoRA run's adapter is written: the output, or beside it if that is the merged
-    model."""
-    output = options.output.expanduser()
-    return output.parent / f"{output.name}.adapter" if options.merge else output
-
-
 class Run:
     """A planned run. ``train`` once, then ``close``."""
 
@@ -285,53 +259,16 @@ class Run:
         self.identity = identity_of(meta, layout, data, options, total)
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
-        self._engine: Engine | None = None
-        self._merging: MergedValues | None = None
-        self._tensors: OutputTensors | None = None
-        if adapters is None:
-            trained = {
-                alias
-                for block in layout.trained
-                for piece in block.pieces
-                for alias in layout.params[piece.param].names
-            }
-            # Now, while the model is whole: it shows which parameters are tied.
-            self._tensors = OutputTensors(
-                meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
-            )
-        elif options.merge:
-            self._tensors = OutputTensors(
-                meta.mapping, self._merged, dtype=meta.dtype,
-                trained={t.weight for t in adapters.targets},
-            )  # fmt: skip
-        self._store: TileStore | None = None
-        self._commit: tuple[int, float, Future[None]] | None = None
-        self._best = math.inf
-
-    def _parameter(self, name: str, start: int, count: int) -> torch.Tensor:
-        if self._engine is None:
-            raise OffloadError("the run is not open")
-        return self._engine.read_elements(name, start, count)
-
-    def _merged(self, name: str, start: int, count: int) -> torch.Tensor:
-        if self._engine is None or self.adapters is None:
-            raise OffloadError("the run is not open")
-        if self._merging is None:
-            values = self.adapters.values(self._engine)
-            self._merging = self.adapters.merged_values(self._engine.read_elements, values)
-        return self._merging(name, start, count)
+        self._result = Result(meta, layout, options, adapters)
+        self._commits = Commits(
+            states, identity=self.identity, keep=options.save_total_limit, resume=options.resume
+        )
 
     # -- before ---------------------------------------------------------------------------
 
     def output_bytes(self) -> int:
         """Of the model that comes out, but for its small files."""
-        if self._tensors is None:
-            return 4 * self.layout.elements
-        sizes: list[int] = [
-            math.prod(shape) * getattr(torch, dtype).itemsize
-            for _, dtype, shape in self._tensors.tensors
-        ]
-        return sum(sizes)
+        return self._result.nbytes
 
     def describe(self) -> list[str]:
         """The plan, line by line."""
@@ -371,7 +308,7 @@ class Run:
         should_stop: Callable[[], bool], began: float,
     ) -> EndReport:  # fmt: skip
         options = self.options
-        step = self._resume(engine)
+        step = self._commits.restore(engine)
         first, tokens, stopped, output = step, 0, "done", None
         try:
             groups = group_maker(self.meta.model, options)
@@ -389,20 +326,20 @@ class Run:
                     stopped = "interrupted"
                     break
                 if options.save_every and step % options.save_every == 0 and step < self.total:
-                    self._begin_commit(engine, step, listener)
-                self._poll_commit(listener)
+                    self._commits.begin(engine, step, listener)
+                self._commits.poll(listener)
             if step > first or stopped == "interrupted":
-                self._begin_commit(engine, step, listener)
-            self._end_commit(listener)
+                self._commits.begin(engine, step, listener)
+            self._commits.end(listener)
             if stopped == "done":
                 if self.data.eval is not None:
                     self._evaluate(loop, step, listener)
-                output = self._write(engine, listener)
+                output = self._result.write(engine, listener)
         except NotFinite:
             # What was updated before is good: keep it, unless this step has begun to change it.
             if step > first and not engine.torn:
-                self._begin_commit(engine, step, listener)
-                self._end_commit(listener)
+                self._commits.begin(engine, step, listener)
+                self._commits.end(listener)
             raise
         read, written = self._bytes(engine)
         return EndReport(
@@ -420,18 +357,6 @@ class Run:
 
     def _open(self, listener: Listener) -> Engine:
         options = self.options
-        self.states.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-        def tiles(layout: TrainLayout, parts: Callable[[int], tuple[int, ...]], io: Any) -> Any:
-            shapes = [parts(i) for i in range(len(layout.tiles))]
-            make = TileStore.open if options.resume else TileStore.create
-            store = make(  # type: ignore[operator]
-                directory=self.states, shapes=shapes, engine=io, identity=self.identity,
-                keep=options.save_total_limit, checksum=xxh3,
-            )  # fmt: skip
-            self._store = store
-            return store
-
         return open_engine(
             self.meta, self.layout, self.plan.placement,
             EngineOptions(
@@ -439,23 +364,8 @@ class Run:
                 directory=self.states.parent, progress=listener.phase,
                 initial={} if self.adapters is None else self.adapters.initial,
             ),
-            tiles,
+            self._commits.open_store,
         )  # fmt: skip
-
-    def _resume(self, engine: Engine) -> int:
-        """The number of steps that the store's commit holds; 0 for a new run."""
-        store = self._need_store()
-        meta = store.commit_meta
-        if meta is None:
-            return 0  # also of a run that was killed before its first commit
-        engine.steps.update(meta["param_steps"])
-        self._best = meta["best"] if meta["best"] is not None else math.inf
-        return int(meta["step"])
-
-    def _need_store(self) -> TileStore:
-        if self._store is None:
-            raise OffloadError("the run is not open")
-        return self._store
 
     def _step(
         self, engine: Engine, loop: LanguageLoop, step: int, groups: Any, listener: Listener
@@ -489,14 +399,14 @@ class Run:
 
     def _bytes(self, engine: Engine) -> tuple[int, int]:
         """Bytes read and written since the start: tiles, spilled gradients, the checkpoint."""
-        store, gradients = self._need_store(), engine.gradients
+        store, gradients = self._commits.store, engine.gradients
         return (
             store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes(),
             store.written_bytes + gradients.written_bytes,
         )
 
     def _busy(self, engine: Engine) -> tuple[float, float]:
-        return self._need_store().busy_s, engine.updater.busy_s
+        return self._commits.store.busy_s, engine.updater.busy_s
 
     def _evaluate(self, loop: LanguageLoop, step: int, listener: Listener) -> None:
         held_out = self.data.eval
@@ -506,64 +416,14 @@ class Run:
         loss, tokens = loop.evaluate(
             held_out.micro_batch(k, 0) for k in range(held_out.steps_per_epoch)
         )
-        best = loss < self._best
-        self._best = min(self._best, loss)
+        best = loss < self._commits.best
+        self._commits.best = min(self._commits.best, loss)
         listener.evaluated(
             EvalReport(
                 step=step, loss=loss, label_tokens=tokens, seconds=time.perf_counter() - began,
                 best=best,
             )
         )  # fmt: skip
-
-    # -- commits --------------------------------------------------------------------------
-
-    def _begin_commit(self, engine: Engine, step: int, listener: Listener) -> None:
-        """Make step ``step`` durable: wait for its updates, then let the disk work beside us."""
-        self._end_commit(listener)
-        began = time.perf_counter()
-        engine.drain()
-        engine.updater.write_resident()
-        meta = {
-            "step": step,
-            "param_steps": engine.steps,
-            "best": self._best if math.isfinite(self._best) else None,
-        }
-        self._commit = step, began, self._need_store().commit(meta)
-
-    def _poll_commit(self, listener: Listener) -> None:
-        if self._commit is not None and self._commit[2].done():
-            self._end_commit(listener)
-
-    def _end_commit(self, listener: Listener) -> None:
-        if self._commit is None:
-            return
-        step, began, future = self._commit
-        self._commit = None
-        future.result()
-        listener.committed(CommitReport(step=step, seconds=time.perf_counter() - began))
-
-    # -- the result -----------------------------------------------------------------------
-
-    def _write(self, engine: Engine, listener: Listener) -> str:
-        output = self.options.output.expanduser()
-
-        self._engine = engine
-        run_id = secrets.token_hex(8)
-        if self.adapters is not None:
-            values = self.adapters.values(engine)
-            write_adapter(
-                adapter_directory(self.options), self.meta.model, self.adapters.pairs(values),
-                self.adapters.options(self.meta.directory.resolve()), run_id=run_id,
-                source=self.meta.directory,
-            )  # fmt: skip
-        if self._tensors is not None:
-            with self._tensors as tensors:
-                write_model(
-                    output, self.meta.directory, tensors.tensors, tensors.read,
-                    run_id=run_id, dtype=str(self.meta.dtype).removeprefix("torch."),
-                    progress=lambda done, total: listener.phase("write", done, total),
-                )  # fmt: skip
-        return str(output)
 
     def close(self) -> None:
         """Let go of the data. The engine is closed by ``train``."""

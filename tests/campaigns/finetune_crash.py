@@ -109,7 +109,7 @@ class Killer:
         """Stand around the calls of this process: the tile store's and the output's."""
         from offload.io.tile_directory import TileSyscalls
         from offload.io.tile_store import TileStore
-        from offload.train import run
+        from offload.train import commits
 
         real, pwritev, write = TileSyscalls(), os.pwritev, os.write
 
@@ -131,7 +131,7 @@ class Killer:
             create = staticmethod(partial(TileStore.create, syscalls=calls))
             open = staticmethod(partial(TileStore.open, syscalls=calls))
 
-        run.TileStore = Store  # type: ignore[assignment, misc]
+        commits.TileStore = Store  # type: ignore[assignment, misc]
         # The output's are the module's own.
         os.write = self.around(os.write, half_of_bytes)  # type: ignore[assignment]
         for name in ("fsync", "rename", "mkdir", "unlink"):

@@ -33,7 +33,7 @@ from offload.io.files import DirectFile, Syscalls
 from offload.io.stores import RangeStore
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore
-from offload.train import opening, run, source
+from offload.train import commits, opening, run, source
 from offload.train.engine import NotFinite
 
 STEPS = 4
@@ -109,7 +109,7 @@ def with_store(patch: pytest.MonkeyPatch, **calls: Any) -> None:
         create = staticmethod(partial(TileStore.create, syscalls=given))
         open = staticmethod(partial(TileStore.open, syscalls=given))
 
-    patch.setattr(run, "TileStore", Store)
+    patch.setattr(commits, "TileStore", Store)
 
 
 @pytest.mark.parametrize("skip", [0, 1, 3, 6])

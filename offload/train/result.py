@@ -1,0 +1,109 @@
+"""What a run leaves: the model, the adapter, or both, written from an engine's current weights."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from pathlib import Path
+
+import torch
+
+from offload.errors import OffloadError
+from offload.models.meta import MetaModel
+from offload.train.engine import Engine
+from offload.train.layout import TrainLayout
+from offload.train.lora import Adapters
+from offload.train.lora_output import MergedValues, write_adapter
+from offload.train.options import TrainOptions
+from offload.train.output import write_model
+from offload.train.output_tensors import OutputTensors
+from offload.train.reports import Listener
+
+
+def adapter_directory(options: TrainOptions) -> Path:
+    """Where a LoRA run's adapter is written: the output, or beside it if that is the merged
+    model."""
+    output = options.output.expanduser()
+    return output.parent / f"{output.name}.adapter" if options.merge else output
+
+
+class Result:
+    """Writes a run's output. To be made while the model is whole: it shows what is tied then."""
+
+    def __init__(
+        self, meta: MetaModel, layout: TrainLayout, options: TrainOptions, adapters: Adapters | None
+    ) -> None:
+        self._meta = meta
+        self._layout = layout
+        self._options = options
+        self._adapters = adapters
+        self._engine: Engine | None = None
+        self._merging: MergedValues | None = None
+        self._tensors: OutputTensors | None = None
+        if adapters is None:
+            trained = {
+                alias
+                for block in layout.trained
+                for piece in block.pieces
+                for alias in layout.params[piece.param].names
+            }
+            self._tensors = OutputTensors(
+                meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
+            )
+        elif options.merge:
+            self._tensors = OutputTensors(
+                meta.mapping, self._merged, dtype=meta.dtype,
+                trained={t.weight for t in adapters.targets},
+            )  # fmt: skip
+
+    def _parameter(self, name: str, start: int, count: int) -> torch.Tensor:
+        if self._engine is None:
+            raise OffloadError("the run is not open")
+        return self._engine.read_elements(name, start, count)
+
+    def _merged(self, name: str, start: int, count: int) -> torch.Tensor:
+        if self._engine is None or self._adapters is None:
+            raise OffloadError("the run is not open")
+        if self._merging is None:
+            values = self._adapters.values(self._engine)
+            self._merging = self._adapters.merged_values(self._engine.read_elements, values)
+        return self._merging(name, start, count)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is written, but for its small files."""
+        if self._tensors is None:
+            return 4 * self._layout.elements
+        sizes: list[int] = [
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for _, dtype, shape in self._tensors.tensors
+        ]
+        return sum(sizes)
+
+    def write(self, engine: Engine, listener: Listener) -> str:
+        """Write the engine's weights; returns the output's path.
+
+        Raises:
+            OffloadError, StoreError: as of ``write_model`` and ``write_adapter``.
+        """
+        output = self._options.output.expanduser()
+        self._engine, self._merging = engine, None
+        run_id = secrets.token_hex(8)
+        if self._adapters is not None:
+            values = self._adapters.values(engine)
+            write_adapter(
+                adapter_directory(self._options), self._meta.model, self._adapters.pairs(values),
+                self._adapters.options(self._meta.directory.resolve()), run_id=run_id,
+                source=self._meta.directory,
+            )  # fmt: skip
+        if self._tensors is not None:
+            with self._tensors as tensors:
+                write_model(
+                    output, self._meta.directory, tensors.tensors, tensors.read,
+                    run_id=run_id, dtype=str(self._meta.dtype).removeprefix("torch."),
+                    progress=lambda done, total: listener.phase("write", done, total),
+                )  # fmt: skip
+        return str(output)
+
+
+__all__ = ["Result", "adapter_directory"]
