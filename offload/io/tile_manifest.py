@@ -84,20 +84,22 @@ class Layout:
         return None
 
 
-def space_needed(shapes: Sequence[Sequence[int]], keep: int) -> int:
-    """Bytes of a data file for tiles of these parts: ``keep`` commits and what is being written.
+def space_needed(shapes: Sequence[Sequence[int]], keep: int, hold: int = 0) -> int:
+    """Bytes of a data file for tiles of these parts: ``keep`` commits, ``hold`` that are held
+    beyond them, and what is being written.
 
     Raises:
         ValueError: sizes that ``TileStore`` does not take.
     """
-    return (check_keep(keep) + 1) * Layout(shapes).nbytes
+    return (check_keep(keep, hold) + 1) * Layout(shapes).nbytes
 
 
-def check_keep(keep: int) -> int:
-    """``keep`` if a store can keep that many commits, else ValueError."""
-    if not 1 <= keep < MOST_GENERATIONS:
-        raise ValueError(f"keep must be from 1 to {MOST_GENERATIONS - 1} commits, not {keep}")
-    return keep
+def check_keep(keep: int, hold: int = 0) -> int:
+    """``keep + hold`` if a store can keep that many commits, else ValueError."""
+    if keep < 1 or hold < 0 or keep + hold >= MOST_GENERATIONS:
+        more = f" and {hold} held" if hold else ""
+        raise ValueError(f"keep must be from 1 to {MOST_GENERATIONS - 1} commits, not {keep}{more}")
+    return keep + hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class Commit:
         generations: of each tile, or ``VIRGIN``.
         present: 1 for each part that was written, 0 for one that is absent.
         sums: of the parts that are present, else 0.
+        held: numbers of older commits that stay for as long as this one's successors name them.
     """
 
     number: int
@@ -118,6 +121,7 @@ class Commit:
     generations: bytes
     present: bytes
     sums: array[int]
+    held: tuple[int, ...] = ()
 
 
 def dump(commit: Commit) -> bytes:
@@ -138,6 +142,8 @@ def dump(commit: Commit) -> bytes:
         "present": _encode(commit.present),
         "sums": _encode(_little_endian(commit.sums).tobytes()),
     }
+    if commit.held:
+        body["held"] = list(commit.held)
     written = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     return _head(written, VERSION) + written + b"}\n"
 
@@ -202,6 +208,7 @@ def _from_json(body: Mapping[str, Any]) -> Commit:
         generations=generations,
         present=present,
         sums=sums,
+        held=tuple(count(n, "a held commit") for n in rows(body.get("held", []), "held")),
     )
 
 

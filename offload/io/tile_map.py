@@ -2,13 +2,14 @@
 
 No I/O and no locks: ``TileStore`` calls it under its own. Every tile has a slot in each of
 ``keep + 1`` generations. ``keep`` commits hold at most ``keep`` of a tile's slots, so one is free
-whenever no commit is under way; during one all may be held, and a write waits for its end.
+whenever no commit is under way; during one all may be held, and a write waits for its end. Each
+commit that is *held* beyond the ``keep`` newest takes one generation more.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from offload.errors import StoreError
@@ -86,9 +87,9 @@ class TileMap:
         """Start from ``commit``, one of ``retained``. Returns those that must be removed first.
 
         A kill between a commit and the removal of what it supersedes leaves one too many, and a
-        write would find no slot.
+        write would find no slot. What ``commit`` holds goes last.
         """
-        rest = [n for n in sorted(retained) if n != commit.number]
+        rest = sorted(retained.keys() - {commit.number}, key=lambda n: (n in commit.held, n))
         excess = rest[: max(0, len(retained) - (self._slots - 1))]
         self.retained = {n: g for n, g in retained.items() if n not in excess}
         self._abandoned = [n for n in self.retained if n > commit.number]
@@ -98,7 +99,9 @@ class TileMap:
         self.meta = commit.meta
         return excess
 
-    def begin_commit(self, identity: Mapping[str, Any], meta: Mapping[str, Any]) -> Commit:
+    def begin_commit(
+        self, identity: Mapping[str, Any], meta: Mapping[str, Any], held: Collection[int] = ()
+    ) -> Commit:
         """The state as of now; its slots are held until ``end_commit``.
 
         Raises:
@@ -116,6 +119,7 @@ class TileMap:
             generations=self.committing,
             present=bytes(self._present),
             sums=self._sums[:],
+            held=tuple(sorted(held)),
         )
 
     def abandoned(self) -> list[int]:
@@ -127,10 +131,10 @@ class TileMap:
         self.retained = {n: g for n, g in self.retained.items() if n not in numbers}
         self._abandoned = [n for n in self._abandoned if n not in numbers]
 
-    def kept_with(self, number: int) -> set[int]:
-        """The commits to be left once ``number`` is made."""
+    def kept_with(self, commit: Commit) -> set[int]:
+        """The commits to be left once ``commit`` is made."""
         old = [n for n in sorted(self.retained) if n not in self._abandoned]
-        return {*[*old, number][-self._keep :]}
+        return {*[*old, commit.number][-self._keep :], *commit.held}
 
     def made(self, commit: Commit) -> None:
         """It is durable. It stays under way until those that it supersedes are removed."""

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +86,7 @@ class TileStore:
         calls: TileSyscalls,
         identity: Mapping[str, Any],
         keep: int,
+        hold: int,
     ) -> None:
         """Not to be called; see ``create`` and ``open``."""
         self.layout = layout
@@ -94,6 +95,7 @@ class TileStore:
         self._engine = engine
         self._sys = calls
         self._identity = identity
+        self._hold = hold
         self._idle = threading.Condition()  # guards all below
         self._map = TileMap(layout, keep, min(MOST_GENERATIONS, file.generations))
         self._reading: Counter[int] = Counter()
@@ -114,6 +116,7 @@ class TileStore:
         *,
         identity: Mapping[str, Any],
         keep: int,
+        hold: int = 0,
         checksum: Checksum,
         syscalls: TileSyscalls | None = None,
         request_bytes: int = DEFAULT_REQUEST_BYTES,
@@ -124,6 +127,7 @@ class TileStore:
             shapes: bytes of each part of each tile.
             identity: what must be the same when it is opened again; JSON.
             keep: commits that are kept, from 1 to 127.
+            hold: commits that may be held beyond those, see ``commit``; 127 with them at most.
             request_bytes: the longest request, a multiple of 4096.
 
         Raises:
@@ -132,17 +136,17 @@ class TileStore:
             ValueError: sizes or ``keep`` out of range, or an identity that is not JSON.
         """
         layout, calls = Layout(shapes), syscalls or TileSyscalls()
-        check_keep(keep)
+        versions = check_keep(keep, hold) + 1
         check_request(request_bytes)
         identity = normal_meta(identity)
         folder = TileDirectory.make(Path(directory), calls)
         try:
-            data = folder.make_data((keep + 1) * layout.nbytes)
+            data = folder.make_data(versions * layout.nbytes)
             file = TileFile(data, layout, checksum, request_bytes)
         except BaseException:
             folder.close()
             raise
-        return cls(folder, file, layout, engine, calls, identity, keep)
+        return cls(folder, file, layout, engine, calls, identity, keep, hold)
 
     @classmethod
     def open(
@@ -153,6 +157,7 @@ class TileStore:
         shapes: Sequence[Sequence[int]],
         identity: Mapping[str, Any],
         keep: int,
+        hold: int = 0,
         checksum: Checksum,
         commit: int | None = None,
         syscalls: TileSyscalls | None = None,
@@ -161,8 +166,8 @@ class TileStore:
         """The store as its newest valid commit has it, or as commit number ``commit`` has it.
 
         A damaged manifest is passed over with a warning. Commits newer than ``commit`` are given
-        up with the next commit, and not before. A larger ``keep`` than before makes the data file
-        grow. Without any commit all tiles are virgin.
+        up with the next commit, and not before. A larger ``keep`` or ``hold`` than before makes the
+        data file grow. Without any commit all tiles are virgin.
 
         Raises:
             StoreError: there is no store or no such commit, all commits are damaged, they are of
@@ -170,7 +175,7 @@ class TileStore:
                 is too full for a larger ``keep``.
         """
         layout, calls = Layout(shapes), syscalls or TileSyscalls()
-        check_keep(keep)
+        versions = check_keep(keep, hold) + 1
         check_request(request_bytes)
         identity, path = normal_meta(identity), Path(directory)
         if path.is_dir() and not is_tile_store(path):
@@ -181,12 +186,12 @@ class TileStore:
             chosen, valid = folder.choose(layout, identity, commit)
             used = {g for gs in valid.values() for g in gs} - {VIRGIN}
             needed = (max(used) + 1) * layout.nbytes if used else 0
-            data = folder.open_data(needed, (keep + 1) * layout.nbytes)
+            data = folder.open_data(needed, versions * layout.nbytes)
             file = TileFile(data, layout, checksum, request_bytes)
         except BaseException:
             folder.close()
             raise
-        store = cls(folder, file, layout, engine, calls, identity, keep)
+        store = cls(folder, file, layout, engine, calls, identity, keep, hold)
         try:
             store._map.newest = max(folder.numbers(), default=0)
             if chosen is not None:
@@ -222,6 +227,11 @@ class TileStore:
     def commit_meta(self) -> Mapping[str, Any] | None:
         """Of the commit that the state goes back to; None if there is none."""
         return self._map.meta
+
+    @property
+    def next_number(self) -> int:
+        """What the next commit will be called."""
+        return self._map.newest + 1
 
     @property
     def read_bytes(self) -> int:
@@ -401,19 +411,22 @@ class TileStore:
 
     # Committing
 
-    def commit(self, meta: Mapping[str, Any]) -> Future[None]:
+    def commit(self, meta: Mapping[str, Any], hold: Collection[int] = ()) -> Future[None]:
         """Make the state of all tiles as of now durable, with ``meta`` (JSON).
 
-        The future is done when the commit would survive a power failure and the commits beyond
-        ``keep`` are gone. If it fails the earlier ones are as they were. Not cancellable.
-        Through the future: StoreError, among others where a tile was lost, or where the disk
-        refused to sync: from then on nothing is written any more, because a system that dropped
-        what it could not write says so once.
+        ``hold``: numbers of older commits that stay, however many newer ones there are; to be
+        named again with each commit that shall hold them. The future is done when the commit would
+        survive a power failure and the commits beyond ``keep`` and ``hold`` are gone. If it fails
+        the earlier ones are as they were. Not cancellable. Through the future: StoreError, among
+        others where a tile was lost, or where the disk refused to sync: from then on nothing is
+        written any more, because a system that dropped what it could not write says so once.
 
         Raises:
-            ValueError: a write or another commit is under way, or ``meta`` is not JSON.
+            ValueError: a write or another commit is under way, ``meta`` is not JSON, or ``hold``
+                names a commit that is not there or more than the store has room for.
         """
         meta = normal_meta(meta)
+        held = frozenset(hold)
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         with self._idle:
@@ -424,12 +437,17 @@ class TileStore:
                     f"{len(self._writing)} tiles are being written (tile {min(self._writing)}); "
                     "wait for them before the commit"
                 )
+            if len(held) > self._hold or not held <= self._map.retained.keys():
+                raise ValueError(
+                    f"commits {sorted(held)} cannot be held: there are "
+                    f"{sorted(self._map.retained)}, and room to hold {self._hold}"
+                )
             try:
                 if self._closed:
                     raise ClosedError("the tile store is closed")
                 if self._failed is not None:
                     raise self._failed
-                commit = self._map.begin_commit(self._identity, meta)
+                commit = self._map.begin_commit(self._identity, meta, held)
             except OffloadError as e:
                 future.set_exception(e)
                 return future
@@ -446,7 +464,7 @@ class TileStore:
     def _make_durable(self, commit: Commit) -> None:
         """On a worker."""
         with self._idle:
-            abandoned, kept = self._map.abandoned(), self._map.kept_with(commit.number)
+            abandoned, kept = self._map.abandoned(), self._map.kept_with(commit)
         # First: a kill after the commit must not leave them in the place of older ones.
         self._remove(abandoned)
         self._file.sync(self._sys.fsync)
@@ -480,6 +498,23 @@ class TileStore:
             future.set_result(None)
         else:
             future.set_exception(error)
+
+    def go_back(self, number: int) -> None:
+        """Make the state of all tiles that of commit ``number``, as ``open`` would; waits for what
+        is in flight. Newer commits are given up with the next one, and not before.
+
+        Raises:
+            StoreError: there is no such commit, or its manifest cannot be read.
+            ClosedError: the store is closed.
+        """
+        with self._idle:
+            if self._closed:
+                raise ClosedError("the tile store is closed")
+            self._idle.wait_for(lambda: self._in_flight == 0)
+            chosen, valid = self._directory.choose(self.layout, self._identity, number)
+            assert chosen is not None
+            retained = {n: g for n, g in valid.items() if n in self._map.retained}
+            self._remove(self._map.stand_on(chosen, retained))
 
     # Closing
 

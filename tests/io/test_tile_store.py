@@ -406,6 +406,45 @@ def test_rolling_back(tmp_path: Path, engine: Engine) -> None:
         reopen(path, engine, commit=3)
 
 
+def test_a_held_commit_stays(tmp_path: Path, engine: Engine) -> None:
+    """However many come after it, until one does not name it; also where a kill has left more
+    commits than there is room for."""
+    path = tmp_path / "s"
+    states: dict[int, State] = {}
+    with create(path, engine, hold=1) as store:
+        for number in (1, 2, 3, 4):
+            states[number] = write_all(store, number)
+            assert store.next_number == number
+            store.commit({"n": number}, hold=[2] if number > 2 else []).result(timeout=30)
+            if number == 3:
+                superseded = (path / "commit-3.json").read_bytes()
+        assert store.commits() == [2, 4]
+        with pytest.raises(ValueError, match=r"\[3\] cannot be held"):
+            store.commit({}, hold=[3])
+        with pytest.raises(ValueError, match="room to hold 1"):
+            store.commit({}, hold=[2, 4])
+    assert (path / "tiles.bin").stat().st_size == space_needed(SHAPES, 1, 1)
+    assert space_needed(SHAPES, 1, 1) == space_needed(SHAPES, 2)
+    (path / "commit-3.json").write_bytes(superseded)
+    with reopen(path, engine, hold=1) as store:
+        assert store.commits() == [2, 4]
+        assert state_of(store) == states[4]
+        write_all(store, 5)
+        store.go_back(2)
+        assert store.commit_meta == {"n": 2}
+        assert state_of(store) == states[2]
+        with pytest.raises(StoreError, match="no commit 3"):
+            store.go_back(3)
+        assert state_of(store) == states[2]
+    with reopen(path, engine, hold=1) as store:  # nothing was given up yet
+        assert state_of(store) == states[4]
+        states[5] = write_all(store, 5)
+        store.commit({"n": 5}).result(timeout=30)
+        assert store.commits() == [5]
+    with pytest.raises(ValueError, match="not 127 and 1 held"):
+        create(tmp_path / "t", engine, keep=127, hold=1)
+
+
 def test_keeping_more_or_fewer(tmp_path: Path, engine: Engine) -> None:
     path = tmp_path / "s"
     states: dict[int, State] = {}

@@ -35,10 +35,11 @@ def parts_of(tile: int, seed: int, present: Sequence[bool] | None = None) -> Til
 
 
 def create(
-    path: Path, engine: Engine, *, keep: int = 1, syscalls: TileSyscalls | None = None
-) -> TileStore:
+    path: Path, engine: Engine, *, keep: int = 1, hold: int = 0,
+    syscalls: TileSyscalls | None = None,
+) -> TileStore:  # fmt: skip
     return TileStore.create(
-        path, SHAPES, engine, identity=IDENTITY, keep=keep, checksum=checksum,
+        path, SHAPES, engine, identity=IDENTITY, keep=keep, hold=hold, checksum=checksum,
         syscalls=syscalls, request_bytes=REQUEST_BYTES,
     )  # fmt: skip
 
@@ -48,13 +49,14 @@ def reopen(
     engine: Engine,
     *,
     keep: int = 1,
+    hold: int = 0,
     commit: int | None = None,
     syscalls: TileSyscalls | None = None,
     shapes: Sequence[Sequence[int]] = SHAPES,
     identity: Mapping[str, Any] = IDENTITY,
 ) -> TileStore:
     return TileStore.open(
-        path, engine, shapes=shapes, identity=identity, keep=keep, checksum=checksum,
+        path, engine, shapes=shapes, identity=identity, keep=keep, hold=hold, checksum=checksum,
         commit=commit, syscalls=syscalls, request_bytes=REQUEST_BYTES,
     )  # fmt: skip
 
