@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from offload.cli import finetune_flags as tune
-from offload.cli import flags, output
+from offload.cli import flags
+from offload.cli import output as targets
 from offload.errors import OffloadError
 from offload.units import format_bytes
 
@@ -13,7 +12,7 @@ from offload.units import format_bytes
 def finetune(
     model: flags.Model,
     data: tune.Data,
-    output_dir: tune.Output,
+    output: tune.Output,
     eval_data: tune.EvalData = None,
     method: tune.MethodFlag = None,
     ram: flags.Ram = None,
@@ -40,10 +39,12 @@ def finetune(
     seed: tune.Seed = None,
     eval_every: tune.EvalEvery = None,
     eval_share: tune.EvalShare = None,
+    keep: tune.KeepFlag = None,
     save_every: tune.SaveEvery = None,
     save_total_limit: tune.SaveTotalLimit = None,
     resume: tune.Resume = False,
     router_aux_loss: tune.RouterAuxLoss = None,
+    skip_untouched_experts: tune.SkipUntouchedExperts = False,
     lora_r: tune.LoraR = None,
     lora_alpha: tune.LoraAlpha = None,
     lora_dropout: tune.LoraDropout = None,
@@ -62,54 +63,14 @@ def finetune(
     either, or a crash, the same command with --resume continues from the last commit. stdout says
     where the result is; everything else goes to stderr.
     """  # fmt: skip
-    asked: dict[str, Any] = {
-        "model": model,
-        "data": data,
-        "output": output_dir,
-        "eval_data": eval_data,
-        "method": None if method is None else method.value,
-        "ram": ram,
-        "disk": disk,
-        "states": None if states is None else states.value,
-        "grad_dtype": None if grad_dtype is None else grad_dtype.value,
-        "dtype": dtype,
-        "max_steps": max_steps,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "grad_accum": grad_accum,
-        "order": None if order is None else order.value,
-        "seq_len": seq_len,
-        "packing": packing,
-        "skip_bad_rows": skip_bad_rows or None,
-        "lr": lr,
-        "schedule": None if schedule is None else schedule.value,
-        "warmup": warmup,
-        "weight_decay": weight_decay,
-        "betas": tune.betas(betas),
-        "eps": eps,
-        "max_grad_norm": max_grad_norm,
-        "seed": seed,
-        "eval_every": eval_every,
-        "eval_share": eval_share,
-        "save_every": save_every,
-        "save_total_limit": save_total_limit,
-        "resume": resume or None,
-        "router_aux_loss": router_aux_loss,
-        "lora_r": lora_r,
-        "lora_alpha": lora_alpha,
-        "lora_dropout": lora_dropout,
-        "lora_targets": tune.targets(lora_targets),
-        "merge": merge or None,
-        "threads": threads,
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
+    given = tune.given(locals())
     from offload.train import checks, plots
     from offload.train.options import TrainOptions
 
     options = TrainOptions(**given)
     checks.check_options(options, given)
-    output.check_json_target(json_file)
-    output.check_target(plot, "--plot")
+    targets.check_json_target(json_file)
+    targets.check_target(plot, "--plot")
     plots.check_plot(plot)
     _check_gpu(gpu)
     from offload.cli import libraries

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,14 +27,12 @@ def _help(text: str, name: str) -> str:
     return f"{text} Default: {shown}."
 
 
-def betas(text: str | None) -> tuple[float, float] | None:
+def betas(text: str) -> tuple[float, float]:
     """Adam's betas from a flag's text.
 
     Raises:
         OffloadError: not two numbers.
     """
-    if text is None:
-        return None
     try:
         first, second = (float(word) for word in text.split(","))
     except ValueError:
@@ -41,9 +40,32 @@ def betas(text: str | None) -> tuple[float, float] | None:
     return first, second
 
 
-def targets(text: str | None) -> tuple[str, ...] | None:
+def targets(text: str) -> tuple[str, ...]:
     """Names of modules from a flag's text; empty for what names none."""
-    return None if text is None else tuple(word.strip() for word in text.split(","))
+    return tuple(word.strip() for word in text.split(","))
+
+
+def given(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the flags that somebody gave and that are ``TrainOptions``, as it takes them.
+
+    Args:
+        asked: flags by the names of the options, and whatever else a command knows by other names.
+
+    Raises:
+        OffloadError: a text that says no value.
+    """
+    found: dict[str, Any] = {}
+    for name, default in _DEFAULT.items():
+        value = asked[name]
+        if value is None or value is default is False:  # a switch that is off was not given
+            continue
+        if name in _PARSERS:
+            value = _PARSERS[name](value)
+        found[name] = value.value if isinstance(value, enum.Enum) else value
+    return found
+
+
+_PARSERS = {"betas": betas, "lora_targets": targets}
 
 
 class Method(enum.StrEnum):
@@ -81,6 +103,14 @@ class Order(enum.StrEnum):
 
     vertical = "vertical"
     usual = "usual"
+
+
+class Keep(enum.StrEnum):
+    """``--keep``."""
+
+    best = "best"
+    last = "last"
+    both = "both"
 
 
 Data = Annotated[
@@ -214,6 +244,15 @@ EvalShare = Annotated[
     float | None,
     typer.Option(metavar="X", help="Hold out this share of --data to evaluate on. Default: none."),
 ]
+KeepFlag = Annotated[
+    Keep | None,
+    typer.Option(
+        "--keep",
+        help="Weights to write: of the best evaluation (takes the disk space of one more commit), "
+        "of the last step, or both (the last ones to OUTPUT.last). Default: best with "
+        "--eval-every, else last.",
+    ),
+]
 SaveEvery = Annotated[
     int | None,
     typer.Option(
@@ -225,7 +264,11 @@ SaveEvery = Annotated[
 SaveTotalLimit = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help=_help("Commits to keep; each costs disk space.", "save_total_limit")
+        metavar="N",
+        help=_help(
+            "Newest commits to keep, beside the best evaluation's; each costs disk space.",
+            "save_total_limit",
+        ),
     ),
 ]
 Resume = Annotated[
@@ -235,6 +278,14 @@ RouterAuxLoss = Annotated[
     float | None,
     typer.Option(
         metavar="X", help="Weight of the loss that balances experts (MoE models). Default: off."
+    ),
+]
+SkipUntouchedExperts = Annotated[
+    bool,
+    typer.Option(
+        "--skip-untouched-experts",
+        help="Not exact: a step leaves experts alone that none of its tokens was routed to (no "
+        "update, no decay, no disk traffic). Default: they get the update of a zero gradient.",
     ),
 ]
 LoraR = Annotated[int | None, typer.Option(metavar="N", help=_help("Rank of adapters.", "lora_r"))]

@@ -11,7 +11,7 @@ from offload.train.reports import CommitReport, EndReport, EvalReport, StepRepor
 from offload.units import format_bytes
 
 DOT = " · "
-_LOSE_FIRST = ("busy", "disk", "norm", "speed", "lr", "left")
+_LOSE_FIRST = ("busy", "disk", "skipped", "norm", "speed", "lr", "left")
 """What a narrow terminal does without, in this order."""
 
 
@@ -62,6 +62,8 @@ def step_parts(report: StepReport, loss: float, left_s: float | None) -> dict[st
         parts["busy"] = ", ".join(f"{lane} {share:.0%}" for lane, share in shares)
     if report.read_bytes or report.written_bytes:
         parts["disk"] = f"{format_bytes(figures['ssd_bytes_per_s'])}/s"
+    if report.skipped_updates:
+        parts["skipped"] = f"{report.skipped_updates} experts skipped"
     if left_s is not None and report.step < report.of:
         parts["left"] = f"{duration(left_s)} left"
     return parts
@@ -108,6 +110,12 @@ def stats_line(end: EndReport, loss: float | None = None) -> str:
     parts.append(
         f"SSD {format_bytes(end.read_bytes)} read, {format_bytes(end.written_bytes)} written"
     )
+    if end.skipped_updates:
+        due = end.skipped_updates + end.expert_updates
+        parts.append(
+            f"{end.skipped_updates:,} of {due:,} updates of experts skipped "
+            f"({end.skipped_updates / due:.0%})"
+        )
     return DOT.join(parts)
 
 
@@ -123,7 +131,13 @@ def use_lines(end: EndReport, options: TrainOptions) -> list[str]:
     """Where the result is, and what to do with it."""
     if end.output is None:
         return []
-    lines = [f"{end.output}: {_what(options)} after step {end.last_step}"]
+    step = end.last_step if end.output_step is None else end.output_step
+    lines = [f"{end.output}: {_what(options)} after step {step}"]
+    if end.best_loss is not None:
+        of = "" if step == end.last_step else f" of {end.last_step}"
+        lines[0] += f"{of}, where the evaluation was best (loss {end.best_loss:.4f})"
+    if end.last_output is not None:
+        lines.append(f"{end.last_output}: {_what(options)} after step {end.last_step}, the last")
     if options.method == "lora" and not options.merge:
         lines.append(f"PeftModel.from_pretrained(model, {end.output!r})")
     else:

@@ -511,9 +511,14 @@ class TileStore:
             if self._closed:
                 raise ClosedError("the tile store is closed")
             self._idle.wait_for(lambda: self._in_flight == 0)
-            chosen, valid = self._directory.choose(self.layout, self._identity, number)
+            retained = self._map.retained
+            if number not in retained:  # its manifest may be there, its slots be others'
+                there = ", ".join(map(str, sorted(retained))) or "none"
+                raise StoreError(
+                    f"{self._directory.path} has no commit {number}; these can be used: {there}"
+                )
+            chosen, _ = self._directory.choose(self.layout, self._identity, number)
             assert chosen is not None
-            retained = {n: g for n, g in valid.items() if n in self._map.retained}
             self._remove(self._map.stand_on(chosen, retained))
 
     # Closing

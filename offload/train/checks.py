@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import OffloadError
-from offload.train.options import METHODS, SCHEDULES, STATES, TrainOptions
+from offload.train.options import KEEPS, METHODS, SCHEDULES, STATES, TrainOptions
 from offload.units import format_bytes
 
 ORDERS = ("vertical", "usual")
@@ -113,9 +113,10 @@ def _check_names(options: TrainOptions) -> None:
         ("schedule", SCHEDULES),
         ("order", ORDERS),
         ("grad_dtype", GRAD_DTYPES),
+        ("keep", KEEPS),
     ):
         value = getattr(options, name)
-        if value not in choices and not (value is None and name == "grad_dtype"):
+        if value not in choices and not (value is None and name in ("grad_dtype", "keep")):
             _refuse(options, name, f"is none of {', '.join(choices)}")
     if options.dtype is not None:
         check_dtypes(options, options.dtype)
@@ -178,6 +179,11 @@ def _check_length(options: TrainOptions, given: Collection[str]) -> None:
 
 def _check_method(options: TrainOptions, given: Collection[str]) -> None:
     if options.method == "lora":
+        if options.skip_untouched_experts:
+            raise OffloadError(
+                "--skip-untouched-experts cannot take effect with --method lora: no expert is "
+                "updated, and the adapters of a layer's experts are one parameter; drop it"
+            )
         if options.lora_targets is not None and not all(t.strip() for t in options.lora_targets):
             raise OffloadError("--lora-targets names no module; e.g. --lora-targets q_proj,v_proj")
         if options.lora_targets == ():
@@ -214,13 +220,19 @@ def _check_evaluation(options: TrainOptions, given: Collection[str]) -> None:
             f"--eval-every {options.eval_every} has nothing to evaluate on; give --eval-data FILE, "
             "or e.g. --eval-share 0.05 to hold out some of --data"
         )
+    if options.kept != "last" and options.eval_every is None:
+        raise OffloadError(
+            f"--keep {options.keep} cannot take effect: without --eval-every N there is no "
+            "evaluation before the last step's to choose from; give it, or drop --keep"
+        )
 
 
 def _check_saving(options: TrainOptions, given: Collection[str]) -> None:
     if "save_total_limit" in given and options.save_every is None:
+        best = " and the best" * (options.kept != "last")
         raise OffloadError(
             f"--save-total-limit {options.save_total_limit} cannot take effect: without "
-            "--save-every N the only commit is the last"
+            f"--save-every N the only commit is the last{best}"
         )
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,41 @@ def check_states(directory: Path, *, resume: bool) -> None:
         )
 
 
+@dataclass(slots=True)
+class Best:
+    """The evaluation with the least loss so far, the first of several that are equal."""
+
+    loss: float
+    step: int
+    commit: int | None = None
+    """The number of the commit of that step; None if there is none (yet)."""
+
+
 class Commits:
     """The tile store of a run, and the commits made of it. Used by the training thread alone.
 
+    With ``keep_best`` the commit of the best evaluation stays beyond the ``keep`` newest: it is
+    *held* (``TileStore.commit``), each newer commit says so in its manifest, and it goes when a
+    better one is made. This writes nothing twice; it takes the disk space of one more version.
+
     Attributes:
-        best: the least loss of an evaluation so far, of this run and of those that it resumes.
+        best: of this run and of those that it resumes; None before the first evaluation.
+        keep_best: whether its weights stay.
     """
 
     def __init__(
-        self, directory: Path, *, identity: Mapping[str, Any], keep: int, resume: bool
-    ) -> None:
-        """``keep``: commits to retain; ``identity``: what a resumed run must share."""
+        self, directory: Path, *, identity: Mapping[str, Any], keep: int, keep_best: bool,
+        resume: bool,
+    ) -> None:  # fmt: skip
+        """``keep``: newest commits to retain; ``identity``: what a resumed run must share."""
         self._directory = directory
         self._identity = identity
         self._keep = keep
         self._resume = resume
         self._store: TileStore | None = None
         self._under_way: tuple[int, float, Future[None]] | None = None
-        self.best = math.inf
+        self.best: Best | None = None
+        self.keep_best = keep_best
 
     @property
     def store(self) -> TileStore:
@@ -76,21 +94,47 @@ class Commits:
         make = TileStore.open if self._resume else TileStore.create
         self._store = make(  # type: ignore[operator]
             directory=self._directory, shapes=[parts(i) for i in range(len(layout.tiles))],
-            engine=io, identity=self._identity, keep=self._keep, checksum=xxh3,
+            engine=io, identity=self._identity, keep=self._keep, hold=int(self.keep_best),
+            checksum=xxh3,
         )  # fmt: skip
         return self._store
 
-    def restore(self, engine: Engine) -> int:
+    def restore(self, engine: Engine, listener: Listener) -> int:
         """Put ``engine`` where the store's commit is; returns the steps taken by then.
 
-        0 for a new run, and for one that was killed before its first commit.
+        0 for a new run, and for one that was killed before its first commit. Best weights that are
+        to be kept and are not there (that run did not keep them, or a damaged commit was passed
+        over) are forgotten with their loss: no later result is compared with what cannot be had.
         """
         meta = self.store.commit_meta
         if meta is None:
             return 0
         engine.steps.update(meta["param_steps"])
-        self.best = meta["best"] if meta["best"] is not None else math.inf
-        return int(meta["step"])
+        step = int(meta["step"])
+        if meta["best"] is not None:
+            self.best = Best(**meta["best"])
+            if self.keep_best and self.best.commit not in self.store.commits():
+                listener.note(
+                    f"the weights of the best evaluation (step {self.best.step}, loss "
+                    f"{self.best.loss:.4f}) were not kept; the best is looked for after step {step}"
+                )
+                self.best = None
+        return step
+
+    def evaluated(self, step: int, loss: float) -> bool:
+        """An evaluation of the weights after ``step``; returns whether it is the best so far."""
+        if not math.isfinite(loss) or (self.best is not None and loss >= self.best.loss):
+            return False
+        self.best = Best(loss, step)
+        return True
+
+    def go_back_to_best(self, engine: Engine) -> None:
+        """Have ``engine`` show the weights of the best evaluation, to be written. No step and no
+        commit may follow."""
+        if self.best is None or self.best.commit is None:
+            raise OffloadError("the weights of the best evaluation were not kept")
+        number = self.best.commit
+        engine.go_back(lambda: self.store.go_back(number))
 
     def begin(self, engine: Engine, step: int, listener: Listener) -> None:
         """Make step ``step`` durable: wait for its updates, then let the disk work beside us.
@@ -102,12 +146,18 @@ class Commits:
         began = time.perf_counter()
         engine.drain()
         engine.updater.write_resident()
+        best = self.best
+        held: list[int] = []
+        if best is not None and best.commit is not None and self.keep_best:
+            held.append(best.commit)
+        elif best is not None and best.commit is None and best.step == step:
+            best.commit = self.store.next_number
         meta = {
             "step": step,
             "param_steps": engine.steps,
-            "best": self.best if math.isfinite(self.best) else None,
+            "best": None if best is None else asdict(best),
         }
-        self._under_way = step, began, self.store.commit(meta)
+        self._under_way = step, began, self.store.commit(meta, held)
 
     def poll(self, listener: Listener) -> None:
         """Tell of the commit under way if it is durable by now."""
@@ -128,4 +178,4 @@ class Commits:
         listener.committed(CommitReport(step=step, seconds=time.perf_counter() - began))
 
 
-__all__ = ["Commits", "check_states"]
+__all__ = ["Best", "Commits", "check_states"]

@@ -31,12 +31,18 @@ def describe(run: Run) -> list[str]:
         f"{len(place.resident)} of {len(trained)} blocks; gradients of "
         f"{len(trained) - len(place.spilled)} of {len(trained)} blocks",
         f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, the "
-        f"{options.save_total_limit + 1} versions that commits need)"
+        f"{options.retained + 1} versions that commits need"
+        + (", one of them for the best evaluation)" if options.kept != "last" else ")")
         + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else ""),
         f"step    reads {format_bytes(plan.read_bytes)}, writes "
         f"{format_bytes(plan.written_bytes)}; the run writes "
         f"{format_bytes(plan.written_bytes * run.total)}",
     ]
+    if options.skip_untouched_experts:
+        lines.append(
+            "not exact: a step leaves experts alone that none of its tokens reaches (the plan and "
+            "its time count all of them)"
+        )
     if run.prediction is not None:
         phases = "; ".join(
             f"{phase} " + ", ".join(f"{lane} {s:.2f} s" for lane, s in lanes.items() if s >= 0.005)

@@ -9,6 +9,7 @@ are complete (without clipping, whose factor is known only at the end).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import time
@@ -55,10 +56,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``norm`` of all gradients before clipping, and the factor they were multiplied by."""
+    """``norm`` of all gradients before clipping, and the factor they were multiplied by.
+
+    ``experts`` and ``skipped``: updates of experts that are taken, and that are not because no
+    token reached them; both 0 unless ``Engine.skip_untouched``.
+    """
 
     norm: float
     clip: float
+    experts: int = 0
+    skipped: int = 0
 
 
 class NotFinite(OffloadError):
@@ -128,6 +135,13 @@ class Engine:
             for i, piece in enumerate(block.pieces)
             if piece.expert is None
         }
+        self.skip_untouched = False
+        """Set: a step leaves alone the fused experts that no token of its micro-batches (padding
+        counts) was routed to: no update, no decay, no traffic. Lazy Adam, as
+        ``torch.optim.SparseAdam``: their moments stay as they are and do not decay, and the bias
+        correction of their next update is that of all steps of the fused parameter, not of their
+        own. Not what the resident optimizer does, whose gradient for them is zero."""
+        self._experts_taken = 0
         self.gradient_limit: int | None = None
         """Bytes of gradients that may wait for updates inside backward before backward waits."""
         self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
@@ -357,12 +371,19 @@ class Engine:
         self.torn = False
         with self.shared.changed:
             self.order.end_step()
-        return StepResult(norm, clip)
+        if not self.skip_untouched:
+            return StepResult(norm, clip)
+        taken, self._experts_taken = self._experts_taken, 0
+        return StepResult(norm, clip, taken, len(self._trained_experts) - taken)
 
     def _update(
         self, blocks: Collection[int], group_of: Callable[[Piece], Group], clip: float
     ) -> None:
-        touched = self._with_siblings(blocks)
+        if self.skip_untouched:
+            touched = sorted(blocks)
+            self._experts_taken += len(self._trained_experts.intersection(touched))
+        else:
+            touched = self._with_siblings(blocks)
         jobs, taken = [], set()
         for index in touched:
             block = self.layout.blocks[index]
@@ -380,6 +401,12 @@ class Engine:
             self.steps[name] = self.steps.get(name, 0) + 1
         self.updater.schedule(jobs)
 
+    @functools.cached_property
+    def _trained_experts(self) -> frozenset[int]:
+        blocks = self.layout.blocks
+        groups = [ids for unit in self.layout.units for ids in unit.experts.values()]
+        return frozenset(b for ids in groups for b in ids if blocks[b].trained)
+
     def _with_siblings(self, blocks: Collection[int]) -> list[int]:
         """With an expert go all experts of its layer: of a fused parameter the resident optimizer
         has a gradient of zeros for those that no token went to, and their moments decay."""
@@ -393,6 +420,15 @@ class Engine:
     def drain(self) -> None:
         """Wait until everything is updated and written."""
         self.updater.drain()
+
+    def go_back(self, switch: Callable[[], None]) -> None:
+        """Show an earlier state, to read it: ``switch`` changes what the tiles hold.
+
+        Waits for pending updates first. No step may be taken afterwards: optimizer states that stay
+        in RAM are those of the later state.
+        """
+        self.drain()
+        self.weights.reread(switch)
 
     def piece_of(self, param: str) -> tuple[int, int]:
         """(block, index in it) of a parameter that is one piece."""

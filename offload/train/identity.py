@@ -18,6 +18,7 @@ from offload.train.options import TrainOptions
 _SETTINGS = (
     "method", "states", "batch_size", "grad_accum", "seq_len", "packing", "lr", "schedule",
     "warmup", "weight_decay", "betas", "eps", "max_grad_norm", "seed", "router_aux_loss",
+    "skip_untouched_experts",
 )  # fmt: skip
 _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets")
 

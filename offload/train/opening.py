@@ -55,11 +55,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How an engine computes; none of it but ``states``, ``grad_dtype``, ``seed`` changes bits."""
+    """How an engine computes; none of it but ``states``, ``grad_dtype``, ``seed`` and
+    ``skip_untouched`` changes bits."""
 
     states: str = "fp32"
     grad_dtype: str | None = None
     seed: int = 0
+    skip_untouched: bool = False
+    """See ``Engine.skip_untouched``."""
     queue_depth: int = 4
     update_workers: int | None = 1
     directory: Path | None = None
@@ -131,6 +134,7 @@ def open_engine(
         undo.callback(updater.free)
         undo.callback(updater.close)
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
+        engine.skip_untouched = options.skip_untouched
         engine.gradient_limit = placement.gradient_bytes
         engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):

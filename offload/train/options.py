@@ -8,6 +8,7 @@ from pathlib import Path
 METHODS = ("full", "lora")
 STATES = ("fp32", "bf16", "8bit")
 SCHEDULES = ("linear", "cosine", "constant")
+KEEPS = ("best", "last", "both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +57,16 @@ class TrainOptions:
     eval_every: int | None = None
     eval_share: float = 0.0
     """Of the data held out if there is no ``eval_data``."""
+    keep: str | None = None
+    """Whose weights are written: of the "best" evaluation, of the "last" step, or "both"; None:
+    see ``kept``."""
     save_every: int | None = None
     save_total_limit: int = 1
     resume: bool = False
     router_aux_loss: float | None = None
     """Coefficient of the load-balancing loss of MoE models; None: off."""
+    skip_untouched_experts: bool = False
+    """Leave experts alone that no token of a step's batch reached: see ``Engine``."""
     lora_r: int = 16
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
@@ -69,3 +75,13 @@ class TrainOptions:
     merge: bool = False
     """LoRA: write the merged model, too."""
     threads: int | None = None
+
+    @property
+    def kept(self) -> str:
+        """``keep``; by default the best if there are evaluations on the way to choose from."""
+        return self.keep or ("last" if self.eval_every is None else "best")
+
+    @property
+    def retained(self) -> int:
+        """Commits that are there at most when none is under way."""
+        return self.save_total_limit + (self.kept != "last")

@@ -89,8 +89,14 @@ class Oracle:
 
         return take
 
-    def step(self, group_of: Callable[[Piece], Group], max_norm: float = 0.0) -> float:
-        """One optimizer step with what backward has left; returns the norm before clipping."""
+    def step(
+        self, group_of: Callable[[Piece], Group], max_norm: float = 0.0,
+        skip: Callable[[Piece], bool] = lambda _: False,
+    ) -> float:  # fmt: skip
+        """One optimizer step with what backward has left; returns the norm before clipping.
+
+        ``skip``: pieces that are left as they are, with their states.
+        """
         sums, jobs = [], []
         for block in self.layout.trained:
             for piece in block.pieces:
@@ -105,6 +111,8 @@ class Oracle:
         norm = grad_norm.norm(sums)
         clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
         for piece, flat in jobs:
+            if skip(piece):
+                continue
             state = self._states[piece.param, piece.expert]
             step = group_of(piece).step(self.steps.get(piece.param, 0) + 1, clip)
             state.slot.update(

@@ -30,6 +30,8 @@ class StepReport:
     """Busy seconds of "compute", "ssd", "update"."""
     read_bytes: int = 0
     written_bytes: int = 0
+    skipped_updates: int = 0
+    """Experts that kept their weights because no token reached them, if that was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,15 @@ class EndReport:
     written_bytes: int
     output: str | None
     """The model directory; None if interrupted before it was written."""
+    output_step: int | None = None
+    """After which step the weights in ``output`` were so; None with it."""
+    best_loss: float | None = None
+    """Of the evaluation after ``output_step``, if ``output`` is the best; else None."""
+    skipped_updates: int = 0
+    expert_updates: int = 0
+    """Of experts, if untouched ones are skipped: updates that were not taken, and that were."""
+    last_output: str | None = None
+    """Where the weights after ``last_step`` are if they were to be kept, too."""
 
 
 class Listener(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,12 @@ def adapter_directory(options: TrainOptions) -> Path:
     model."""
     output = options.output.expanduser()
     return output.parent / f"{output.name}.adapter" if options.merge else output
+
+
+def last_output(options: TrainOptions) -> Path:
+    """Where the last step's weights go if the output holds the best ones."""
+    output = options.output.expanduser()
+    return output.parent / f"{output.name}.last"
 
 
 class Result:
@@ -80,19 +87,20 @@ class Result:
         ]
         return sum(sizes)
 
-    def write(self, engine: Engine, listener: Listener) -> str:
-        """Write the engine's weights; returns the output's path.
+    def write(self, engine: Engine, output: Path, listener: Listener) -> str:
+        """Write the engine's weights to ``output``, and an adapter beside it if that is the merged
+        model; returns the path.
 
         Raises:
             OffloadError, StoreError: as of ``write_model`` and ``write_adapter``.
         """
-        output = self._options.output.expanduser()
         self._engine, self._merging = engine, None
         run_id = secrets.token_hex(8)
         if self._adapters is not None:
             values = self._adapters.values(engine)
             write_adapter(
-                adapter_directory(self._options), self._meta.model, self._adapters.pairs(values),
+                adapter_directory(replace(self._options, output=output)), self._meta.model,
+                self._adapters.pairs(values),
                 self._adapters.options(self._meta.directory.resolve()), run_id=run_id,
                 source=self._meta.directory,
             )  # fmt: skip
@@ -106,4 +114,4 @@ class Result:
         return str(output)
 
 
-__all__ = ["Result", "adapter_directory"]
+__all__ = ["Result", "adapter_directory", "last_output"]

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from offload.train.plan import (
     slot_bytes,
 )
 from offload.train.reports import EndReport, EvalReport, Listener, StepReport
-from offload.train.result import Result, adapter_directory
+from offload.train.result import Result, adapter_directory, last_output
 from offload.train.schedule import Schedule
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
@@ -75,6 +76,10 @@ def prepare(options: TrainOptions) -> Run:
     output = options.output.expanduser()
     check_target(output, directory)
     check_target(adapter_directory(options), directory)
+    if options.kept == "both":
+        also = replace(options, output=last_output(options))
+        check_target(also.output, directory)
+        check_target(adapter_directory(also), directory)
     states = state_directory(options)
     check_states(states, resume=options.resume)
     notes: list[str] = []
@@ -109,8 +114,18 @@ def _check_room(run: Run) -> None:
         raise StoreError(
             f"the output needs {format_bytes(need)} in {parents[0]}{more}, {format_bytes(free)} "
             f"are free: {format_bytes(need + taken - free)} too little; free some, or choose "
-            f"another --output or --disk"
+            f"another --output or --disk{_less_for_last(run)}"
         )
+
+
+def _less_for_last(run: Run) -> str:
+    """Another way out where the best evaluation's weights take space."""
+    if run.options.kept == "last" or run.options.resume:
+        return ""
+    less = run.plan.disk_bytes // (run.options.retained + 1)
+    if run.options.kept == "both":
+        less += run.output_bytes() // 2
+    return f", or give --keep last, which needs {format_bytes(less)} less"
 
 
 def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list[str]) -> TrainData:
@@ -145,6 +160,10 @@ def _plan(
         raise OffloadError(
             f"--router-aux-loss {options.router_aux_loss:g} cannot take effect: the model has no "
             f"experts; drop it"
+        )
+    if options.skip_untouched_experts and not expert_groups(meta.model):
+        raise OffloadError(
+            "--skip-untouched-experts cannot take effect: the model has no fused experts; drop it"
         )
     adapters = _choose_trained(meta, options)
     form, why = find_head(meta.model)
@@ -182,7 +201,7 @@ def _plan(
     passes = 1 if vertical > 1 else options.grad_accum
     plans = [
         make_plan(
-            layout, needs, ram, keep=options.save_total_limit, clipping=clipping,
+            layout, needs, ram, keep=options.retained, clipping=clipping,
             backwards=passes, first=first,
             always=frozenset() if adapters is None else adapters.blocks(layout),
         )
@@ -235,6 +254,16 @@ def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
     return adapters
 
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What was written: see ``EndReport``."""
+
+    path: str | None = None
+    step: int | None = None
+    best_loss: float | None = None
+    last: str | None = None
+
+
 class Run:
     """A planned run. ``train`` once, then ``close``."""
 
@@ -259,16 +288,18 @@ class Run:
         self.identity = identity_of(meta, layout, data, options, total)
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
+        self._expert_updates = self._skipped_updates = 0
         self._result = Result(meta, layout, options, adapters)
         self._commits = Commits(
-            states, identity=self.identity, keep=options.save_total_limit, resume=options.resume
-        )
+            states, identity=self.identity, keep=options.save_total_limit,
+            keep_best=options.kept != "last", resume=options.resume,
+        )  # fmt: skip
 
     # -- before ---------------------------------------------------------------------------
 
     def output_bytes(self) -> int:
-        """Of the model that comes out, but for its small files."""
-        return self._result.nbytes
+        """Of what comes out, but for its small files."""
+        return self._result.nbytes * (2 if self.options.kept == "both" else 1)
 
     def describe(self) -> list[str]:
         """The plan, line by line."""
@@ -308,8 +339,8 @@ class Run:
         should_stop: Callable[[], bool], began: float,
     ) -> EndReport:  # fmt: skip
         options = self.options
-        step = self._commits.restore(engine)
-        first, tokens, stopped, output = step, 0, "done", None
+        step = self._commits.restore(engine, listener)
+        first, tokens, stopped, written_out = step, 0, "done", _Output()
         try:
             groups = group_maker(self.meta.model, options)
             while step < self.total:
@@ -320,13 +351,16 @@ class Run:
                         f"adapters that no forward has used would never be trained: "
                         f"{', '.join(self.adapters.unused()[:4])}; leave them out of --lora-targets"
                     )
-                if options.eval_every and step % options.eval_every == 0 and step < self.total:
-                    self._evaluate(loop, step, listener)
-                if should_stop() and step < self.total:
-                    stopped = "interrupted"
-                    break
-                if options.save_every and step % options.save_every == 0 and step < self.total:
-                    self._commits.begin(engine, step, listener)
+                if step < self.total:
+                    save = options.save_every is not None and step % options.save_every == 0
+                    if options.eval_every and step % options.eval_every == 0:
+                        best = self._evaluate(loop, step, listener)
+                        save |= best and self._commits.keep_best
+                    if should_stop():
+                        stopped = "interrupted"
+                        break
+                    if save:
+                        self._commits.begin(engine, step, listener)
                 self._commits.poll(listener)
             if step > first or stopped == "interrupted":
                 self._commits.begin(engine, step, listener)
@@ -334,7 +368,7 @@ class Run:
             if stopped == "done":
                 if self.data.eval is not None:
                     self._evaluate(loop, step, listener)
-                output = self._result.write(engine, listener)
+                written_out = self._write(engine, step, listener)
         except NotFinite:
             # What was updated before is good: keep it, unless this step has begun to change it.
             if step > first and not engine.torn:
@@ -352,7 +386,12 @@ class Run:
             peak_rss_bytes=max(0, peak_rss() - self.baseline),
             read_bytes=read,
             written_bytes=written,
-            output=output,
+            output=written_out.path,
+            output_step=written_out.step,
+            best_loss=written_out.best_loss,
+            last_output=written_out.last,
+            skipped_updates=self._skipped_updates,
+            expert_updates=self._expert_updates,
         )
 
     def _open(self, listener: Listener) -> Engine:
@@ -361,6 +400,7 @@ class Run:
             self.meta, self.layout, self.plan.placement,
             EngineOptions(
                 states=options.states, grad_dtype=self.grad_dtype, seed=options.seed,
+                skip_untouched=options.skip_untouched_experts,
                 directory=self.states.parent, progress=listener.phase,
                 initial={} if self.adapters is None else self.adapters.initial,
             ),
@@ -393,8 +433,11 @@ class Run:
                     "update": now[1] - busy[1],
                 },
                 read_bytes=after - read, written_bytes=written_after - written,
+                skipped_updates=taken.result.skipped,
             )
         )  # fmt: skip
+        self._expert_updates += taken.result.experts
+        self._skipped_updates += taken.result.skipped
         return taken.tokens
 
     def _bytes(self, engine: Engine) -> tuple[int, int]:
@@ -408,22 +451,39 @@ class Run:
     def _busy(self, engine: Engine) -> tuple[float, float]:
         return self._commits.store.busy_s, engine.updater.busy_s
 
-    def _evaluate(self, loop: LanguageLoop, step: int, listener: Listener) -> None:
+    def _evaluate(self, loop: LanguageLoop, step: int, listener: Listener) -> bool:
+        """Returns whether the weights as they are now are the best so far."""
         held_out = self.data.eval
         if held_out is None:
-            return
+            return False
         began = time.perf_counter()
         loss, tokens = loop.evaluate(
             held_out.micro_batch(k, 0) for k in range(held_out.steps_per_epoch)
         )
-        best = loss < self._commits.best
-        self._commits.best = min(self._commits.best, loss)
+        best = self._commits.evaluated(step, loss)
         listener.evaluated(
             EvalReport(
                 step=step, loss=loss, label_tokens=tokens, seconds=time.perf_counter() - began,
                 best=best,
             )
         )  # fmt: skip
+        return best
+
+    def _write(self, engine: Engine, step: int, listener: Listener) -> _Output:
+        """Write the weights after ``step``, the last one, or the best, or both."""
+        options, best, write = self.options, self._commits.best, self._result.write
+        output = options.output.expanduser()
+        if options.kept == "last":
+            return _Output(write(engine, output, listener), step)
+        if best is None:
+            listener.note("no evaluation gave a finite loss: the last weights are kept")
+            return _Output(write(engine, output, listener), step)
+        last = None
+        if options.kept == "both":
+            last = write(engine, last_output(options), listener)
+        if best.step != step:
+            self._commits.go_back_to_best(engine)
+        return _Output(write(engine, output, listener), best.step, best.loss, last)
 
     def close(self) -> None:
         """Let go of the data. The engine is closed by ``train``."""

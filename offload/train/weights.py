@@ -390,6 +390,30 @@ class Weights:
             self.acquire(block)
             self.release(block)
 
+    def reread(self, switch: Callable[[], None]) -> None:
+        """``switch`` makes the source another state: get rid of what is in RAM of the one before.
+
+        Trained blocks that come and go are dropped, those that stay are read again into the same
+        memory, one after the other. Nothing may be in use or waiting for an update.
+        """
+        with self._shared.changed:
+            self._shared.wait_for(lambda: not self._loading, "reads under way")
+            switch()
+            mine = [e for e in self._entries.values() if e.block.trained]
+            for entry in mine:
+                if entry.block.index not in self.pinned:
+                    self._pool.give(self._entries.pop(entry.block.index).memory)
+                else:
+                    entry.ready = False
+            for entry in mine:
+                if entry.block.index in self.pinned:
+                    self._loading += 1
+                    futures = self._source.read(entry.block, entry.memory.view(), DEMAND)
+                    entry.missing = len(futures)
+                    for future in futures:
+                        future.add_done_callback(partial(self._read_done, entry))
+                    self._until_ready(entry)
+
     def close(self) -> None:
         """Forget everything. Reads under way must have ended."""
         with self._shared.changed:

@@ -49,6 +49,19 @@ CASES: dict[str, dict[str, Any]] = {
     "llama masters 8bit": {"family": "llama-float32", "states": "8bit", "dtype": "bfloat16"},
     "moe fp32 accumulated": {"family": "qwen3_moe", "grad_accum": 2},
     "moe bf16": {"family": "qwen3_moe", "states": "bf16"},
+    "llama best": {
+        "family": "llama",
+        "eval_share": 0.3,
+        "eval_every": 1,
+        "lr": 0.1,
+        "schedule": "constant",
+    },
+    "moe untouched": {
+        "family": "qwen3_moe",
+        "seq_len": 3,
+        "batch_size": 1,
+        "skip_untouched_experts": True,
+    },
 }
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,8 @@ from offload.cli.finetune_stop import stop_after_step
 from offload.cli.finetune_view import LOG_EVERY_S, View
 from offload.errors import OffloadError
 from offload.train.metrics import read_lines
-from offload.train.reports import CommitReport, EvalReport, StepReport
+from offload.train.options import TrainOptions
+from offload.train.reports import CommitReport, EndReport, EvalReport, StepReport
 
 Tune = Callable[..., Result]
 
@@ -56,7 +58,8 @@ FLAGS = """
 --batch-size --grad-accum --seq-len --lr --schedule --warmup --weight-decay --max-grad-norm --seed
 --save-every --save-total-limit --resume --lora-r --lora-alpha --lora-targets --json --eval-every
 --eval-share --skip-bad-rows --grad-dtype --dtype --order --packing --no-packing --router-aux-loss
---lora-dropout --merge --betas --eps --threads --tensorboard --plot --verbose -m -t -v
+--lora-dropout --merge --betas --eps --threads --tensorboard --plot --verbose -m -t -v --keep
+--skip-untouched-experts
 """.split()
 
 
@@ -97,6 +100,30 @@ def test_a_run_from_the_plan_to_the_result(tune: Tune, runs: list[FakeRun], tmp_
     assert [run.closed for run in runs] == [1]
 
 
+def test_what_is_said_of_the_best_and_of_skipped_experts() -> None:
+    options = TrainOptions(model="m", data=Path("d"), output=Path("o"), eval_every=1)
+    end = EndReport(
+        steps=9, last_step=9, stopped="done", seconds=9.0, tokens=900, budget_bytes=100,
+        peak_rss_bytes=50, read_bytes=0, written_bytes=0, output="o", output_step=6, best_loss=2.5,
+        last_output="o.last", skipped_updates=3000, expert_updates=1000,
+    )  # fmt: skip
+    assert say.use_lines(end, options)[:2] == [
+        "o: the model after step 6 of 9, where the evaluation was best (loss 2.5000)",
+        "o.last: the model after step 9, the last",
+    ]
+    assert "3,000 of 4,000 updates of experts skipped (75%)" in say.stats_line(end)
+    last = replace(end, output_step=9, last_output=None, skipped_updates=0)
+    assert say.use_lines(last, options)[0] == (
+        "o: the model after step 9, where the evaluation was best (loss 2.5000)"
+    )
+    assert "skipped" not in say.stats_line(last)
+    step = StepReport(
+        step=1, of=9, epoch=0.1, loss=1.0, grad_norm=1.0, lr=1e-5, tokens=9, label_tokens=9,
+        seconds=1.0, skipped_updates=12,
+    )  # fmt: skip
+    assert say.step_parts(step, 1.0, None)["skipped"] == "12 experts skipped"
+
+
 def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     assert tune().code == 0
@@ -110,7 +137,7 @@ def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path
         "--max-steps", 9, "--batch-size", 2, "--grad-accum", 3, "--order", "usual",
         "--seq-len", 64, "--no-packing", "--skip-bad-rows", "--lr", "2e-4", "--schedule", "cosine",
         "--warmup", 2, "--weight-decay", 0.1, "--betas", "0.8, 0.95", "--eps", "1e-6",
-        "--max-grad-norm", 0, "--seed", 7, "--eval-every", 4, "--save-every", 5,
+        "--max-grad-norm", 0, "--seed", 7, "--eval-every", 4, "--keep", "both", "--save-every", 5,
         "--save-total-limit", 2, "--resume", "--router-aux-loss", 0.01, "--lora-r", 8,
         "--lora-alpha", 8, "--lora-dropout", 0.1, "--lora-targets", "q_proj, v_proj", "--merge",
         "-t", 1,
@@ -124,7 +151,12 @@ def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path
         for name in type(asked).__dataclass_fields__
         if getattr(asked, name) == getattr(plain, name)
     }
-    assert unchanged == {"model", "data", "output", "epochs", "eval_share"}
+    assert unchanged == {
+        "model", "data", "output", "epochs", "eval_share", "skip_untouched_experts"
+    }  # fmt: skip
+    assert asked.keep == "both"
+    assert tune("--skip-untouched-experts").code == 0
+    assert runs.pop().options.skip_untouched_experts is True
     assert asked.ram == 4 * 2**30
     assert asked.betas == (0.8, 0.95)
     assert asked.lora_targets == ("q_proj", "v_proj")

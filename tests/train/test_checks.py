@@ -41,6 +41,8 @@ def said(options: TrainOptions, given: set[str] | None = None) -> str:
         {"grad_accum": 8, "grad_dtype": "fp32", "order": "usual"},
         {"max_grad_norm": 0.0, "weight_decay": 0.1, "betas": (0.0, 0.0), "warmup": 0.0},
         {"eval_share": 0.05, "eval_every": 3, "router_aux_loss": 0.0},
+        {"eval_share": 0.05, "eval_every": 3, "keep": "both"},
+        {"keep": "last", "skip_untouched_experts": True},
         {"states": "bf16", "dtype": "bfloat16", "grad_dtype": "bf16"},
         {"states": "8bit", "dtype": "float32"},
     ],
@@ -100,6 +102,10 @@ def test_what_can_be_done_is_not_refused(good: TrainOptions, fields: dict[str, A
         ({"eval_share": 1.0}, ["--eval-share 1"]),
         ({"eval_every": 0, "eval_share": 0.1}, ["--eval-every 0"]),
         ({"eval_every": 9, "eval_share": 0.1, "max_steps": 8}, ["--eval-every 9", "step 8"]),
+        ({"keep": "best"}, ["--keep best", "--eval-every"]),
+        ({"keep": "both", "eval_share": 0.1}, ["--keep both", "--eval-every"]),
+        ({"keep": "worst"}, ["--keep worst", "best, last, both"]),
+        ({"method": "lora", "skip_untouched_experts": True}, ["--skip-untouched-experts", "drop"]),
         ({"save_every": 0}, ["--save-every 0"]),
         ({"save_every": 9, "max_steps": 8}, ["--save-every 9", "step 8"]),
         ({"save_total_limit": 2}, ["--save-total-limit 2", "--save-every"]),
@@ -120,6 +126,14 @@ def test_a_flag_that_was_given_its_default_is_given_too(good: TrainOptions) -> N
     assert "--lora-r cannot take effect" in said(good, {"lora_r"})
     assert "contradict" in said(dataclasses.replace(good, max_steps=3), {"epochs", "max_steps"})
     assert changed(dataclasses.replace(good, seed=1)) == {"model", "data", "output", "seed"}
+
+
+def test_whose_weights_are_kept(good: TrainOptions) -> None:
+    """Whoever evaluates on the way gets the best, unless they say otherwise."""
+    evaluated = dataclasses.replace(good, eval_every=2, eval_share=0.1)
+    assert (good.kept, good.retained) == ("last", 1)
+    assert (evaluated.kept, evaluated.retained) == ("best", 2)
+    assert dataclasses.replace(evaluated, keep="last").retained == 1
 
 
 def test_files_that_are_not_there_or_empty(good: TrainOptions, tmp_path: Path) -> None:
