@@ -420,7 +420,7 @@ class Engine:
         """Elements ``start`` .. ``start + count`` of a parameter (by any of its names), flat; its
         update is waited for."""
         out: list[torch.Tensor] = []
-        for block, i in self._places_of(name):
+        for block, i in self.places_of(name):
             piece = self.layout.blocks[block].pieces[i]
             low, high = max(start, piece.start), min(start + count, piece.start + piece.count)
             if low >= high:
@@ -435,7 +435,7 @@ class Engine:
             raise OffloadError(f"{name} has no elements {start} to {start + count}")
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _places_of(self, name: str) -> list[tuple[int, int]]:
+    def places_of(self, name: str) -> list[tuple[int, int]]:
         """(block, index of the piece) of all pieces of a parameter, in order."""
         if not self._by_name:
             canonical = {a: p.name for p in self.layout.params.values() for a in p.names}

@@ -13,6 +13,7 @@ way of any other frozen weight, from a private file in the compute dtype.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +22,18 @@ from typing import Any
 import torch
 
 from offload.blocks import align_up
+from offload.cpu_ops.formats import get_format
 from offload.cpu_ops.isa import choose
+from offload.cpu_ops.packing import packed_bytes
 from offload.cpu_ops.prefill_kernels import dequantize_kernel
 from offload.cpu_ops.warm import Report, compile_ahead
 from offload.errors import CheckpointError, OffloadError
 from offload.io.pack_manifest import Kind, Layout, Part, is_pack
 from offload.io.safetensors import CheckpointIndex, TensorRange
-from offload.models.meta import MetaModel, build, instantiate, pick_dtype, read_config, resolve
+from offload.models.choose import model_directory
+from offload.models.meta import MetaModel, build, instantiate, read_config, resolve
 from offload.models.naming import model_name
+from offload.models.pack_open import is_gguf
 from offload.models.pack_outline import outline
 from offload.models.pack_reader import PackedModel
 from offload.models.pack_source import Experts, Slice
@@ -53,7 +58,7 @@ class Packed:
 
 
 class PackedBase:
-    """A pack and the model whose frozen weights it holds. Make it with ``open_base``."""
+    """A pack and the model whose frozen weights it holds. Make it with ``Choice.open``."""
 
     def __init__(self, pack: PackedModel, meta: MetaModel, *, of_checkpoint: bool) -> None:
         """``of_checkpoint``: ``meta`` was built from the checkpoint that the pack was made from,
@@ -82,7 +87,9 @@ class PackedBase:
         for param in parameters(self.meta.model).values():
             if param.name in inside:
                 continue
-            found = next((self.pack.tensors[n] for n in param.names if n in self.pack.tensors), None)
+            found = next(
+                (self.pack.tensors[n] for n in param.names if n in self.pack.tensors), None
+            )
             if found is None:
                 raise self._misfit(param.name, "is not in the pack")
             if found.part.shape != tuple(param.tensor.shape):
@@ -110,6 +117,21 @@ class PackedBase:
         for block in self.pack.manifest.blocks:
             digest.update(f"{block.name} {block.parts} {block.checksum}\n".encode())
         return f"{self.pack.manifest.quant} {digest.hexdigest()[:32]}"
+
+    @property
+    def formats(self) -> str:
+        """Those of packed weights, most bytes first."""
+        amounts = self._amounts()
+        return ", ".join(sorted(amounts, key=lambda name: -amounts[name])) or "plain"
+
+    def _amounts(self) -> dict[str, int]:
+        """Bytes by format of what is packed."""
+        out: dict[str, int] = {}
+        for block in self.pack.manifest.blocks:
+            for part in block.parts:
+                if part.layout is not Layout.PLAIN:
+                    out[part.format] = out.get(part.format, 0) + part.nbytes
+        return out
 
     @property
     def source(self) -> str:
@@ -180,7 +202,9 @@ class PackedBase:
     def work_bytes(self, layout: TrainLayout) -> int:
         """Most that is unpacked at a time: a unit's weights, and an expert's."""
         sizes = {
-            b: align_up(layout.blocks[b].value_bytes) for b, r in self.recipes.items() if not r.table
+            b: align_up(layout.blocks[b].value_bytes)
+            for b, r in self.recipes.items()
+            if not r.table
         }
         dense = max((sum(sizes.get(b, 0) for b in u.blocks) for u in layout.units), default=0)
         return dense + max((sizes.get(b, 0) for b in layout.expert_blocks()), default=0)
@@ -206,21 +230,11 @@ class PackedBase:
                      default=0)  # fmt: skip
         return SCRATCH_BYTES * 3 + 16 * 4 * widest
 
-    def compile(self, report: Report | None = None) -> None:
-        """Compile, or load, the kernels that unpack."""
-        kind = KINDS.get(self.meta.dtype, "f32")
-        formats = {
-            p.format for b in self.pack.manifest.blocks for p in b.parts
-            if p.layout is Layout.PACKED
-        }  # fmt: skip
-        kernels = [dequantize_kernel(f, k, choose()) for f in sorted(formats) for k in {kind}]
-        compile_ahead(kernels, report)
-        for kernel in kernels:
-            kernel.entry()
-
     # -- time -----------------------------------------------------------------------------
 
-    def unpack_seconds(self, layout: TrainLayout, micro_batches: int, passes: int) -> dict[str, float]:
+    def unpack_seconds(
+        self, layout: TrainLayout, micro_batches: int, passes: int
+    ) -> dict[str, float]:
         """Seconds of unpacking in a step by phase. Units are unpacked once per pass and direction;
         an expert once in forward and twice in backward of each micro-batch (for recomputing, and
         for the gradients); the head's slices twice."""
@@ -241,16 +255,9 @@ class PackedBase:
 
     def _rate(self) -> float:
         """Values unpacked per second: of the format that most of the pack is in."""
-        amounts: dict[str, int] = {}
-        for block in self.pack.manifest.blocks:
-            for part in block.parts:
-                if part.layout is Layout.PACKED:
-                    amounts[part.format] = amounts.get(part.format, 0) + part.nbytes
+        amounts = self._amounts()
         if not amounts:
-            return float("inf")
-        from offload.cpu_ops.formats import get_format
-        from offload.cpu_ops.packing import packed_bytes
-
+            return math.inf
         most = max(amounts, key=lambda name: amounts[name])
         shape = SAMPLE_ROWS, SAMPLE_COLUMNS
         nbytes = packed_bytes(get_format(most), *shape)
@@ -272,30 +279,82 @@ def _fill(part: Part, where: Slice, piece: Piece) -> Fill:
     )
 
 
-def open_base(model: str, quant: str | None, dtype: str | None) -> PackedBase | None:
-    """The packed base of a run; None for a checkpoint as it is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The pack that a run's base is, before its model is built."""
 
-    A checkpoint with ``quant`` is packed now, into the user's cache directory, unless that was done
-    before. The compute dtype is bfloat16 unless ``dtype`` says otherwise.
+    pack: PackedModel
+    checkpoint: Path | None
+    """What it was made from, if that is what the run was given."""
+
+    @property
+    def directory(self) -> Path:
+        """Where config and tokenizer are."""
+        return self.pack.path if self.checkpoint is None else self.checkpoint
+
+    def compile(self, dtype: torch.dtype, report: Report | None = None) -> None:
+        """Compile, or load, the kernels that unpack to ``dtype``."""
+        formats = {
+            p.format for b in self.pack.manifest.blocks for p in b.parts
+            if p.layout is Layout.PACKED
+        }  # fmt: skip
+        kind = KINDS.get(dtype, "f32")
+        kernels = [dequantize_kernel(name, kind, choose()) for name in sorted(formats)]
+        compile_ahead(kernels, report)
+        for kernel in kernels:
+            kernel.entry()
+
+    def open(self, dtype: torch.dtype) -> PackedBase:
+        """Build the model, on meta.
+
+        Raises:
+            CheckpointError: the pack does not fit its config.
+            UnsupportedModelError: transformers cannot build the model.
+        """
+        if self.checkpoint is None:
+            return PackedBase(self.pack, meta_of_pack(self.pack, dtype), of_checkpoint=False)
+        return PackedBase(self.pack, build(self.checkpoint, dtype), of_checkpoint=True)
+
+
+def choose_base(model: str, quant: str | None) -> Choice | None:
+    """The pack that adapters on ``model`` are trained on; None: a checkpoint as it is.
+
+    A checkpoint with ``quant``, or a GGUF file, is packed now, into the user's cache directory,
+    unless that was done before.
 
     Raises:
         OffloadError: no such model, or it cannot be had in ``quant``.
         StoreError, CheckpointError: the pack is damaged or incomplete, or cannot be made.
     """
-    from offload.models.choose import model_directory
-
+    if is_gguf(model):
+        return Choice(pack=PackedModel.open(model_directory(model, quant)), checkpoint=None)
     directory = resolve(model)
     if is_pack(directory):
-        model_directory(directory, quant)  # another quant is refused
-        pack = PackedModel.open(directory)
-        return PackedBase(pack, meta_of_pack(pack, dtype or "bfloat16"), of_checkpoint=False)
+        return Choice(pack=PackedModel.open(model_directory(directory, quant)), checkpoint=None)
     if quant is None:
         return None
-    pack = PackedModel.open(model_directory(directory, quant))
-    return PackedBase(pack, build(directory, dtype or "bfloat16"), of_checkpoint=True)
+    packed = PackedModel.open(model_directory(directory, quant))
+    return Choice(pack=packed, checkpoint=directory)
 
 
-def meta_of_pack(pack: PackedModel, dtype: str) -> MetaModel:
+def refuse_full(model: str) -> None:
+    """Raise OffloadError if ``model`` is a pack or a GGUF file: only adapters can be trained on
+    those."""
+    if is_gguf(model):
+        raise OffloadError(
+            f"{model} is quantised, and its weights are not trained; give --method lora to train "
+            f"adapters on it, or --model with the checkpoint it was made from"
+        )
+    directory = resolve(model)
+    if is_pack(directory):
+        origin = PackedModel.open(directory).manifest.source
+        raise OffloadError(
+            f"{directory.name} is a pack, and its weights are not trained; give --method lora to "
+            f"train adapters on it, or --model with what it was made from ({origin.path})"
+        )
+
+
+def meta_of_pack(pack: PackedModel, dtype: torch.dtype) -> MetaModel:
     """The model of a pack without its weights, as if there were a checkpoint with a tensor for each
     of its parameters, by their own names: that is also what a merged model is written as.
 
@@ -303,7 +362,7 @@ def meta_of_pack(pack: PackedModel, dtype: str) -> MetaModel:
         CheckpointError: the pack lacks weights.
     """
     config = read_config(pack.path)
-    model, chosen = instantiate(config, pick_dtype(dtype, config, _index(pack.path, {})))
+    model, chosen = instantiate(config, dtype)
     grouped = tuple(f"{name}." for name in pack.experts)
     tensors: dict[str, tuple[int, TensorRange]] = {}
     known: dict[int, str] = {}
@@ -329,28 +388,7 @@ def meta_of_pack(pack: PackedModel, dtype: str) -> MetaModel:
 
 
 def _index(directory: Path, tensors: dict[str, tuple[int, TensorRange]]) -> CheckpointIndex:
-    return CheckpointIndex(
-        directory=directory, files=(), headers=(), tensors=tensors, mtimes_ns=()
-    )
+    return CheckpointIndex(directory=directory, files=(), headers=(), tensors=tensors, mtimes_ns=())
 
 
-def refuse_full(model: str) -> None:
-    """Raise OffloadError if ``model`` is a pack or a GGUF file: only adapters can be trained on
-    those."""
-    from offload.models.pack_open import is_gguf
-
-    if is_gguf(model):
-        raise OffloadError(
-            f"{model} is a GGUF file; pack it first ('offload pack {model} DIR') and train "
-            f"adapters on that: --model DIR --method lora"
-        )
-    directory = resolve(model)
-    if is_pack(directory):
-        origin = PackedModel.open(directory).manifest.source
-        raise OffloadError(
-            f"{directory.name} is a pack, whose weights are not trained; give --method lora to "
-            f"train adapters on it, or --model with the checkpoint (it was made from {origin.path})"
-        )
-
-
-__all__ = ["Packed", "PackedBase", "meta_of_pack", "open_base", "refuse_full"]
+__all__ = ["Choice", "Packed", "PackedBase", "choose_base", "meta_of_pack", "refuse_full"]

@@ -27,7 +27,7 @@ from offload.train.engine import Engine
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.lora import Adapters, inject
 from offload.train.opening import EngineOptions, open_engine
-from offload.train.packed_base import PackedBase, open_base
+from offload.train.packed_base import PackedBase, choose_base
 
 
 def pack_checkpoint(directory: Path, out: Path, quant: str) -> Path:
@@ -109,8 +109,9 @@ def packed_engine(
     **how: Any,
 ) -> Iterator[tuple[Engine, Adapters, PackedBase, MemoryTiles]]:  # fmt: skip
     """An engine with adapters on the pack ``directory``, or on one of the checkpoint there."""
-    base = open_base(str(directory), quant, None)
-    assert base is not None
+    choice = choose_base(str(directory), quant)
+    assert choice is not None
+    base = choice.open(torch.bfloat16)
     model = base.meta.model.train()
     adapters = inject(model, **{**HOW, **how})
     start_somewhere(adapters)
