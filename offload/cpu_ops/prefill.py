@@ -103,9 +103,10 @@ def dequantize_tiles(
 ) -> None:  # fmt: skip
     """``tiles`` tiles at address ``packed`` to 16 x ``tiles`` rows of ``columns`` at ``out``.
 
-    Rows lie ``stride`` bytes apart, None: ``row_stride(kind, columns)``; columns up to the next multiple of 32 are
-    written too. float32 values equal ``codecs.decode_rows``, bfloat16 are nearest to them, ties to
-    even, subnormal ones 0. About 20 G weights/s (q4_0, bfloat16, two Zen 4 cores).
+    Rows lie ``stride`` bytes apart, None: ``row_stride(kind, columns)``; columns up to the next
+    multiple of 32 are written too. float32 values equal ``codecs.decode_rows``, bfloat16 are
+    nearest to them, ties to even, subnormal ones 0. About 20 G weights/s (q4_0, bfloat16, two Zen 4
+    cores).
     """
     entry = dequantize_entry(fmt.name, kind, choose(isa))
     a = np.zeros(Tiles.SIZE, np.int64)

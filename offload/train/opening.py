@@ -91,10 +91,11 @@ def open_engine(
         staging = Staging(STAGING_CHUNKS, CHUNK_BYTES)
         undo.callback(staging.close)
         base = options.base
-        from_pack = base is not None and not base.of_checkpoint
-        reader = (
-            PackReader(base, io, staging) if from_pack else TensorReader(meta.index, io, staging)
-        )
+        reader: PackReader | TensorReader
+        if base is None or base.of_checkpoint:
+            reader = TensorReader(meta.index, io, staging)
+        else:
+            reader = PackReader(base, io, staging)
         try:
             materialise_buffers(meta.model, meta.mapping, reader.read)
         finally:

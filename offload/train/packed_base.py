@@ -216,7 +216,7 @@ class PackedBase:
         for index, recipe in self.recipes.items():
             if recipe.table:
                 block = layout.blocks[index]
-                rows, columns = block.pieces[0].shape
+                rows = block.pieces[0].shape[0]
                 row = block.value_bytes // rows
                 # A row begins and ends within pages.
                 looked_up = max(looked_up, min(block.value_bytes, tokens * align_up(row + 4096)))

@@ -42,10 +42,10 @@ from offload.train.merging import HeldReader
 from offload.train.needs import loss_bytes, product_bytes, step_rates, sum_dtype
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
-from offload.train.packed_base import Choice, PackedBase, choose_base, refuse_full
 from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
+from offload.train.packed_base import Choice, PackedBase, choose_base, refuse_full
 from offload.train.plan import (
     ORDERS,
     Needs,
@@ -362,8 +362,7 @@ class Run:
         return self._merging(name, start, count)
 
     def _base_values(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Of the base that adapters are merged into: the checkpoint's own bits where it is at hand.
-        """
+        """Of what adapters are merged into: the checkpoint's own bits where that is at hand."""
         if self.base is not None and self.base.of_checkpoint and self._tensors is not None:
             return self._tensors.source(name, start, count)
         if self._reader is None:
