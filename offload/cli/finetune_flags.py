@@ -83,6 +83,13 @@ class Order(enum.StrEnum):
     usual = "usual"
 
 
+class Quant(enum.StrEnum):
+    """``--quant``."""
+
+    q8 = "q8"
+    q4 = "q4"
+
+
 Data = Annotated[
     Path,
     typer.Option(
@@ -235,6 +242,14 @@ RouterAuxLoss = Annotated[
     float | None,
     typer.Option(
         metavar="X", help="Weight of the loss that balances experts (MoE models). Default: off."
+    ),
+]
+QuantFlag = Annotated[
+    Quant | None,
+    typer.Option(
+        "--quant",
+        help="LoRA: keep the frozen base packed, q4 or q8: less to read, and more of it in RAM. "
+        "Packs into the cache directory on first use. Default: as the model is (or the pack).",
     ),
 ]
 LoraR = Annotated[int | None, typer.Option(metavar="N", help=_help("Rank of adapters.", "lora_r"))]

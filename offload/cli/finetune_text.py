@@ -123,7 +123,8 @@ def use_lines(end: EndReport, options: TrainOptions) -> list[str]:
     """Where the result is, and what to do with it."""
     if end.output is None:
         return []
-    lines = [f"{end.output}: {_what(options)} after step {end.last_step}"]
+    onto = f", merged into {end.merged_onto}" if end.merged_onto else ""
+    lines = [f"{end.output}: {_what(options)} after step {end.last_step}{onto}"]
     if options.method == "lora" and not options.merge:
         lines.append(f"PeftModel.from_pretrained(model, {end.output!r})")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offload.models.naming import model_name
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ def describe(run: Run) -> list[str]:
     pinned = sum(layout.blocks[b].nbytes for b in place.pinned)
     data = run.data.train
     lines = [
-        f"model   {run.meta.directory.name}: {layout.elements / 1e6:,.0f}M parameters trained, "
-        f"{format_bytes(weights)} of weights in {str(run.meta.dtype).removeprefix('torch.')}",
+        f"model   {model_name(run.meta.directory)}: {layout.elements / 1e6:,.0f}M parameters "
+        f"trained, {format_bytes(weights)} of weights{_kept(run)}",
         f"data    {data.examples:,} examples, {data.tokens:,} tokens an epoch; {run.total:,} steps "
         f"of up to {options.batch_size * options.grad_accum} x {options.seq_len} tokens",
         f"RAM     {format_bytes(plan.ram_bytes)} of {format_bytes(plan.budget)}: "
@@ -45,6 +46,14 @@ def describe(run: Run) -> list[str]:
         seconds = run.prediction.seconds
         lines.append(f"time    {seconds:.2f} s a step ({phases}); {duration(seconds * run.total)}")
     return lines
+
+
+def _kept(run: Run) -> str:
+    dtype = str(run.meta.dtype).removeprefix("torch.")
+    if run.base is None:
+        return f" in {dtype}"
+    whole = sum(b.value_bytes for b in run.layout.blocks)
+    return f", packed ({run.base.formats}); unpacked to {dtype} as units run, {format_bytes(whole)}"
 
 
 def duration(seconds: float) -> str:

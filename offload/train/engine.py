@@ -132,6 +132,9 @@ class Engine:
         """Bytes of gradients that may wait for updates inside backward before backward waits."""
         self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         """Set: losses that units add when they are run again (routers')."""
+        self.table_rows: Callable[[int, int, int], torch.Tensor | None] | None = None
+        """Set: (block, first row, end) -> rows of a table that is kept packed and never whole in
+        the compute dtype, valid until the next call; None for other blocks."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
         self.checkpoint_bytes: Callable[[], int] = lambda: 0
         """Bytes read so far of the checkpoint itself."""
@@ -409,7 +412,7 @@ class Engine:
         """A copy of a block's current weights [count], its update waited for."""
         entry = self.weights.acquire(block.index)
         try:
-            return entry.tensor.clone()
+            return entry.copy(0, block.count)
         finally:
             self.weights.release(block.index)
 
@@ -417,7 +420,7 @@ class Engine:
         """Elements ``start`` .. ``start + count`` of a parameter (by any of its names), flat; its
         update is waited for."""
         out: list[torch.Tensor] = []
-        for block, i in self._places_of(name):
+        for block, i in self.places_of(name):
             piece = self.layout.blocks[block].pieces[i]
             low, high = max(start, piece.start), min(start + count, piece.start + piece.count)
             if low >= high:
@@ -425,14 +428,14 @@ class Engine:
             entry = self.weights.acquire(block)
             try:
                 at = piece.offset - piece.start
-                out.append(entry.tensor[at + low : at + high].clone())
+                out.append(entry.copy(at + low, at + high))
             finally:
                 self.weights.release(block)
         if sum(t.numel() for t in out) != count:
             raise OffloadError(f"{name} has no elements {start} to {start + count}")
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _places_of(self, name: str) -> list[tuple[int, int]]:
+    def places_of(self, name: str) -> list[tuple[int, int]]:
         """(block, index of the piece) of all pieces of a parameter, in order."""
         if not self._by_name:
             canonical = {a: p.name for p in self.layout.params.values() for a in p.names}

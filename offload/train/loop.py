@@ -90,7 +90,9 @@ class EngineHead:
     @contextlib.contextmanager
     def weight(self, i: int) -> Iterator[Tensor]:
         first, end = self.slices[i]
-        yield self.module.weight.detach()[first:end]
+        rows = self.engine.table_rows
+        packed = None if rows is None else rows(self._places["weight"][0], first, end)
+        yield self.module.weight.detach()[first:end] if packed is None else packed
 
     def bias(self, i: int) -> Tensor | None:
         first, end = self.slices[i]

@@ -26,7 +26,10 @@ from offload.train.experts import stream_experts
 from offload.train.grads import Gradients, spill_offsets
 from offload.train.layout import TrainLayout
 from offload.train.order import UseOrder
-from offload.train.source import CheckpointSource, TileSource, check_dtypes
+from offload.train.packed_base import PackedBase
+from offload.train.packed_source import PackedSource, PackReader
+from offload.train.packed_weights import PackedWeights
+from offload.train.source import CheckpointSource, MadeBlocks, TileSource, check_dtypes
 from offload.train.tiles import Slot, widen
 from offload.train.updates import Tiles, Updater
 from offload.train.weights import Shared, Weights, as_numbers
@@ -66,6 +69,8 @@ class EngineOptions:
     """Where gradients are spilled to; None: the system's temporary directory."""
     initial: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """Values of parameters that no checkpoint holds: ``lora.Adapters.initial``."""
+    base: PackedBase | None = None
+    """Keep the frozen weights packed; None: they are the checkpoint's."""
     progress: Callable[[str, int, int], None] = field(default=lambda *_: None)
 
 
@@ -85,7 +90,12 @@ def open_engine(
         undo.callback(io.close)
         staging = Staging(STAGING_CHUNKS, CHUNK_BYTES)
         undo.callback(staging.close)
-        reader = TensorReader(meta.index, io, staging)
+        base = options.base
+        reader: PackReader | TensorReader
+        if base is None or base.of_checkpoint:
+            reader = TensorReader(meta.index, io, staging)
+        else:
+            reader = PackReader(base, io, staging)
         try:
             materialise_buffers(meta.model, meta.mapping, reader.read)
         finally:
@@ -101,14 +111,22 @@ def open_engine(
             io,
         )
         undo.callback(tiles.close)
-        checkpoint = CheckpointSource(layout, meta.mapping, io, staging, options.initial)
+        checkpoint: CheckpointSource | PackedSource
+        if base is None:
+            checkpoint = CheckpointSource(layout, meta.mapping, io, staging, options.initial)
+        else:
+            checkpoint = PackedSource(layout, base, io, staging, options.initial)
         undo.callback(checkpoint.close)
         directory = options.directory or Path(tempfile.gettempdir())
         checkpoint.convert_frozen(directory, lambda d, t: options.progress("convert", d, t))
         import_made(layout, checkpoint, tiles, kinds, options)
         source = TileSource(layout, tiles, checkpoint, lambda b: kinds[b.dtype])
-        weights = Weights(layout, order, source, shared, placement.weights_bytes, placement.pinned)
+        held = (layout, order, source, shared, placement.weights_bytes, placement.pinned)
+        weights = Weights(*held) if base is None else PackedWeights(*held, base)
         undo.callback(weights.close)
+        if isinstance(weights, PackedWeights):
+            for detach in weights.attach():
+                undo.callback(detach)
         spill = None
         if placement.spilled:
             fd, _ = nameless_file(directory)
@@ -132,6 +150,8 @@ def open_engine(
         undo.callback(updater.close)
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
         engine.gradient_limit = placement.gradient_bytes
+        if isinstance(weights, PackedWeights):
+            engine.table_rows = weights.table_rows
         engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):
             engine.on_close(detach)
@@ -152,7 +172,7 @@ def _check(layout: TrainLayout, placement: Placement) -> None:
 
 
 def import_made(
-    layout: TrainLayout, source: CheckpointSource, tiles: Tiles, kinds: Any, options: EngineOptions
+    layout: TrainLayout, source: MadeBlocks, tiles: Tiles, kinds: Any, options: EngineOptions
 ) -> None:
     """Write the tiles of trained blocks that cannot be read from the checkpoint as they are:
     masters with every bit of it, no moments. Once; a resumed run has them."""

@@ -61,6 +61,8 @@ class TrainOptions:
     resume: bool = False
     router_aux_loss: float | None = None
     """Coefficient of the load-balancing loss of MoE models; None: off."""
+    quant: str | None = None
+    """LoRA: keep the base packed, as "q4" or "q8"; None: as it is, which may be a pack."""
     lora_r: int = 16
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0

@@ -69,6 +69,8 @@ class EndReport:
     written_bytes: int
     output: str | None
     """The model directory; None if interrupted before it was written."""
+    merged_onto: str | None = None
+    """LoRA on a packed base: whose weights the adapters were merged into."""
 
 
 class Listener(Protocol):

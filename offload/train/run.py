@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,17 @@ from offload.train.footprint import measure_training
 from offload.train.head_find import HeadForm, find_head
 from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout, lay_out
-from offload.train.loop import LanguageLoop
+from offload.train.loop import HEAD_ROWS, LanguageLoop
 from offload.train.lora import Adapters, inject
 from offload.train.lora_output import MergedValues, write_adapter
+from offload.train.merging import HeldReader
 from offload.train.needs import loss_bytes, product_bytes, step_rates, sum_dtype
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
 from offload.train.output import write_model
 from offload.train.output_target import check_target
 from offload.train.output_tensors import OutputTensors, check_writable
+from offload.train.packed_base import Choice, PackedBase, choose_base, refuse_full
 from offload.train.plan import (
     ORDERS,
     Needs,
@@ -68,15 +71,16 @@ def prepare(options: TrainOptions) -> Run:
         OffloadError: something to change: an option, the data, the model, the budget, the disk.
     """
     check_options(options)
-    directory = resolve(options.model)
+    if options.method == "full":
+        refuse_full(options.model)
     ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
     limit_kernels(ram)
     return_large_blocks()
     share_one_heap()
+    choice = choose_base(options.model, options.quant) if options.method == "lora" else None
+    directory = resolve(options.model) if choice is None else choice.directory
     config = read_config(directory)
-    from offload.io.safetensors import CheckpointIndex
-
-    dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    dtype = _pick_dtype(options, config, directory, choice)
     check_dtypes(options, str(dtype).removeprefix("torch."))
     output = options.output.expanduser()
     check_target(output, directory)
@@ -84,19 +88,35 @@ def prepare(options: TrainOptions) -> Run:
     states = state_directory(options)
     _check_states(states, options)
     notes: list[str] = []
+    if choice is not None:
+        choice.compile(dtype)
+        notes.append(f"the base stays packed: {choice.pack.path}")
     baseline = warm_training(config, dtype, options)
     reset_peak_rss()
-    meta = build(directory, dtype)
+    base = None if choice is None else choice.open(dtype)
+    meta = build(directory, dtype) if base is None else base.meta
     meta.model.train()
     check_writable(meta.mapping)
     data = _open_data(meta, options, states, notes)
     try:
-        run = _plan(meta, data, options, states, baseline, ram, notes)
+        run = _plan(meta, data, options, states, baseline, ram, notes, base)
         _check_room(run)
         return run
     except BaseException:
         data.close()
         raise
+
+
+def _pick_dtype(
+    options: TrainOptions, config: Any, directory: Path, choice: Choice | None
+) -> torch.dtype:
+    """The compute dtype. Packed weights have none of their own: bfloat16 unless told otherwise."""
+    from offload.io.safetensors import CheckpointIndex
+
+    if choice is None:
+        return pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    dtype: torch.dtype = getattr(torch, options.dtype or "bfloat16")
+    return dtype
 
 
 def _check_states(states: Path, options: TrainOptions) -> None:
@@ -158,7 +178,7 @@ def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list
 
 def _plan(
     meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int, ram: int,
-    notes: list[str],
+    notes: list[str], base: PackedBase | None,
 ) -> Run:  # fmt: skip
     if options.router_aux_loss is not None and not expert_groups(meta.model):
         raise OffloadError(
@@ -169,7 +189,9 @@ def _plan(
     form, why = find_head(meta.model)
     if form is None:
         notes.append(f"the model's own loss is used, with whole logits: {why}")
-    layout = lay_out(meta.model)
+    layout = lay_out(meta.model, packed=() if base is None else base.names)
+    if base is not None:
+        base.attach(layout)
     total = options.max_steps or math.ceil(options.epochs * data.steps_per_epoch)
     schedule = Schedule.of(options, total)
     clipping = options.max_grad_norm > 0
@@ -188,6 +210,12 @@ def _plan(
         "loss": loss_bytes(meta, form, layout, options, grad_dtype),
         "compiled products": product_bytes(layout, options, ram),
     }
+    if base is not None:
+        tokens = options.batch_size * options.seq_len * vertical
+        fixed["unpacked weights"] = base.work_bytes(layout) + base.scratch_bytes
+        fixed["rows of packed tables"] = base.table_bytes(
+            layout, tokens, HEAD_ROWS, sliced=form is not None
+        )
     gc.collect()
     fixed["Python, data, tokenizer"] = max(0, current_rss() - baseline) + (8 << 20)
     fetched = max(
@@ -209,6 +237,10 @@ def _plan(
     ]  # fmt: skip
     rates = step_rates(meta, modules, form, options, states)
     plan, prediction = plans[0], None
+    if rates is not None and base is not None:
+        unpack = base.unpack_seconds(layout, options.grad_accum, passes)
+        compute = {phase: s + unpack[phase] for phase, s in rates.compute.items()}
+        rates = replace(rates, compute=compute)
     if rates is not None:
         update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
         predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in plans]
@@ -232,6 +264,7 @@ def _plan(
         grad_dtype,
         notes,
         adapters,
+        base,
     )
     run.prediction = prediction
     gc.collect()
@@ -268,8 +301,10 @@ class Run:
         self, meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int,
         layout: TrainLayout, form: HeadForm | None, plan: TrainPlan, schedule: Schedule, total: int,
         grad_dtype: str | None, notes: list[str], adapters: Adapters | None,
+        base: PackedBase | None = None,
     ) -> None:  # fmt: skip
         self.adapters = adapters
+        self.base = base
         self.meta = meta
         self.data = data
         self.options = options
@@ -282,11 +317,13 @@ class Run:
         self.total = total
         self.grad_dtype = grad_dtype
         self.notes = notes
-        self.identity = identity_of(meta, layout, data, options, total)
+        fingerprint = None if base is None else base.fingerprint
+        self.identity = identity_of(meta, layout, data, options, total, fingerprint)
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
         self._engine: Engine | None = None
         self._merging: MergedValues | None = None
+        self._reader: HeldReader | None = None
         self._tensors: OutputTensors | None = None
         if adapters is None:
             trained = {
@@ -300,9 +337,12 @@ class Run:
                 meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
             )
         elif options.merge:
+            # Of a pack there are no files to copy the rest from.
+            whole = base is not None and not base.of_checkpoint
             self._tensors = OutputTensors(
                 meta.mapping, self._merged, dtype=meta.dtype,
-                trained={t.weight for t in adapters.targets},
+                trained=meta.mapping.map.sources.keys() if whole
+                else {t.weight for t in adapters.targets},
             )  # fmt: skip
         self._store: TileStore | None = None
         self._commit: tuple[int, float, Future[None]] | None = None
@@ -318,8 +358,16 @@ class Run:
             raise OffloadError("the run is not open")
         if self._merging is None:
             values = self.adapters.values(self._engine)
-            self._merging = self.adapters.merged_values(self._engine.read_elements, values)
+            self._merging = self.adapters.merged_values(self._base_values, values)
         return self._merging(name, start, count)
+
+    def _base_values(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Of what adapters are merged into: the checkpoint's own bits where that is at hand."""
+        if self.base is not None and self.base.of_checkpoint and self._tensors is not None:
+            return self._tensors.source(name, start, count)
+        if self._reader is None:
+            raise OffloadError("the run is not open")
+        return self._reader(name, start, count)
 
     # -- before ---------------------------------------------------------------------------
 
@@ -416,7 +464,15 @@ class Run:
             read_bytes=read,
             written_bytes=written,
             output=output,
+            merged_onto=self._merged_onto(),
         )
+
+    def _merged_onto(self) -> str | None:
+        if self.base is None or not self.options.merge:
+            return None
+        if self.base.of_checkpoint:
+            return f"the weights of {self.meta.directory.name}, not quantised"
+        return f"the pack's values in {str(self.meta.dtype).removeprefix('torch.')}"
 
     def _open(self, listener: Listener) -> Engine:
         options = self.options
@@ -437,7 +493,7 @@ class Run:
             EngineOptions(
                 states=options.states, grad_dtype=self.grad_dtype, seed=options.seed,
                 directory=self.states.parent, progress=listener.phase,
-                initial={} if self.adapters is None else self.adapters.initial,
+                initial={} if self.adapters is None else self.adapters.initial, base=self.base,
             ),
             tiles,
         )  # fmt: skip
@@ -553,11 +609,13 @@ class Run:
             values = self.adapters.values(engine)
             write_adapter(
                 adapter_directory(self.options), self.meta.model, self.adapters.pairs(values),
-                self.adapters.options(self.meta.directory.resolve()), run_id=run_id,
+                self.adapters.options(
+                    self.meta.directory.resolve() if self.base is None else self.base.source
+                ), run_id=run_id,
                 source=self.meta.directory,
             )  # fmt: skip
         if self._tensors is not None:
-            with self._tensors as tensors:
+            with self._tensors as tensors, HeldReader(engine) as self._reader:
                 write_model(
                     output, self.meta.directory, tensors.tensors, tensors.read,
                     run_id=run_id, dtype=str(self.meta.dtype).removeprefix("torch."),

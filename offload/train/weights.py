@@ -116,6 +116,10 @@ class Entry:
     def numbers(self) -> Numbers:
         return self._numbers
 
+    def copy(self, start: int, end: int) -> torch.Tensor:
+        """A copy of elements ``start:end``."""
+        return self.tensor[start:end].clone()
+
 
 class Weights:
     """The blocks in RAM. All methods take the engine's lock themselves."""
@@ -340,8 +344,11 @@ class Weights:
 
     def _add(self, block: int) -> Entry:
         spec = self.layout.blocks[block]
-        entry = self._entries[block] = Entry(spec, self._pool.take(spec.nbytes))
+        entry = self._entries[block] = self._entry(spec, self._pool.take(spec.nbytes))
         return entry
+
+    def _entry(self, spec: Block, memory: HostMemory) -> Entry:
+        return Entry(spec, memory)
 
     def _load(self, block: int, priority: int, pins: int = 0) -> Entry:
         entry = self._add(block)

@@ -97,7 +97,13 @@ def test_a_run_from_the_plan_to_the_result(tune: Tune, runs: list[FakeRun], tmp_
     assert [run.closed for run in runs] == [1]
 
 
-def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path: Path) -> None:
+def test_every_flag_reaches_the_engine(
+    tune: Tune, runs: list[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[str | None] = []
+    monkeypatch.setattr(
+        "offload.cli.finetune_run.find_model", lambda _model, quant: packed.append(quant)
+    )
     threads = torch.get_num_threads()
     assert tune().code == 0
     plain = runs.pop().options
@@ -113,7 +119,7 @@ def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path
         "--max-grad-norm", 0, "--seed", 7, "--eval-every", 4, "--save-every", 5,
         "--save-total-limit", 2, "--resume", "--router-aux-loss", 0.01, "--lora-r", 8,
         "--lora-alpha", 8, "--lora-dropout", 0.1, "--lora-targets", "q_proj, v_proj", "--merge",
-        "-t", 1,
+        "--quant", "q4", "-t", 1,
     )  # fmt: skip
     assert done.code == 0, done.err
     assert torch.get_num_threads() == 1
@@ -125,6 +131,7 @@ def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path
         if getattr(asked, name) == getattr(plain, name)
     }
     assert unchanged == {"model", "data", "output", "epochs", "eval_share"}
+    assert packed == ["q4"]
     assert asked.ram == 4 * 2**30
     assert asked.betas == (0.8, 0.95)
     assert asked.lora_targets == ("q_proj", "v_proj")
