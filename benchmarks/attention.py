@@ -39,17 +39,18 @@ def seconds(work: Callable[[], object], samples: int) -> float:
 
 
 def multiply_rates(samples: int) -> dict[str, float]:
-    """Multiply-adds per second of all threads, from registers: "fma" and, where there is the
-    instruction, "dot"."""
+    """Multiply-adds per second of all threads, from registers: "fma" and, where there are
+    the instructions, "dot" of bfloat16 and "bytes", two instructions for integers of 15 bits."""
     import numpy as np
 
     from offload.cpu_ops import threads
     from offload.cpu_ops.block_rates import STEPS, multiply_entry, products_per_step
     from offload.cpu_ops.block_vectors import multiplier
-    from offload.cpu_ops.isa import choose
+    from offload.cpu_ops.isa import Isa, choose
 
     found, a = {}, np.zeros(8, np.int64)
-    for how in dict.fromkeys(("fma", multiplier(choose()))):
+    ways = ["fma", multiplier(choose()), *(["bytes"] if choose() is Isa.AVX512VNNI else [])]
+    for how in dict.fromkeys(ways):
         entry = multiply_entry(how)
 
         def work(entry: Any = entry) -> None:
@@ -61,7 +62,7 @@ def multiply_rates(samples: int) -> dict[str, float]:
 
 
 class Shape:
-    """"32/4x128": query heads / key heads x head size."""
+    """ "32/4x128": query heads / key heads x head size."""
 
     def __init__(self, text: str) -> None:
         heads, self.dim = text.split("x")[0], int(text.split("x")[1])
@@ -116,11 +117,14 @@ def decode(
             one.result()
 
     took = seconds(turn, args.samples) / len(layers)
-    nbytes = shape.key_heads * context // layout.span * sum(
-        layout.record(keys=keys) for keys in (True, False)
+    nbytes = (
+        shape.key_heads
+        * context
+        // layout.span
+        * sum(layout.record(keys=keys) for keys in (True, False))
     )
-    mode = mode_of(kind, q.dtype == np.uint16, choose())
-    how = "dot" if mode == "bf16dot" else "fma"
+    mode = mode_of(kind, half_queries=q.dtype == np.uint16, whole=dim % 64 == 0, isa=choose())
+    how = {"bf16dot": "dot", "q8dot": "bytes", "q4dot": "bytes"}.get(mode, "fma")
     reading_s, multiplying_s = nbytes / stream, shape.products(context) / rates[how]
     return {
         "shape": shape.text, "kind": kind, "mode": mode, "context": context,
@@ -157,7 +161,6 @@ def sdpa(shape: Shape, kind: str, words: Any, args: Any) -> dict[str, Any]:
 
 
 def chunk(shape: Shape, memory: Any, rates: dict[str, float], args: Any) -> dict[str, Any]:
-    import numpy as np
     import torch
 
     from offload.cpu_ops.block_attention import BlockAttention

@@ -164,7 +164,12 @@ class BlockAttention:
         return flat[(count > 0) & (begin <= last) & (begin + count > low)]
 
     def _run(self, layout: BlockLayout, segments: Table) -> None:
-        mode = mode_of(layout.kind.value, self._q.dtype == np.uint16, self._isa)
+        mode = mode_of(
+            layout.kind.value,
+            half_queries=self._q.dtype == np.uint16,
+            whole=self.key_dim % 64 == self.dim % 64 == 0,
+            isa=self._isa,
+        )
         q, chunk = self._queries_for(mode), self.rows > ROWS
         entry = blocks_entry(mode, chunk=chunk)
         a = np.zeros(Attend.SIZE, np.int64)

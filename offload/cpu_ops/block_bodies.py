@@ -152,10 +152,12 @@ def many(mode: Any, a: int) -> None:
         task = fetch_add(a + 8 * Attend.NEXT, 1)
 
 
-def mode_of(kind: str, half_queries: bool, isa: Isa) -> str:
-    """How a kernel multiplies: ``kind``, or "bf16dot" (``block_elements``)."""
-    dots = kind == "bf16" and half_queries and multiplier(isa) == "dot"
-    return "bf16dot" if dots else kind
+def mode_of(kind: str, *, half_queries: bool, whole: bool, isa: Isa) -> str:
+    """How a kernel multiplies (``block_elements``). ``whole``: head sizes are multiples of 64."""
+    if kind == "bf16":
+        return "bf16dot" if half_queries and multiplier(isa) == "dot" else kind
+    dots = kind in ("q8", "q4") and whole and isa is Isa.AVX512VNNI
+    return f"{kind}dot" if dots else kind
 
 
 @functools.cache

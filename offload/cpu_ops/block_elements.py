@@ -12,22 +12,33 @@ et al., 2024, finds the same). Both pairs leave the inner loops: ``q . k`` is
 A quantised record is float32 steps, float32 lows (Dk of each for keys, T for values), then the
 integers [T, D]; of "q4" 16 bytes hold 32 channels: low nibbles the first 16, high ones the others.
 
-A *mode* says how a kernel multiplies: the kind's name (float32 multiply-adds), or "bf16dot":
-bfloat16 keys with bfloat16 queries and weights by dot-product instructions.
+A *mode* says how a kernel multiplies: the kind's name (float32 multiply-adds); "bf16dot": bfloat16
+keys with bfloat16 queries and weights by dot-product instructions; "q8dot", "q4dot": the integers
+with queries and weights as integers of 15 bits (SageAttention, Zhang et al., 2024, takes 8 for
+queries; here a block's few large channels would drown the others), by products of four bytes:
+``x = 128 high + low``, high bytes first, their sums shifted, then low bytes on top.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from offload.cpu_ops.block_vectors import dot_pairs, load_half, load_pairs
+from offload.cpu_ops.block_vectors import (
+    dot_bytes,
+    dot_pairs,
+    load_half,
+    load_nibbles,
+    load_pairs,
+)
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     as_float,
     both,
     fma,
+    int_splat,
     left,
     load_f32,
+    load_i32,
     load_u8,
     load_u16,
     prefetch,
@@ -59,13 +70,43 @@ def paired(mode: Any) -> bool:
     raise NotImplementedError
 
 
+def integer(mode: Any) -> bool:
+    """Whether queries and weights are integers; only inside kernels."""
+    raise NotImplementedError
+
+
+def load_64(mode: Any, row: int, i: int) -> Any:
+    """Integers of 64 channels from 64 i on as bytes, quarters at their ``place_of``; only inside
+    kernels."""
+    raise NotImplementedError
+
+
+def place_of(mode: Any, quarter: int) -> int:
+    """Where ``load_64`` has a quarter of 64 channels; only inside kernels."""
+    raise NotImplementedError
+
+
+def _load_64(mode: Any, row: int, i: int) -> Any:
+    return load_i32(row + 64 * i)
+
+
+def _load_64_nibbles(mode: Any, row: int, i: int) -> Any:
+    return load_nibbles(row + 32 * i)
+
+
+def _same_place(mode: Any, quarter: int) -> int:
+    return quarter
+
+
+def _nibble_place(mode: Any, quarter: int) -> int:
+    return quarter // 2 + 2 * (quarter % 2)
+
+
 _LOADS = {
     "f32": lambda mode, row, i: load_f32(row + 64 * i),
     "bf16": lambda mode, row, i: as_float(left(load_u16(row + 32 * i), 16)),
     "q8": lambda mode, row, i: to_float(load_u8(row + 16 * i)),
-    "q4": lambda mode, row, i: to_float(
-        both(right(load_u8(row + 16 * (i // 2)), 4 * (i % 2)), 15)
-    ),
+    "q4": lambda mode, row, i: to_float(both(right(load_u8(row + 16 * (i // 2)), 4 * (i % 2)), 15)),
 }
 _LOADS["bf16dot"] = _LOADS["bf16"]
 _ROWS = {
@@ -74,6 +115,8 @@ _ROWS = {
     "bf16dot": lambda mode, dim: 2 * dim,
     "q8": lambda mode, dim: dim,
     "q4": lambda mode, dim: dim // 2,
+    "q8dot": lambda mode, dim: dim,
+    "q4dot": lambda mode, dim: dim // 2,
 }
 
 
@@ -87,8 +130,11 @@ def _no(mode: Any) -> bool:
 
 by_format(load_element)(_LOADS.__getitem__)
 by_format(row_bytes)(_ROWS.__getitem__)
-by_format(quantised)(lambda name: _yes if name in ("q8", "q4") else _no)
+by_format(quantised)(lambda name: _yes if name.startswith("q") else _no)
 by_format(paired)(lambda name: _yes if name == "bf16dot" else _no)
+by_format(integer)(lambda name: _yes if name in ("q8dot", "q4dot") else _no)
+by_format(load_64)({"q8dot": _load_64, "q4dot": _load_64_nibbles}.get)
+by_format(place_of)({"q8dot": _same_place, "q4dot": _nibble_place}.get)
 
 
 @inline
@@ -164,4 +210,45 @@ def _pairs_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:
     return a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3
 
 
-by_format(dot_four)(lambda name: _pairs_four if name == "bf16dot" else _fma_four)
+def _bytes_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:
+    """``q``: high bytes [dim], then low ones."""
+    q0, q1, q2, q3 = q
+    k0, k1, k2, k3 = k
+    zero = int_splat(0)
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    b0, b1, b2, b3 = zero, zero, zero, zero
+    c0, c1, c2, c3 = zero, zero, zero, zero
+    d0, d1, d2, d3 = zero, zero, zero, zero
+    for part in range(2):
+        if part:
+            a0, a1, a2, a3 = left(a0, 7), left(a1, 7), left(a2, 7), left(a3, 7)
+            b0, b1, b2, b3 = left(b0, 7), left(b1, 7), left(b2, 7), left(b3, 7)
+            c0, c1, c2, c3 = left(c0, 7), left(c1, 7), left(c2, 7), left(c3, 7)
+            d0, d1, d2, d3 = left(d0, 7), left(d1, 7), left(d2, 7), left(d3, 7)
+        for i in range(dim // 64):
+            at = part * dim + 64 * i
+            w, x, y, z = (
+                load_i32(q0 + at), load_i32(q1 + at), load_i32(q2 + at), load_i32(q3 + at)
+            )  # fmt: skip
+            u = load_64(mode, k0, i)
+            a0, a1 = dot_bytes(a0, u, w), dot_bytes(a1, u, x)
+            a2, a3 = dot_bytes(a2, u, y), dot_bytes(a3, u, z)
+            u = load_64(mode, k1, i)
+            b0, b1 = dot_bytes(b0, u, w), dot_bytes(b1, u, x)
+            b2, b3 = dot_bytes(b2, u, y), dot_bytes(b3, u, z)
+            u = load_64(mode, k2, i)
+            c0, c1 = dot_bytes(c0, u, w), dot_bytes(c1, u, x)
+            c2, c3 = dot_bytes(c2, u, y), dot_bytes(c3, u, z)
+            u = load_64(mode, k3, i)
+            d0, d1 = dot_bytes(d0, u, w), dot_bytes(d1, u, x)
+            d2, d3 = dot_bytes(d2, u, y), dot_bytes(d3, u, z)
+    return (
+        to_float(a0), to_float(a1), to_float(a2), to_float(a3),
+        to_float(b0), to_float(b1), to_float(b2), to_float(b3),
+        to_float(c0), to_float(c1), to_float(c2), to_float(c3),
+        to_float(d0), to_float(d1), to_float(d2), to_float(d3),
+    )  # fmt: skip
+
+
+_DOTS = {"bf16dot": _pairs_four, "q8dot": _bytes_four, "q4dot": _bytes_four}
+by_format(dot_four)(lambda name: _DOTS.get(name, _fma_four))

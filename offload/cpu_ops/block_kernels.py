@@ -23,20 +23,32 @@ from numba import float32
 from offload.cpu_ops.block_elements import (
     ask,
     dot_four,
+    integer,
+    load_64,
     load_element,
     paired,
+    place_of,
     quantised,
     row_bytes,
 )
 from offload.cpu_ops.block_vectors import (
     cross_sums,
+    dot_bytes,
     dot_pairs,
     finite,
+    four_woven_0,
+    four_woven_1,
+    four_woven_2,
+    four_woven_3,
     in_order_high,
     in_order_low,
     load_pairs,
+    max_floats,
     row_floats,
     row_limits,
+    store_quarters,
+    store_quarters_of_nibbles,
+    store_tokens,
     token_bf16,
     token_pairs,
     unless_lowest,
@@ -56,16 +68,23 @@ from offload.cpu_ops.vectors import (
     fence,
     fma,
     fmul,
+    iadd,
+    int_splat,
     lane,
     left,
     load_f32,
     load_float,
+    load_i32,
+    nearest,
     splat,
     splat_f32,
     splat_i32,
     stack,
     store_f32,
     store_float,
+    store_i8,
+    to_float,
+    to_int,
 )
 from offload.cpu_ops.wide import load_bf16
 
@@ -77,12 +96,16 @@ WIDEST = 512
 """Head size at most."""
 EXTRA = 16
 """Floats after a row's Dv sums: the largest score, and the sum of exponentials."""
+TOP = 127 * 128
+"""Of the integers that queries and weights become: 127 high bytes' worth. The sums over 256 tokens,
+or 512 channels, stay below 2^31."""
 _NEAR = 8192
 """Bytes of keys or values that all rows go over before the next: a quarter of an L1 cache."""
 
 _score_room = stack(ROWS * BLOCK * 4)
 _query_room = stack(ROWS * WIDEST * 4)
 _offset_room = stack(ROWS * 4 + 64)
+_factor_room = stack(ROWS * 4 + 64)
 
 
 @inline
@@ -97,7 +120,7 @@ def _capped(scores: Any, cap: Any) -> Any:
 @inline
 def _scores(
     mode: Any, q: int, row: int, last: int, k: int, t0: int, t1: int, end: int, dim: int,
-    scale: Any, cap: Any, offsets: int, limits: int, out: int, keys_end: int, values: int,
+    scale: Any, cap: Any, offsets: int, factors: int, limits: int, out: int, keys_end: int, values: int,
 ) -> None:  # fmt: skip
     """Of four rows at ``q`` with tokens t0..t1, of which those from ``end`` on are none."""
     zero = splat(float32(0.0))
@@ -115,7 +138,9 @@ def _scores(
         )  # fmt: skip
         sums = dot_four(mode, rows, (k0, k1, k2, k3), dim, none)
         v = cross_sums(*sums)
-        if quantised(mode):
+        if integer(mode):
+            v = fma(v, row_floats(factors), row_floats(offsets))
+        elif quantised(mode):
             v = fadd(v, row_floats(offsets))
         v = fmul(v, splat(scale))
         if cap > float32(0.0):
@@ -126,7 +151,7 @@ def _scores(
 @inline
 def _softmax(
     mode: Any, scores: int, t0: int, t1: int, end: int, v: int, out: int, row: int, last: int,
-    dim: int, offsets: int, span: int,
+    dim: int, offsets: int, factors: int, span: int,
 ) -> None:  # fmt: skip
     """Scores of four rows to weights in place, as ``_values`` reads them; largest scores and sums
     go to the partial results."""
@@ -136,7 +161,7 @@ def _softmax(
     top = fmax(top, turn_8(top))
     top = fmax(top, turn_4(top))
     zero = splat(float32(0.0))
-    total, more = zero, zero
+    total, more, largest = zero, zero, zero
     for t in range(t0, t1, 8):
         x, y = load_f32(scores + 16 * t), load_f32(scores + 16 * t + 64)
         a, b = unless_lowest(x, exp(fsub(x, top))), unless_lowest(y, exp(fsub(y, top)))
@@ -154,13 +179,27 @@ def _softmax(
                 more = fma(b, finite(token_bf16(lows + 8)), more)
                 a = fmul(a, finite(token_bf16(v + 2 * t)))
                 b = fmul(b, finite(token_bf16(v + 2 * t + 8)))
+                largest = fmax(largest, fmax(a, b))
             store_f32(scores + 16 * t, a)
             store_f32(scores + 16 * t + 64, b)
     total = fadd(total, turn_8(total))
     total = fadd(total, turn_4(total))
     more = fadd(more, turn_8(more))
     more = fadd(more, turn_4(more))
+    if integer(mode):
+        largest = fmax(largest, turn_8(largest))
+        largest = fmax(largest, turn_4(largest))
+        inverse = fdiv(splat(float32(TOP)), fmax(largest, splat(float32(1e-30))))
+        for t in range(t0, t1, 4):
+            x = nearest(fmul(load_f32(scores + 16 * t), inverse))
+            high = nearest(fmul(x, splat(float32(1 / 128))))
+            low = fma(high, splat(float32(-128.0)), x)
+            store_tokens(scores + 8 * t, to_int(high))
+            store_tokens(scores + 8 * t + 16, to_int(low))
+        largest = fmul(largest, splat(float32(1 / TOP)))
     for i in range(last + 1):
+        if integer(mode):
+            store_float(factors + 4 * i, lane(largest, i))
         store_float(out + i * row + 4 * dim, lane(top, i))
         store_float(out + i * row + 4 * dim + 4, lane(total, i))
         store_float(offsets + 4 * i, lane(more, i))
@@ -285,8 +324,62 @@ def _pairs_narrow(
     _store_four(rows, at, (a0, a1, a2, a3))
 
 
-by_format(add_wide)(lambda name: _pairs_wide if name == "bf16dot" else _fma_wide)
-by_format(add_narrow)(lambda name: _pairs_narrow if name == "bf16dot" else _fma_narrow)
+@inline
+def _add_ints(rows: Any, at: int, high: Any, low: Any) -> None:
+    """128 high + low to the int32 that are there."""
+    o0, o1, o2, o3 = rows
+    h0, h1, h2, h3 = high
+    l0, l1, l2, l3 = low
+    store_i32(o0 + at, iadd(load_i32(o0 + at), iadd(left(h0, 7), l0)))
+    store_i32(o1 + at, iadd(load_i32(o1 + at), iadd(left(h1, 7), l1)))
+    store_i32(o2 + at, iadd(load_i32(o2 + at), iadd(left(h2, 7), l2)))
+    store_i32(o3 + at, iadd(load_i32(o3 + at), iadd(left(h3, 7), l3)))
+
+
+def _bytes_wide(
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
+) -> None:
+    """int32 sums of channels as ``four_woven_0`` .. ``_3`` leave them, two of those at a time."""
+    step, at, i, zero = row_bytes(mode, dim), 4 * c, c // 64, int_splat(0)
+    for half in range(2):
+        a0, a1, a2, a3 = zero, zero, zero, zero
+        b0, b1, b2, b3 = zero, zero, zero, zero
+        c0, c1, c2, c3 = zero, zero, zero, zero
+        d0, d1, d2, d3 = zero, zero, zero, zero
+        for t in range(t0, min(t1, end), 4):
+            row, by, left_over = v + t * step, p + 8 * t, end - 1 - t
+            e, f = load_64(mode, row, i), load_64(mode, row + min(1, left_over) * step, i)
+            g = load_64(mode, row + min(2, left_over) * step, i)
+            h = load_64(mode, row + min(3, left_over) * step, i)
+            w, x, y, z = splat_i32(by), splat_i32(by + 4), splat_i32(by + 8), splat_i32(by + 12)
+            by += 16
+            k, m, n, o = splat_i32(by), splat_i32(by + 4), splat_i32(by + 8), splat_i32(by + 12)
+            if half:
+                u, s = four_woven_2(e, f, g, h), four_woven_3(e, f, g, h)
+            else:
+                u, s = four_woven_0(e, f, g, h), four_woven_1(e, f, g, h)
+            a0, a1 = dot_bytes(a0, u, w), dot_bytes(a1, u, x)
+            a2, a3 = dot_bytes(a2, u, y), dot_bytes(a3, u, z)
+            b0, b1 = dot_bytes(b0, u, k), dot_bytes(b1, u, m)
+            b2, b3 = dot_bytes(b2, u, n), dot_bytes(b3, u, o)
+            c0, c1 = dot_bytes(c0, s, w), dot_bytes(c1, s, x)
+            c2, c3 = dot_bytes(c2, s, y), dot_bytes(c3, s, z)
+            d0, d1 = dot_bytes(d0, s, k), dot_bytes(d1, s, m)
+            d2, d3 = dot_bytes(d2, s, n), dot_bytes(d3, s, o)
+        _add_ints(rows, at + 128 * half, (a0, a1, a2, a3), (b0, b1, b2, b3))
+        _add_ints(rows, at + 128 * half + 64, (c0, c1, c2, c3), (d0, d1, d2, d3))
+
+
+def _bytes_narrow(
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
+) -> None:
+    """Head sizes of these modes are multiples of 64."""
+
+
+_WIDE = {"bf16dot": _pairs_wide, "q8dot": _bytes_wide, "q4dot": _bytes_wide}
+_NARROW = {"bf16dot": _pairs_narrow, "q8dot": _bytes_narrow, "q4dot": _bytes_narrow}
+by_format(add_wide)(lambda name: _WIDE.get(name, _fma_wide))
+by_format(add_narrow)(lambda name: _NARROW.get(name, _fma_narrow))
 
 
 @inline
@@ -315,6 +408,29 @@ def _scale_queries(q: int, rows: int, k: int, dim: int, at: int, offsets: int) -
         store_float(offsets + 4 * r, sum_floats(more))
 
 
+@inline
+def _whole_queries(
+    mode: Any, q: int, rows: int, k: int, dim: int, at: int, offsets: int, factors: int
+) -> None:
+    """As ``_scale_queries``, to integers: a row's high bytes, then its low ones."""
+    for r in range(rows):
+        line, to = at + ROWS * WIDEST * 2, at + 2 * r * dim
+        _scale_queries(q + 4 * r * dim, 1, k, dim, line, offsets + 4 * r)
+        top = splat(float32(0.0))
+        for c in range(0, dim, 16):
+            v = load_f32(line + 4 * c)
+            top = fmax(top, fmax(v, fmul(v, splat(float32(-1.0)))))
+        largest = max(max_floats(top), float32(1e-30))
+        by = splat(float32(TOP) / largest)
+        for c in range(0, dim, 16):
+            x = nearest(fmul(load_f32(line + 4 * c), by))
+            high = nearest(fmul(x, splat(float32(1 / 128))))
+            place = to + c // 64 * 64 + 16 * place_of(mode, c % 64 // 16)
+            store_i8(place, to_int(high))
+            store_i8(place + dim, to_int(fma(high, splat(float32(-128.0)), x)))
+        store_float(factors + 4 * r, largest * float32(1 / TOP))
+
+
 @outline
 def attend(
     mode: Any, q: int, rows: int, k: int, v: int, span: int, key_dim: int, dim: int, t0: int,
@@ -331,13 +447,21 @@ def attend(
     ``cap``: scores become cap * tanh(score / cap); 0: they do not.
     """
     scores, offsets, row = _score_room(), _offset_room(), 4 * (dim + EXTRA)
+    factors = _factor_room()
     q_row = 4 * key_dim
     if paired(mode):
         q_row = 2 * key_dim
     values = v
     if quantised(mode):
         scaled = _query_room()
-        _scale_queries(q, rows, k, key_dim, scaled, offsets)
+        if integer(mode):
+            _whole_queries(mode, q, rows, k, key_dim, scaled, offsets, factors)
+            q_row = 2 * key_dim
+        else:
+            _scale_queries(q, rows, k, key_dim, scaled, offsets)
+        for r in range(rows, (rows + 3) // 4 * 4):  # empty places do what the last row does
+            store_float(offsets + 4 * r, load_float(offsets + 4 * rows - 4))
+            store_float(factors + 4 * r, load_float(factors + 4 * rows - 4))
         q = scaled
         k += 4 * key_dim
         values += 4 * span
@@ -347,14 +471,14 @@ def attend(
         for h in range(0, rows, 4):
             _scores(
                 mode, q + h * q_row, q_row, min(3, rows - 1 - h), k, t, min(t + near, t1), end,
-                key_dim, scale, cap, offsets + 4 * h, limits + 4 * h, scores + h * BLOCK * 4,
+                key_dim, scale, cap, offsets + 4 * h, factors + 4 * h, limits + 4 * h, scores + h * BLOCK * 4,
                 keys_end, v if h == 0 else 0,
             )  # fmt: skip
     for h in range(0, rows, 4):
         last = min(3, rows - 1 - h)
         _softmax(
             mode, scores + h * BLOCK * 4, t0, t1, end, v, out + h * row, row, last, dim,
-            offsets + 4 * h, span,
+            offsets + 4 * h, factors + 4 * h, span,
         )  # fmt: skip
         for i in range(h, h + last + 1):
             for c in range(0, dim, 16):
@@ -373,9 +497,24 @@ def attend(
     if quantised(mode):
         for r in range(rows):
             more = splat(load_float(offsets + 4 * r))
+            if integer(mode):
+                _to_floats(mode, out + r * row, dim, load_float(factors + 4 * r))
             for c in range(0, dim, 16):
                 at = out + r * row + 4 * c
                 store_f32(at, fadd(load_f32(at), more))
+
+
+@inline
+def _to_floats(mode: Any, out: int, dim: int, factor: Any) -> None:
+    """int32 sums of a row in place, their channels in order."""
+    by = splat(factor)
+    for at in range(out, out + 4 * dim, 256):
+        a, b = fmul(to_float(load_i32(at)), by), fmul(to_float(load_i32(at + 64)), by)
+        c, d = fmul(to_float(load_i32(at + 128)), by), fmul(to_float(load_i32(at + 192)), by)
+        if place_of(mode, 1) == 1:
+            store_quarters(at, a, b, c, d)
+        else:
+            store_quarters_of_nibbles(at, a, b, c, d)
 
 
 @inline

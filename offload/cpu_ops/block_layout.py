@@ -123,7 +123,9 @@ class BlockLayout:
         start = 0 if keys else self.values_at
         return block[start : start + self.key_heads * self.stride(keys=keys)]
 
-    def write(self, block: npt.NDArray[np.uint8], x_GTD: npt.NDArray[np.float32], *, keys: bool) -> None:
+    def write(
+        self, block: npt.NDArray[np.uint8], x_GTD: npt.NDArray[np.float32], *, keys: bool
+    ) -> None:
         """Round or quantise all T tokens of float32 keys or values into a block."""
         if not self.kind.quantised:
             plain = self.plain(block, keys=keys)

@@ -14,11 +14,12 @@ from numba.core import types
 
 from offload.cpu_ops.isa import Isa, features
 from offload.cpu_ops.prefill_vectors import _convert
-from offload.cpu_ops.vectors import F32X16, I32X16, LANES, _call, _operation
+from offload.cpu_ops.vectors import F32X16, I32X16, LANES, _call, _dot_vnni, _operation
 
 _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _v16i, _v16f = ir.VectorType(_i32, LANES), ir.VectorType(ir.FloatType(), LANES)
 _v16h, _v32h = ir.VectorType(_i16, 16), ir.VectorType(_i16, 32)
+_v16b, _v32b, _v64b = (ir.VectorType(ir.IntType(8), n) for n in (16, 32, 64))
 _I, _F = types.int64, types.float32
 
 
@@ -110,6 +111,76 @@ def token_pairs(b: Any, v: Any, w: Any) -> Any:
     return b.bitcast(_order(b, halves, halves, order), _v16i)
 
 
+# ---- integers of four tokens
+
+
+@_operation(I32X16, I32X16, I32X16, I32X16)
+def dot_bytes(b: Any, total: Any, v: Any, w: Any) -> Any:
+    """total + the sum of four products per lane: bytes of ``v`` in 0..255, of ``w`` signed."""
+    return _dot_vnni(b, total, v, w)
+
+
+@_operation(I32X16, _I)
+def load_nibbles(b: Any, address: Any) -> Any:
+    """64 integers of 4 bits as bytes, from 32 bytes: the low nibbles, then the high ones."""
+    half = _load(b, address, _v32b)
+    both = _order(b, half, half, list(range(32)) * 2)
+    shifts = ir.Constant(_v32h, [0] * 16 + [4] * 16)
+    words = b.lshr(b.bitcast(both, _v32h), shifts)
+    return b.bitcast(b.and_(words, ir.Constant(_v32h, [0x0F0F] * 32)), _v16i)
+
+
+def _four_woven(b: Any, rows: Any, half: int, second: int) -> Any:
+    """Bytes of four rows in turn: of each 128 bits those from ``8 half + 4 second`` on."""
+    eight = [16 * k + 8 * half + j for k in range(4) for j in range(8)]
+    pairs = []
+    for v, w in (rows[:2], rows[2:]):
+        order = [n for i in eight for n in (i, i + 64)]
+        woven = _order(b, b.bitcast(v, _v64b), b.bitcast(w, _v64b), order)
+        pairs.append(b.bitcast(woven, _v32h))
+    four = [8 * k + 4 * second + j for k in range(4) for j in range(4)]
+    return b.bitcast(_order(b, *pairs, [n for i in four for n in (i, i + 32)]), _v16i)
+
+
+def _weaver(half: int, second: int) -> Any:
+    @_operation(I32X16, I32X16, I32X16, I32X16, I32X16)
+    def four_woven(b: Any, *rows: Any) -> Any:
+        return _four_woven(b, rows, half, second)
+
+    return four_woven
+
+
+four_woven_0, four_woven_1 = _weaver(0, 0), _weaver(0, 1)
+"""Bytes 0..3, and 4..7, of each 128 bits of four rows: a lane is one channel of four tokens."""
+four_woven_2, four_woven_3 = _weaver(1, 0), _weaver(1, 1)
+
+
+def _quarters(nibbles: bool) -> Any:
+    @_operation(types.void, _I, F32X16, F32X16, F32X16, F32X16)
+    def store_quarters(b: Any, address: Any, *sums: Any) -> None:
+        low, high = (_order(b, v, w, list(range(32))) for v, w in (sums[:2], sums[2:]))
+        places = (0, 2, 1, 3) if nibbles else (0, 1, 2, 3)
+        for place, k in enumerate(places):
+            order = [16 * v + 4 * k + i for v in range(4) for i in range(4)]
+            at = b.add(address, ir.Constant(ir.IntType(64), 64 * place))
+            b.store(_order(b, low, high, order), b.inttoptr(at, _v16f.as_pointer()), align=1)
+
+    return store_quarters
+
+
+store_quarters = _quarters(nibbles=False)
+"""The sums of ``four_woven_0`` .. ``_3`` as 64 channels in order."""
+store_quarters_of_nibbles = _quarters(nibbles=True)
+
+
+@_operation(types.void, _I, I32X16)
+def store_tokens(b: Any, address: Any, v: Any) -> None:
+    """The low bytes of a quad: 16 bytes, a row's four tokens side by side."""
+    narrow = b.trunc(v, _v16b)
+    order = [4 * t + r for r in range(4) for t in range(4)]
+    b.store(_order(b, narrow, narrow, order), b.inttoptr(address, _v16b.as_pointer()), align=1)
+
+
 # ---- quads
 
 
@@ -186,3 +257,9 @@ def unless_lowest(b: Any, score: Any, weight: Any) -> Any:
     lowest = ir.Constant(_v16f, [float("-inf")] * LANES)
     zero = ir.Constant(_v16f, [0.0] * LANES)
     return b.select(b.fcmp_ordered("==", score, lowest), zero, weight)
+
+
+@_operation(_F, F32X16)
+def max_floats(b: Any, v: Any) -> Any:
+    """Of all lanes."""
+    return _call(b, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), v)

@@ -146,8 +146,9 @@ def test_against_float64(
         # Rounding of a weight (2^-9 of it) and of the result (2^-9 of it), each at most 2^-9 of
         # the largest value.
         np.testing.assert_allclose(from_bf16(got), want, rtol=0, atol=HALF * largest)
-    else:
-        np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * largest)
+    else:  # quantised: queries and weights are rounded to 15 bits of the largest
+        near = 1e-3 if layout.kind.quantised else 4e-6
+        np.testing.assert_allclose(got, want, rtol=0, atol=near * largest)
 
 
 def test_against_torch() -> None:
@@ -268,7 +269,10 @@ def test_layout() -> None:
     assert layout.record(keys=True) == 4 * 128 + 256 * 64
     assert layout.record(keys=False) == 4 * 256 + 256 * 32
     assert layout.values_at % 4096 == 0 == layout.nbytes % 4096
-    assert mode_of("bf16", True, Isa.PORTABLE) == mode_of("bf16", False, Isa.AVX512VNNI) == "bf16"
+    for kind in ("f32", "bf16", "q8", "q4"):
+        assert mode_of(kind, half_queries=True, whole=True, isa=Isa.PORTABLE) == kind
+        assert mode_of(kind, half_queries=False, whole=False, isa=Isa.AVX512VNNI) == kind
+    assert mode_of("q4", half_queries=False, whole=True, isa=Isa.AVX512VNNI) == "q4dot"
     for wrong in ((8, 72, 64, 256), (8, 64, 528, 256), (0, 64, 64, 256), (8, 64, 64, 300)):
         with pytest.raises(OffloadError):
             BlockLayout(BlockKind.BF16, *wrong)

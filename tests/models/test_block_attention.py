@@ -1,10 +1,10 @@
-"""Attention "offload" in transformers' models: the logits of eager attention, and what is refused."""
+"""Attention "offload" in transformers' models: eager attention's logits, and what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ class Parts:
 class Attached(DynamicLayer):  # type: ignore[misc]
     """Keys with a handle, and values that nobody may read in the keys' place."""
 
-    calls: list[int] = []
+    calls: ClassVar[list[int]] = []
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -98,9 +98,7 @@ def test_logits_of_eager(family: str) -> None:
         model.set_attn_implementation(implementation)
         cache, logits = DynamicCache(config=model.config), []
         for start, stop in ((0, 20), (20, 21), (21, 22), (22, 30)):
-            out = model(
-                tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
-            )
+            out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
             logits.append(out.logits)
         found.append(torch.cat(logits, dim=1)[mask.bool()])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
