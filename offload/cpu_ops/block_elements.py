@@ -133,8 +133,8 @@ by_format(row_bytes)(_ROWS.__getitem__)
 by_format(quantised)(lambda name: _yes if name.startswith("q") else _no)
 by_format(paired)(lambda name: _yes if name == "bf16dot" else _no)
 by_format(integer)(lambda name: _yes if name in ("q8dot", "q4dot") else _no)
-by_format(load_64)({"q8dot": _load_64, "q4dot": _load_64_nibbles}.get)
-by_format(place_of)({"q8dot": _same_place, "q4dot": _nibble_place}.get)
+by_format(load_64)(lambda name: _load_64_nibbles if name == "q4dot" else _load_64)
+by_format(place_of)(lambda name: _nibble_place if name == "q4dot" else _same_place)
 
 
 @inline

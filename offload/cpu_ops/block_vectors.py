@@ -133,13 +133,12 @@ def load_nibbles(b: Any, address: Any) -> Any:
 def _four_woven(b: Any, rows: Any, half: int, second: int) -> Any:
     """Bytes of four rows in turn: of each 128 bits those from ``8 half + 4 second`` on."""
     eight = [16 * k + 8 * half + j for k in range(4) for j in range(8)]
-    pairs = []
-    for v, w in (rows[:2], rows[2:]):
-        order = [n for i in eight for n in (i, i + 64)]
-        woven = _order(b, b.bitcast(v, _v64b), b.bitcast(w, _v64b), order)
-        pairs.append(b.bitcast(woven, _v32h))
+    order = [n for i in eight for n in (i, i + 64)]
+    r0, r1, r2, r3 = (b.bitcast(row, _v64b) for row in rows)
+    v = b.bitcast(_order(b, r0, r1, order), _v32h)
+    w = b.bitcast(_order(b, r2, r3, order), _v32h)
     four = [8 * k + 4 * second + j for k in range(4) for j in range(4)]
-    return b.bitcast(_order(b, *pairs, [n for i in four for n in (i, i + 32)]), _v16i)
+    return b.bitcast(_order(b, v, w, [n for i in four for n in (i, i + 32)]), _v16i)
 
 
 def _weaver(half: int, second: int) -> Any:
