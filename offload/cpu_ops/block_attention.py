@@ -17,12 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cpu_ops import threads
-from offload.cpu_ops.block_bodies import Attend, Segment, blocks_entry, mode_of
+from offload.cpu_ops.block_bodies import (
+    Attend,
+    Finish,
+    blocks_entry,
+    blocks_kernel,
+    finish_entry,
+    finish_kernel,
+    mode_of,
+)
 from offload.cpu_ops.block_kernels import EXTRA, ROWS
 from offload.cpu_ops.block_layout import BlockLayout
-from offload.cpu_ops.isa import choose
+from offload.cpu_ops.entries import Kernel
+from offload.cpu_ops.isa import Isa, choose
 from offload.cpu_ops.kernels import address_of
-from offload.cpu_ops.kv_cache import from_bf16, to_bf16
+from offload.cpu_ops.kv_cache import from_bf16
 from offload.errors import OffloadError
 
 Array = npt.NDArray[Any]
@@ -42,6 +51,17 @@ def _lined(shape: tuple[int, ...], dtype: Any) -> Array:
     skip = -address_of(memory) % LINE
     found: Array = memory[skip : skip + nbytes].view(dtype).reshape(shape)
     return found
+
+
+def kernels_for(layout: BlockLayout, *, half_queries: bool, isa: str | None = None) -> list[Kernel]:
+    """What queries (bfloat16 or float32) over such blocks need: for ``warm.compile_ahead``."""
+    mode = _mode(layout, half_queries=half_queries, isa=choose(isa))
+    return [blocks_kernel(mode), finish_kernel()]
+
+
+def _mode(layout: BlockLayout, *, half_queries: bool, isa: Isa) -> str:
+    whole = layout.key_dim % 64 == layout.dim % 64 == 0
+    return mode_of(layout.kind.value, half_queries=half_queries, whole=whole, isa=isa)
 
 
 class BlockAttention:
@@ -99,7 +119,7 @@ class BlockAttention:
         self._state = _lined((self.batch, key_heads, self.rows, dim + EXTRA), np.float32)
         self._state[...] = 0
         self._state[..., dim] = -np.inf
-        self._seen = np.zeros(self.batch, np.int64)
+        self._given = [0] * self.batch
 
     def _per_sequence(self, name: str, values: Sequence[int]) -> Table:
         if len(values) != self.batch:
@@ -135,66 +155,60 @@ class BlockAttention:
                 f"{len(tables)} tables do not fit {self.batch} sequences' queries for "
                 f"{self.key_heads} heads of {self.key_dim} and {self.dim}"
             )
-        found = [self._segments(layout, b, table) for b, table in enumerate(tables)]
-        segments = np.ascontiguousarray(np.concatenate(found))
-        if len(segments):
-            self._run(layout, segments)
+        rows, ranges, total = [], [], 0
+        for b, table in enumerate(tables):
+            some, start = self._seen_by_some(layout, b, table)
+            count = len(some) * layout.parts
+            rows.append(some)
+            ranges.append((total, total + count, start))
+            total += count
+        if total:
+            table = np.ascontiguousarray(rows[0] if len(rows) == 1 else np.concatenate(rows))
+            self._run(layout, table, total, np.array(ranges, np.int64))
 
-    def _segments(self, layout: BlockLayout, b: int, table: Table) -> Table:
-        """Parts of the blocks that some query sees."""
+    def _seen_by_some(self, layout: BlockLayout, b: int, table: Table) -> tuple[Table, int]:
+        """The blocks that some query sees, and the place of their first token."""
         if table.ndim != 2 or table.shape[1] != 3 or table.dtype != np.int64:
             raise OffloadError(f"a table is int64 [blocks, 3], got {table.dtype} {table.shape}")
-        filled = table[:, 2]
-        if len(table) and ((filled[:-1] != layout.tokens).any() or filled[-1] > layout.tokens):
-            raise OffloadError(f"blocks before the last must hold all {layout.tokens} tokens")
-        blocks, parts, span = len(table), layout.parts, layout.span
-        out = np.empty((blocks, parts, Segment.SIZE), np.int64)
-        part = np.arange(parts)
-        out[..., Segment.KEYS] = table[:, :1] + part * layout.record(keys=True)
-        out[..., Segment.VALUES] = table[:, 1:2] + part * layout.record(keys=False)
-        start = np.arange(blocks)[:, None] * layout.tokens + part * span
-        out[..., Segment.START] = self._seen[b] + start
-        out[..., Segment.TOKENS] = np.clip(filled[:, None] - part * span, 0, span)
-        out[..., Segment.SEQUENCE] = b
-        self._seen[b] += int(filled.sum())
-        flat = out.reshape(-1, Segment.SIZE)
-        first, last = int(self._positions[b]), int(self._positions[b]) + self.queries - 1
-        low = max(int(self._firsts[b]), first - self._window + 1 if self._window else 0)
-        begin, count = flat[:, Segment.START], flat[:, Segment.TOKENS]
-        return flat[(count > 0) & (begin <= last) & (begin + count > low)]
+        blocks, tokens, start = len(table), layout.tokens, self._given[b]
+        if not blocks:
+            return table, start
+        last_filled = int(table[-1, 2])
+        if (table[:-1, 2] != tokens).any() or not 0 < last_filled <= tokens:
+            raise OffloadError(f"blocks before the last must hold all {tokens} tokens")
+        self._given[b] += (blocks - 1) * tokens + last_filled
+        position, window = int(self._positions[b]), self._window
+        low = max(int(self._firsts[b]), position - window + 1 if window else 0)
+        end = position + self.queries
+        first = min(blocks, max(0, low - start) // tokens)
+        behind = max(first, min(blocks, -(-(end - start) // tokens)))
+        return table[first:behind], start + first * tokens
 
-    def _run(self, layout: BlockLayout, segments: Table) -> None:
-        mode = mode_of(
-            layout.kind.value,
-            half_queries=self._q.dtype == np.uint16,
-            whole=self.key_dim % 64 == self.dim % 64 == 0,
-            isa=self._isa,
-        )
+    def _run(self, layout: BlockLayout, table: Table, segments: int, ranges: Table) -> None:
+        mode = _mode(layout, half_queries=self._q.dtype == np.uint16, isa=self._isa)
         q, chunk = self._queries_for(mode), self.rows > ROWS
-        entry = blocks_entry(mode, chunk=chunk)
+        entry = blocks_entry(mode)
         a = np.zeros(Attend.SIZE, np.int64)
         a[Attend.Q], a[Attend.Q_ROW] = address_of(q), q.itemsize * self.key_dim
         a[Attend.STATE] = address_of(self._state)
+        a[Attend.TABLE], a[Attend.RANGES] = address_of(table), address_of(ranges)
         a[Attend.BATCH], a[Attend.KEY_HEADS] = self.batch, self.key_heads
         a[Attend.ROWS], a[Attend.GROUP] = self.rows, self.group
         a[Attend.KEY_STRIDE] = layout.stride(keys=True)
         a[Attend.VALUE_STRIDE] = layout.stride(keys=False)
-        a[Attend.SPAN], a[Attend.KEY_DIM], a[Attend.DIM] = layout.span, self.key_dim, self.dim
+        a[Attend.PARTS], a[Attend.SPAN] = layout.parts, layout.span
+        a[Attend.KEY_PART] = layout.record(keys=True)
+        a[Attend.VALUE_PART] = layout.record(keys=False)
+        a[Attend.KEY_DIM], a[Attend.DIM] = self.key_dim, self.dim
         a[Attend.SCALE], a[Attend.CAP] = self._scalars
         a[Attend.POSITIONS] = address_of(self._positions)
         a[Attend.FIRSTS], a[Attend.WINDOW] = address_of(self._firsts), self._window
-        go = len(segments) if chunk else GO
+        go = segments if chunk else min(GO, segments)
         if not chunk:
-            shape = (min(go, len(segments)), self.key_heads, self.rows, self.dim + EXTRA)
-            partials = _lined(shape, np.float32)
+            partials = _lined((go, self.key_heads, self.rows, self.dim + EXTRA), np.float32)
             a[Attend.PARTIALS] = address_of(partials)
-        for start in range(0, len(segments), go):
-            some = segments[start : start + go]
-            ids = np.arange(self.batch)
-            ends = [np.searchsorted(some[:, Segment.SEQUENCE], ids, s) for s in ("left", "right")]
-            ranges = np.ascontiguousarray(np.stack(ends, axis=1).astype(np.int64))
-            a[Attend.SEGMENTS], a[Attend.COUNT] = address_of(some), len(some)
-            a[Attend.RANGES] = address_of(ranges)
+        for first in range(0, segments, go):
+            a[Attend.FIRST], a[Attend.COUNT] = first, min(go, segments - first)
             a[Attend.NEXT] = a[Attend.NEXT_FOLD] = 0
             threads.run(entry.call, entry.address, a)
 
@@ -204,19 +218,18 @@ class BlockAttention:
         ``sinks``: [Hq], scores that take their share and have no value (gpt-oss). A query that
         saw no token gets zeros.
         """
-        by_row = (self.batch, self.key_heads, self.queries, self.group)
-        state = self._state.reshape(*by_row, -1)
-        o, top, total = state[..., : self.dim], state[..., self.dim], state[..., self.dim + 1]
-        share = np.ones_like(top)
+        a = np.zeros(Finish.SIZE, np.int64)
         if sinks is not None:
             if sinks.shape != (self.heads,) or sinks.dtype != np.float32:
                 raise OffloadError(f"sinks are float32 [{self.heads}], got {list(sinks.shape)}")
-            sink = sinks.reshape(self.key_heads, 1, self.group)
-            highest = np.maximum(top, sink)
-            share = np.exp(top - highest)
-            total = total * share + np.exp(sink - highest)
-        factor = np.divide(share, total, out=np.zeros_like(share), where=total > 0)
-        out = np.empty((self.batch, self.key_heads, self.group, self.queries, self.dim), np.float32)
-        np.multiply(o, factor[..., None], out=out.transpose(0, 1, 3, 2, 4))
-        out = out.reshape(self.batch, self.heads, self.queries, self.dim)
-        return out if self._q.dtype == np.float32 else to_bf16(out)
+            sinks = np.ascontiguousarray(sinks)
+            a[Finish.SINKS] = address_of(sinks)
+        out = np.empty((self.batch, self.heads, self.queries, self.dim), self._q.dtype)
+        a[Finish.STATE], a[Finish.OUT] = address_of(self._state), address_of(out)
+        a[Finish.HALF], a[Finish.BATCH] = self._q.dtype == np.uint16, self.batch
+        a[Finish.KEY_HEADS], a[Finish.ROWS] = self.key_heads, self.rows
+        a[Finish.GROUP], a[Finish.DIM] = self.group, self.dim
+        entry = finish_entry()
+        # One token's result is less work than waking the other threads.
+        threads.run(entry.call, entry.address, a, None if self.rows > ROWS else 1)
+        return out

@@ -13,13 +13,24 @@ import enum
 import functools
 from typing import Any
 
-from offload.cpu_ops.block_kernels import BLOCK, EXTRA, ROWS, WIDEST, attend, fold
+from offload.cpu_ops.block_kernels import BLOCK, EXTRA, ROWS, WIDEST, attend, fold, share_of
 from offload.cpu_ops.block_vectors import multiplier
 from offload.cpu_ops.entries import Entry, Kernel
 from offload.cpu_ops.isa import Isa
+from offload.cpu_ops.lanes import store_bf16
 from offload.cpu_ops.tags import inline, outline, tag
 from offload.cpu_ops.tiles import field, wait
-from offload.cpu_ops.vectors import bits_float, fetch_add, load_int, stack, store_int32
+from offload.cpu_ops.vectors import (
+    bits_float,
+    fetch_add,
+    fmul,
+    load_f32,
+    load_int,
+    splat,
+    stack,
+    store_f32,
+    store_int32,
+)
 
 _partial_room = stack(ROWS * (WIDEST + EXTRA) * 4)
 _limit_room = stack(2 * ROWS * 4 + 64)
@@ -35,11 +46,12 @@ class Attend(enum.IntEnum):
     """Bytes of a row."""
     STATE = 3
     """float32 [B, G, R, Dv + EXTRA]"""
-    SEGMENTS = 4
-    """int64 [S, Segment.SIZE], of a sequence side by side and in ascending order."""
+    TABLE = 4
+    """int64 [blocks, 3]: addresses of keys and values, filled tokens; of all sequences in turn."""
     COUNT = 5
+    """Segments of this region, from FIRST on."""
     RANGES = 6
-    """int64 [B, 2]: each sequence's first segment, and the one behind its last."""
+    """int64 [B, 3]: a sequence's first segment, the one behind its last, its first token."""
     BATCH = 7
     KEY_HEADS = 8
     ROWS = 9
@@ -63,30 +75,52 @@ class Attend(enum.IntEnum):
     """Tokens a query sees, itself included; 0: all."""
     PARTIALS = 21
     """float32 [S, G, R, Dv + EXTRA], for few rows."""
-    NEXT = 24
-    NEXT_FOLD = 32
-    SIZE = 40
+    FIRST = 22
+    PARTS = 23
+    """Segments of a block."""
+    KEY_PART = 24
+    """Bytes from one of them to the next, of a head's keys."""
+    VALUE_PART = 25
+    NEXT = 32
+    NEXT_FOLD = 40
+    SIZE = 48
 
 
-class Segment(enum.IntEnum):
-    """One row of the segments."""
+class Finish(enum.IntEnum):
+    """Arguments of ``finish``."""
 
-    KEYS = 0
-    """Address of the first head's keys."""
-    VALUES = 1
-    START = 2
-    """Place of the first token in its sequence."""
-    TOKENS = 3
-    SEQUENCE = 4
-    SIZE = 5
+    BARRIER = 0
+    STATE = 1
+    OUT = 2
+    """[B, G * group, n, Dv] float32, or bfloat16."""
+    HALF = 3
+    """1: bfloat16."""
+    SINKS = 4
+    """Address of float32 [G * group]; 0: none."""
+    BATCH = 5
+    KEY_HEADS = 6
+    ROWS = 7
+    GROUP = 8
+    DIM = 9
+    NEXT = 16
+    SIZE = 24
+
+
+@inline
+def _range(a: int, b: int) -> int:
+    return field(a, Attend.RANGES) + 24 * b
 
 
 @outline
-def _segment(mode: Any, a: int, segment: int, head: int, first: int, rows: int, out: int) -> None:
+def _segment(
+    mode: Any, a: int, b: int, segment: int, head: int, first: int, rows: int, out: int
+) -> None:
     """Rows ``first`` .. ``first + rows`` of a head over one segment, to partial results."""
-    at = field(a, Attend.SEGMENTS) + 8 * Segment.SIZE * segment
-    start, n = field(at, Segment.START), field(at, Segment.TOKENS)
-    b, window = field(at, Segment.SEQUENCE), field(a, Attend.WINDOW)
+    parts, span = field(a, Attend.PARTS), field(a, Attend.SPAN)
+    block, part = field(a, Attend.TABLE) + 24 * (segment // parts), segment % parts
+    n = min(max(load_int(block + 16) - part * span, 0), span)
+    start = load_int(_range(a, b) + 16) + (segment - load_int(_range(a, b))) * span
+    window = field(a, Attend.WINDOW)
     position = load_int(field(a, Attend.POSITIONS) + 8 * b)
     padding = load_int(field(a, Attend.FIRSTS) + 8 * b)
     limits, t0, t1 = _limit_room(), BLOCK, 0
@@ -104,9 +138,10 @@ def _segment(mode: Any, a: int, segment: int, head: int, first: int, rows: int, 
     q += ((b * heads + head) * all_rows + first) * field(a, Attend.Q_ROW)
     attend(
         mode, q, rows,
-        field(at, Segment.KEYS) + head * field(a, Attend.KEY_STRIDE),
-        field(at, Segment.VALUES) + head * field(a, Attend.VALUE_STRIDE),
-        field(a, Attend.SPAN), field(a, Attend.KEY_DIM), field(a, Attend.DIM),
+        load_int(block) + head * field(a, Attend.KEY_STRIDE) + part * field(a, Attend.KEY_PART),
+        load_int(block + 8) + head * field(a, Attend.VALUE_STRIDE)
+        + part * field(a, Attend.VALUE_PART),
+        span, field(a, Attend.KEY_DIM), field(a, Attend.DIM),
         t0 // 8 * 8, (t1 + 7) // 8 * 8, t1, limits,
         bits_float(field(a, Attend.SCALE)), bits_float(field(a, Attend.CAP)), out,
     )  # fmt: skip
@@ -117,17 +152,20 @@ def few(mode: Any, a: int) -> None:
     """R <= ROWS; every thread of the region runs this."""
     heads, rows, dim = field(a, Attend.KEY_HEADS), field(a, Attend.ROWS), field(a, Attend.DIM)
     size, partials = 4 * rows * (dim + EXTRA), field(a, Attend.PARTIALS)
+    first, count = field(a, Attend.FIRST), field(a, Attend.COUNT)
     task = fetch_add(a + 8 * Attend.NEXT, 1)
-    while task < field(a, Attend.COUNT) * heads:
-        _segment(mode, a, task // heads, task % heads, 0, rows, partials + task * size)
+    while task < count * heads:
+        segment, b = first + task // heads, 0
+        while load_int(_range(a, b) + 8) <= segment:
+            b += 1
+        _segment(mode, a, b, segment, task % heads, 0, rows, partials + task * size)
         task = fetch_add(a + 8 * Attend.NEXT, 1)
     wait(field(a, Attend.BARRIER))
     task = fetch_add(a + 8 * Attend.NEXT_FOLD, 1)
     while task < field(a, Attend.BATCH) * heads:
-        b, head = task // heads, task % heads
-        of = field(a, Attend.RANGES) + 16 * b
-        for s in range(load_int(of), load_int(of + 8)):
-            at = partials + (s * heads + head) * size
+        of, head = _range(a, task // heads), task % heads
+        for s in range(max(load_int(of), first), min(load_int(of + 8), first + count)):
+            at = partials + ((s - first) * heads + head) * size
             fold(field(a, Attend.STATE) + task * size, at, rows, dim)
         task = fetch_add(a + 8 * Attend.NEXT_FOLD, 1)
 
@@ -145,11 +183,46 @@ def many(mode: Any, a: int) -> None:
         first = (tiles - 1 - task % tiles) * ROWS
         count = min(ROWS, rows - first)
         state = field(a, Attend.STATE) + ((b * heads + head) * rows + first) * row
-        of = field(a, Attend.RANGES) + 16 * b
-        for s in range(load_int(of), load_int(of + 8)):
-            _segment(mode, a, s, head, first, count, partial)
+        for s in range(load_int(_range(a, b)), load_int(_range(a, b) + 8)):
+            _segment(mode, a, b, s, head, first, count, partial)
             fold(state, partial, count, dim)
         task = fetch_add(a + 8 * Attend.NEXT, 1)
+
+
+@inline
+def finish(a: int) -> None:
+    """Sums divided by their weights; every thread of the region runs this."""
+    heads, rows, group = field(a, Finish.KEY_HEADS), field(a, Finish.ROWS), field(a, Finish.GROUP)
+    dim, sinks, half = field(a, Finish.DIM), field(a, Finish.SINKS), field(a, Finish.HALF)
+    size = 2 if half else 4
+    task = fetch_add(a + 8 * Finish.NEXT, 1)
+    while task < field(a, Finish.BATCH) * heads:
+        for r in range(rows):
+            row = field(a, Finish.STATE) + 4 * (task * rows + r) * (dim + EXTRA)
+            sink = 0 if sinks == 0 else sinks + 4 * (task % heads * group + r % group)
+            by = splat(share_of(row, sink, dim))
+            place = (task * group + r % group) * (rows // group) + r // group
+            out = field(a, Finish.OUT) + place * dim * size
+            for c in range(0, dim, 16):
+                v = fmul(by, load_f32(row + 4 * c))
+                if half:
+                    store_bf16(out + 2 * c, v)
+                else:
+                    store_f32(out + 4 * c, v)
+        task = fetch_add(a + 8 * Finish.NEXT, 1)
+
+
+@functools.cache
+def finish_kernel() -> Kernel:
+    def finish_body(arguments: int) -> None:
+        finish(arguments)
+
+    return Kernel(finish_body, "attention's last division", 0.5)
+
+
+@functools.cache
+def finish_entry() -> Entry:
+    return finish_kernel().entry()
 
 
 def mode_of(kind: str, *, half_queries: bool, whole: bool, isa: Isa) -> str:
@@ -161,22 +234,19 @@ def mode_of(kind: str, *, half_queries: bool, whole: bool, isa: Isa) -> str:
 
 
 @functools.cache
-def blocks_kernel(mode_name: str, *, chunk: bool) -> Kernel:
-    """For few rows, or (``chunk``) for many."""
+def blocks_kernel(mode_name: str) -> Kernel:
+    """For few rows and for many: two kernels would compile twice as long."""
     mode = tag("kv", mode_name)
-    if chunk:
 
-        def blocks_body(arguments: int) -> None:
+    def blocks_body(arguments: int) -> None:
+        if field(arguments, Attend.ROWS) > ROWS:
             many(mode, arguments)
-    else:
-
-        def blocks_body(arguments: int) -> None:
+        else:
             few(mode, arguments)
 
-    what = f"attention over {mode_name} blocks, {'many' if chunk else 'few'} queries"
-    return Kernel(blocks_body, what, 4.0)
+    return Kernel(blocks_body, f"attention over {mode_name} blocks", 6.0)
 
 
 @functools.cache
-def blocks_entry(mode_name: str, *, chunk: bool) -> Entry:
-    return blocks_kernel(mode_name, chunk=chunk).entry()
+def blocks_entry(mode_name: str) -> Entry:
+    return blocks_kernel(mode_name).entry()

@@ -264,3 +264,21 @@ def fold(state: int, partial: int, rows: int, dim: int) -> None:
         for c in range(0, dim, 16):
             v = fmul(a, load_f32(to + 4 * c))
             store_f32(to + 4 * c, fma(b, load_f32(of + 4 * c), v))
+
+
+@inline
+def share_of(state: int, sink: int, dim: int) -> Any:
+    """What a row's sums are multiplied with at the end; 0 if it saw nothing.
+
+    ``sink``: address of a score that takes its share and has no value (gpt-oss); 0: there is none.
+    """
+    top, total = load_float(state + 4 * dim), load_float(state + 4 * dim + 4)
+    share = float32(0.0)
+    if total > float32(0.0):
+        share = float32(1.0)
+        if sink != 0:
+            highest = max(top, load_float(sink))
+            share = _exp(top - highest)
+            total = total * share + _exp(load_float(sink) - highest)
+        share /= total
+    return share
