@@ -111,11 +111,20 @@ def _range(a: int, b: int) -> int:
     return field(a, Attend.RANGES) + 24 * b
 
 
+@inline
+def _keys(a: int, segment: int, head: int) -> int:
+    parts = field(a, Attend.PARTS)
+    at = load_int(field(a, Attend.TABLE) + 24 * (segment // parts))
+    at += head * field(a, Attend.KEY_STRIDE) + segment % parts * field(a, Attend.KEY_PART)
+    return at
+
+
 @outline
 def _segment(
-    mode: Any, a: int, b: int, segment: int, head: int, first: int, rows: int, out: int
+    mode: Any, a: int, b: int, segment: int, head: int, first: int, rows: int, after: int, out: int
 ) -> None:
-    """Rows ``first`` .. ``first + rows`` of a head over one segment, to partial results."""
+    """Rows ``first`` .. ``first + rows`` of a head over one segment, to partial results. ``after``:
+    address of what will be read next; 0: it is not known."""
     parts, span = field(a, Attend.PARTS), field(a, Attend.SPAN)
     block, part = field(a, Attend.TABLE) + 24 * (segment // parts), segment % parts
     n = min(max(load_int(block + 16) - part * span, 0), span)
@@ -138,12 +147,12 @@ def _segment(
     q += ((b * heads + head) * all_rows + first) * field(a, Attend.Q_ROW)
     attend(
         mode, q, rows,
-        load_int(block) + head * field(a, Attend.KEY_STRIDE) + part * field(a, Attend.KEY_PART),
+        _keys(a, segment, head),
         load_int(block + 8) + head * field(a, Attend.VALUE_STRIDE)
         + part * field(a, Attend.VALUE_PART),
         span, field(a, Attend.KEY_DIM), field(a, Attend.DIM),
         t0 // 8 * 8, (t1 + 7) // 8 * 8, t1, limits,
-        bits_float(field(a, Attend.SCALE)), bits_float(field(a, Attend.CAP)), out,
+        bits_float(field(a, Attend.SCALE)), bits_float(field(a, Attend.CAP)), after, out,
     )  # fmt: skip
 
 
@@ -158,8 +167,12 @@ def few(mode: Any, a: int) -> None:
         segment, b = first + task // heads, 0
         while load_int(_range(a, b) + 8) <= segment:
             b += 1
-        _segment(mode, a, b, segment, task % heads, 0, rows, partials + task * size)
-        task = fetch_add(a + 8 * Attend.NEXT, 1)
+        # The next task is taken now, so that memory is never idle between two.
+        following, after = fetch_add(a + 8 * Attend.NEXT, 1), 0
+        if following < count * heads:
+            after = _keys(a, first + following // heads, following % heads)
+        _segment(mode, a, b, segment, task % heads, 0, rows, after, partials + task * size)
+        task = following
     wait(field(a, Attend.BARRIER))
     task = fetch_add(a + 8 * Attend.NEXT_FOLD, 1)
     while task < field(a, Attend.BATCH) * heads:
@@ -184,7 +197,7 @@ def many(mode: Any, a: int) -> None:
         count = min(ROWS, rows - first)
         state = field(a, Attend.STATE) + ((b * heads + head) * rows + first) * row
         for s in range(load_int(_range(a, b)), load_int(_range(a, b) + 8)):
-            _segment(mode, a, b, s, head, first, count, partial)
+            _segment(mode, a, b, s, head, first, count, 0, partial)
             fold(state, partial, count, dim)
         task = fetch_add(a + 8 * Attend.NEXT, 1)
 

@@ -138,13 +138,15 @@ by_format(place_of)(lambda name: _nibble_place if name == "q4dot" else _same_pla
 
 
 @inline
-def ask(at: int, nbytes: int, end: int, other: int) -> None:
-    """Prefetch ``nbytes`` that lie AHEAD of ``at``; beyond ``end`` what starts at ``other``."""
+def ask(at: int, nbytes: int, end: int, after: int) -> None:
+    """Prefetch ``nbytes`` that lie AHEAD of ``at``; instead of what is behind ``end`` what starts
+    at ``after`` (0: nothing)."""
     at += AHEAD
     if at >= end:
-        at += other - end
-    for line in range(0, nbytes, 64):
-        prefetch(at + line)
+        at += after - end
+    if at < end or after != 0:
+        for line in range(0, nbytes, 64):
+            prefetch(at + line)
 
 
 def dot_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:

@@ -59,8 +59,8 @@ from offload.cpu_ops.vectors import (
 
 EXTRA = 16
 """Floats after a row's Dv sums: the largest score, and the sum of exponentials."""
-_NEAR = 8192
-"""Bytes of keys or values that all rows go over before the next: a quarter of an L1 cache."""
+_NEAR = 16384
+"""Bytes of keys or values that all rows go over before the next: half an L1 cache."""
 
 _score_room = stack(ROWS * BLOCK * 4)
 _query_room = stack(ROWS * WIDEST * 4)
@@ -167,7 +167,7 @@ def _softmax(
 @outline
 def attend(
     mode: Any, q: int, rows: int, k: int, v: int, span: int, key_dim: int, dim: int, t0: int,
-    t1: int, end: int, limits: int, scale: Any, cap: Any, out: int,
+    t1: int, end: int, limits: int, scale: Any, cap: Any, after: int, out: int,
 ) -> None:  # fmt: skip
     """``rows`` <= ROWS queries over tokens t0..t1 of a block's ``end`` <= BLOCK ones.
 
@@ -177,7 +177,8 @@ def attend(
     ``out``: float32 [rows, dim + EXTRA]: the sum of values weighted with exp(score - largest), the
     largest score, the sum of the weights. A row that sees nothing gets zeros and minus infinity.
 
-    ``cap``: scores become cap * tanh(score / cap); 0: they do not.
+    ``cap``: scores become cap * tanh(score / cap); 0: they do not. ``after``: address of what will
+    be read next; 0: it is not known.
     """
     scores, offsets, row = _score_room(), _offset_room(), 4 * (dim + EXTRA)
     q_row = 4 * key_dim
@@ -219,7 +220,11 @@ def attend(
     near = max(8, _NEAR // row_bytes(mode, dim) // 8 * 8)
     for t in range(t0, t1, near):
         until = min(t + near, t1)
-        ask(values + t * row_bytes(mode, dim), (until - t) * row_bytes(mode, dim), 0, 0)
+        for line in range(t, until, 8):
+            ask(
+                values + line * row_bytes(mode, dim), 8 * row_bytes(mode, dim),
+                values + end * row_bytes(mode, dim), after,
+            )  # fmt: skip
         for h in range(0, rows, 4):
             p, last = scores + h * BLOCK * 4, min(3, rows - 1 - h)
             add_values(mode, p, values, t, until, end, dim, out + h * row, row, last)
