@@ -169,10 +169,12 @@ def _add_ints(rows: Any, at: int, high: Any, low: Any) -> None:
     o0, o1, o2, o3 = rows
     h0, h1, h2, h3 = high
     l0, l1, l2, l3 = low
-    store_i32(o0 + at, iadd(load_i32(o0 + at), iadd(left(h0, 7), l0)))
-    store_i32(o1 + at, iadd(load_i32(o1 + at), iadd(left(h1, 7), l1)))
-    store_i32(o2 + at, iadd(load_i32(o2 + at), iadd(left(h2, 7), l2)))
-    store_i32(o3 + at, iadd(load_i32(o3 + at), iadd(left(h3, 7), l3)))
+    # All are loaded first: rows that fill empty places are one row several times.
+    a0, a1, a2, a3 = load_i32(o0 + at), load_i32(o1 + at), load_i32(o2 + at), load_i32(o3 + at)
+    store_i32(o0 + at, iadd(a0, iadd(left(h0, 7), l0)))
+    store_i32(o1 + at, iadd(a1, iadd(left(h1, 7), l1)))
+    store_i32(o2 + at, iadd(a2, iadd(left(h2, 7), l2)))
+    store_i32(o3 + at, iadd(a3, iadd(left(h3, 7), l3)))
 
 
 def _bytes_wide(
