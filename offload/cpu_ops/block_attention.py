@@ -10,10 +10,11 @@ alone or in a chunk: the result is the same to the bit, as long as it is cut bet
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ from offload.cpu_ops.block_bodies import (
 )
 from offload.cpu_ops.block_kernels import EXTRA, ROWS
 from offload.cpu_ops.block_layout import BlockLayout
-from offload.cpu_ops.entries import Kernel
+from offload.cpu_ops.entries import Entry, Kernel
 from offload.cpu_ops.isa import Isa, choose
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import from_bf16
@@ -78,6 +79,30 @@ def kernels_for(layout: BlockLayout, *, half_queries: bool, isa: str | None = No
 def _mode(layout: BlockLayout, *, half_queries: bool, isa: Isa) -> str:
     whole = layout.key_dim % 64 == layout.dim % 64 == 0
     return mode_of(layout.kind.value, half_queries=half_queries, whole=whole, isa=isa)
+
+
+class _Plan(NamedTuple):
+    """What all calls for some layout and shape have in common."""
+
+    mode: str
+    entry: Entry
+    arguments: Array
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(layout: BlockLayout, batch: int, rows: int, group: int, half: bool, isa: Isa) -> _Plan:
+    """Kept: filling in two dozen numbers takes longer than starting the kernel."""
+    mode = _mode(layout, half_queries=half, isa=isa)
+    a = np.zeros(Attend.SIZE, np.int64)
+    a[Attend.BATCH], a[Attend.KEY_HEADS] = batch, layout.key_heads
+    a[Attend.ROWS], a[Attend.GROUP] = rows, group
+    a[Attend.KEY_STRIDE] = layout.stride(keys=True)
+    a[Attend.VALUE_STRIDE] = layout.stride(keys=False)
+    a[Attend.PARTS], a[Attend.SPAN] = layout.parts, layout.span
+    a[Attend.KEY_PART] = layout.record(keys=True)
+    a[Attend.VALUE_PART] = layout.record(keys=False)
+    a[Attend.KEY_DIM], a[Attend.DIM] = layout.key_dim, layout.dim
+    return _Plan(mode, blocks_entry(mode), a)
 
 
 class BlockAttention:
@@ -201,21 +226,12 @@ class BlockAttention:
         return table[first:behind], start + first * tokens
 
     def _run(self, layout: BlockLayout, table: Table, segments: int, ranges: Table) -> None:
-        mode = _mode(layout, half_queries=self._q.dtype == np.uint16, isa=self._isa)
-        q, chunk = self._queries_for(mode), self.rows > ROWS
-        entry = blocks_entry(mode)
-        a = np.zeros(Attend.SIZE, np.int64)
+        half = self._q.dtype == np.uint16
+        plan = _plan(layout, self.batch, self.rows, self.group, half, self._isa)
+        q, chunk, a = self._queries_for(plan.mode), self.rows > ROWS, plan.arguments.copy()
         a[Attend.Q], a[Attend.Q_ROW] = address_of(q), q.itemsize * self.key_dim
         a[Attend.STATE] = address_of(self._state)
         a[Attend.TABLE], a[Attend.RANGES] = address_of(table), address_of(ranges)
-        a[Attend.BATCH], a[Attend.KEY_HEADS] = self.batch, self.key_heads
-        a[Attend.ROWS], a[Attend.GROUP] = self.rows, self.group
-        a[Attend.KEY_STRIDE] = layout.stride(keys=True)
-        a[Attend.VALUE_STRIDE] = layout.stride(keys=False)
-        a[Attend.PARTS], a[Attend.SPAN] = layout.parts, layout.span
-        a[Attend.KEY_PART] = layout.record(keys=True)
-        a[Attend.VALUE_PART] = layout.record(keys=False)
-        a[Attend.KEY_DIM], a[Attend.DIM] = self.key_dim, self.dim
         a[Attend.SCALE], a[Attend.CAP] = self._scalars
         a[Attend.POSITIONS] = address_of(self._positions)
         a[Attend.FIRSTS], a[Attend.WINDOW] = address_of(self._firsts), self._window
@@ -226,7 +242,7 @@ class BlockAttention:
         for first in range(0, segments, go):
             a[Attend.FIRST], a[Attend.COUNT] = first, min(go, segments - first)
             a[Attend.NEXT] = a[Attend.NEXT_FOLD] = 0
-            threads.run(entry.call, entry.address, a)
+            threads.run(plan.entry.call, plan.entry.address, a)
 
     def result(self, sinks: npt.NDArray[np.float32] | None = None) -> Array:
         """[B, Hq, n, Dv] in the queries' dtype, of what was added so far.

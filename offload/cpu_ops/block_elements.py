@@ -46,8 +46,10 @@ from offload.cpu_ops.vectors import (
     to_float,
 )
 
-AHEAD = 4096
-"""Bytes from a row that is read to what is asked for."""
+AHEAD = 32768
+"""Bytes from what is multiplied to what is asked of memory, at most; never more than a head's keys
+or values. Far, as memory is asked in bursts: while the first rows go over some keys, and not while
+the others do, nor while there are exponentials to compute."""
 
 
 def load_element(mode: Any, row: int, i: int) -> Any:
@@ -139,9 +141,8 @@ by_format(place_of)(lambda name: _nibble_place if name == "q4dot" else _same_pla
 
 @inline
 def ask(at: int, nbytes: int, end: int, after: int) -> None:
-    """Prefetch ``nbytes`` that lie AHEAD of ``at``; instead of what is behind ``end`` what starts
-    at ``after`` (0: nothing)."""
-    at += AHEAD
+    """Prefetch ``nbytes`` at ``at``; instead of what is behind ``end`` what starts at ``after``
+    (0: nothing)."""
     if at >= end:
         at += after - end
     if at < end or after != 0:

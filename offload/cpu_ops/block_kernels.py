@@ -20,7 +20,15 @@ from typing import Any
 
 from numba import float32
 
-from offload.cpu_ops.block_elements import ask, dot_four, integer, paired, quantised, row_bytes
+from offload.cpu_ops.block_elements import (
+    AHEAD,
+    ask,
+    dot_four,
+    integer,
+    paired,
+    quantised,
+    row_bytes,
+)
 from offload.cpu_ops.block_queries import BLOCK, ROWS, TOP, WIDEST, scale_queries, whole_queries
 from offload.cpu_ops.block_values import add_values, in_order, to_floats
 from offload.cpu_ops.block_vectors import (
@@ -88,7 +96,7 @@ def _scores(
     step = row_bytes(mode, dim)
     for t in range(t0, t1, 4):
         if values != 0:
-            ask(k + t * step, 4 * step, keys_end, values)
+            ask(k + t * step + min(AHEAD, end * step), 4 * step, keys_end, values)
         k0, k1 = k + min(t, end - 1) * step, k + min(t + 1, end - 1) * step
         k2, k3 = k + min(t + 2, end - 1) * step, k + min(t + 3, end - 1) * step
         none = (
@@ -220,9 +228,10 @@ def attend(
     near = max(8, _NEAR // row_bytes(mode, dim) // 8 * 8)
     for t in range(t0, t1, near):
         until = min(t + near, t1)
+        ahead = min(AHEAD, end * row_bytes(mode, dim))
         for line in range(t, until, 8):
             ask(
-                values + line * row_bytes(mode, dim), 8 * row_bytes(mode, dim),
+                values + line * row_bytes(mode, dim) + ahead, 8 * row_bytes(mode, dim),
                 values + end * row_bytes(mode, dim), after,
             )  # fmt: skip
         for h in range(0, rows, 4):
