@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_what_is_new_is_searched_for_garbage() -> None:
+    """The runtime collects garbage when it opens a model or begins a run. In a process that has
+    imported everything and ran a thousand tests one such search takes longer than most tests: a
+    user's process is a young one, and so is this when a module begins."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
