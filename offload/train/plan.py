@@ -173,8 +173,10 @@ def make_plan(
     weights_extra = 0
     if first == "states":
         for b in order:
+            if not blocks[b].trained:
+                continue  # frozen: there are no states, nor a kind of them for its dtype
             size = blocks[b].nbytes + slot_bytes(layout, needs, b)
-            if blocks[b].trained and size <= left:
+            if size <= left:
                 pinned_now.add(b)
                 resident_now.add(b)
                 weights_extra += blocks[b].nbytes
