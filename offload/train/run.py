@@ -25,6 +25,7 @@ from offload.models.options import SAFE_SHARE
 from offload.models.workspace import limit_kernels
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
+from offload.train.causal import check_causal
 from offload.train.checks import check_dtypes, check_options, state_directory
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
@@ -74,6 +75,7 @@ def prepare(options: TrainOptions) -> Run:
     return_large_blocks()
     share_one_heap()
     config = read_config(directory)
+    check_causal(config)
     from offload.io.safetensors import CheckpointIndex
 
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
