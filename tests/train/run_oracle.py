@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from equivalence import reference
 
-from offload.cpu_ops.checksum import xxh64
+from offload.io.checksum import xxh3
 from offload.io.engines import make_engine
 from offload.io.tile_store import TileStore
 from offload.runtime.memory import HostMemory
@@ -124,7 +124,7 @@ def assert_same_states(run: Run, oracle: Oracle) -> int:
     try:
         with TileStore.open(
             run.states, engine, shapes=shapes, identity=run.identity,
-            keep=run.options.save_total_limit, checksum=xxh64,
+            keep=run.options.save_total_limit, checksum=xxh3,
         ) as store:  # fmt: skip
             for tile, kind in zip(layout.tiles, kind_of, strict=True):
                 block, places = layout.blocks[tile.block], kind.offsets(tile.count)
