@@ -311,7 +311,7 @@ class TileDirectory:
                     raise DoubtfulError(f"{why}; nor could it be taken back: {worse}") from e
                 log.warning("%s", worse)  # a temporary file stays until the next start
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                why += "; free some space"
+                why += "; free some space, then continue with --resume"
             raise StoreError(why) from e
 
     def _write(self, manifest: bytes) -> None:

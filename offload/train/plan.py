@@ -174,7 +174,7 @@ def make_plan(
     if first == "states":
         for b in order:
             if not blocks[b].trained:
-                continue
+                continue  # frozen: there are no states, nor a kind of them for its dtype
             size = blocks[b].nbytes + slot_bytes(layout, needs, b)
             if size <= left:
                 pinned_now.add(b)

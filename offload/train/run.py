@@ -26,6 +26,7 @@ from offload.models.options import SAFE_SHARE
 from offload.models.workspace import limit_kernels
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
+from offload.train.causal import check_causal
 from offload.train.checks import check_dtypes, check_options, state_directory
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
@@ -80,6 +81,7 @@ def prepare(options: TrainOptions) -> Run:
     choice = choose_base(options.model, options.quant) if options.method == "lora" else None
     directory = resolve(options.model) if choice is None else choice.directory
     config = read_config(directory)
+    check_causal(config)
     dtype = _pick_dtype(options, config, directory, choice)
     check_dtypes(options, str(dtype).removeprefix("torch."))
     output = options.output.expanduser()
