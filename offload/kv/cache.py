@@ -73,7 +73,7 @@ class Life:
                 layer.reset()
 
 
-class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
+class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-ignore]
     """One layer's keys and values in blocks."""
 
     is_sliding = False
@@ -83,7 +83,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, life: Life, index: int) -> None:
         """``index``: among the layers that are kept in blocks."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
         self._life = life
         self._index = index
         self.table: LayerTable | None = None
@@ -179,7 +179,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
         self.table.select([row % count for row in indices.tolist()])
 
 
-class TieredCache(Cache):  # type: ignore[misc]
+class TieredCache(Cache):  # type: ignore[misc,no-untyped-call,unused-ignore]
     """The cache of one generation. Its backing serves one at a time: a new one takes the memory.
 
     Layers that are plain attention over all tokens (a latent cache included) are kept in blocks.

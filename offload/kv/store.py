@@ -183,6 +183,16 @@ class BlockStore:
                     self._window_free.append(incoming.slot)
             self._read_ahead(ahead)
 
+    def settle(self) -> None:
+        """Wait for what is under way to the disk, and for reads that nobody needs."""
+        for block in list(self._writing):
+            if block.writing is not None:
+                self._end_of(block.writing)
+                self._written(block)
+        for incoming, _ in self._dying:
+            self._end_of(incoming.reading)
+        self._bury()
+
     # -- figures --------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int]:
