@@ -164,7 +164,11 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         sequences=options.batch,
         block_tokens=options.kv_block_tokens,
         other_bytes=other,
-        activation_bytes=_last_token_bytes(model, context, options.batch),
+        # Only a latent cache is expanded; attention reads plain keys and values where they are
+        # (on meta it is another, which copies them, so that measuring it would say too much).
+        activation_bytes=_last_token_bytes(model, context, options.batch)
+        if any((s.key_heads, s.key_dim) != (s.value_heads, s.value_dim) for s in shapes)
+        else 0,
     )
 
 

@@ -225,8 +225,12 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         if kv is not None or need is None:
             raise
         # Then keys and values leave RAM, and what weights do not need at least is theirs.
+        plain = minimum_budgets(ask(ram))[Tier.RAM]
         kv = kv_plan.least(need)
-        kv = kv_plan.with_spare(kv, ram - minimum_budgets(ask(ram))[Tier.RAM])
+        tiered = minimum_budgets(ask(ram))[Tier.RAM]
+        if tiered >= plain:
+            raise  # so little is cached that blocks take more
+        kv = kv_plan.with_spare(kv, ram - tiered)
         plan = plan_within(ask, ram, directory.name)
     if kv is not None:
         plan = kv_plan.predicted(plan, kv, ask(ram).costs)

@@ -73,7 +73,7 @@ def load_reference(want: Golden) -> Any:
 
 def test_what_does_not_fit_beside_the_weights_is_spilled(llama: Golden, tmp_path: Path) -> None:
     """Without a flag: a context that was refused is planned, and keys and values get the rest."""
-    ram = prepare(llama.directory, asked(tmp_path, context=2048)).minimum[Tier.RAM]
+    ram = prepare(llama.directory, asked(tmp_path, context=8192)).minimum[Tier.RAM]
     while (kv := (prepared := prepare_long(llama, tmp_path, ram)).kv) is None:
         ram -= 256 * 1024  # in RAM it fits so far; refused (PlanError) it must never be first
     assert kv.blocks[1] > 0
@@ -84,7 +84,7 @@ def test_what_does_not_fit_beside_the_weights_is_spilled(llama: Golden, tmp_path
 
 
 def prepare_long(want: Golden, tmp_path: Path, ram: int) -> Any:
-    return prepare(want.directory, asked(tmp_path, ram=ram, context=2048))
+    return prepare(want.directory, asked(tmp_path, ram=ram, context=8192))
 
 
 def test_what_cannot_be_kept_in_blocks_is_refused(llama: Golden, tmp_path: Path) -> None:
