@@ -22,6 +22,7 @@ from torch import nn
 from offload.cpu_ops.adam_step import AdamStep
 from offload.errors import OffloadError
 from offload.train.grads import Gradients
+from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.segments import Segment, same_random_numbers
@@ -132,6 +133,8 @@ class Engine:
         """Bytes of gradients that may wait for updates inside backward before backward waits."""
         self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         """Set: losses that units add when they are run again (routers')."""
+        self.inputs: SpilledInputs | None = None
+        """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
         self.checkpoint_bytes: Callable[[], int] = lambda: 0
         """Bytes read so far of the checkpoint itself."""
@@ -207,6 +210,8 @@ class Engine:
             self.on_backward()
         if not state.depth and self.rounds is not None:
             self.rounds.door()
+        if backward and self.inputs is not None:
+            self.inputs.ahead()
         if not state.depth and not state.entries:
             began = time.perf_counter()
             with self.shared.changed:
@@ -263,6 +268,11 @@ class Engine:
     def current_micro(self) -> int:
         """The number of the micro-batch that runs."""
         return self.micro if self.rounds is None else self.rounds.index
+
+    def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
+        if self.inputs is None:
+            return None
+        return self.inputs.keep(unit, tensor, in_turns=self.rounds is not None)
 
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [] if self.extra is None else self.extra()
