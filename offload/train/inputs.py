@@ -238,7 +238,8 @@ class SpilledInputs:
         raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
         start = -raw.data_ptr() % ALIGN
         kept.memory = raw[start : start + nbytes]
-        view = memoryview(kept.memory.numpy())
+        numbers: Any = kept.memory.numpy()
+        view = memoryview(numbers)
         starts = range(0, nbytes, REQUEST_BYTES)
         kept.pending = len(starts)
         self._ahead[kept.number] = weakref.ref(kept)

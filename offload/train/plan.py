@@ -51,6 +51,10 @@ class TrainPlan:
     spill_bytes: int
     phases: Mapping[str, tuple[int, int]]
     """Phase -> bytes read from and written to the disk in a step, by the homes of blocks."""
+    inputs_bytes: int = 0
+    """Of the file that inputs kept for backward are spilled to."""
+    inputs_text: str = ""
+    """What became of them, and why."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -173,8 +177,10 @@ def make_plan(
     weights_extra = 0
     if first == "states":
         for b in order:
+            if not blocks[b].trained:
+                continue
             size = blocks[b].nbytes + slot_bytes(layout, needs, b)
-            if blocks[b].trained and size <= left:
+            if size <= left:
                 pinned_now.add(b)
                 resident_now.add(b)
                 weights_extra += blocks[b].nbytes

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from offload.train.plan import (
 )
 from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
 from offload.train.schedule import Schedule
+from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
 from offload.units import format_bytes
@@ -117,7 +119,11 @@ def _check_room(run: Run) -> None:
     they are not made; what they take of the same disk is not there for the output any more."""
     paths = (run.options.output.expanduser().absolute(), run.states)
     parents = [next(p for p in path.parents if p.exists()) for path in paths]
-    taken = run.plan.spill_bytes + (0 if run.options.resume else run.plan.disk_bytes)
+    taken = (
+        run.plan.spill_bytes
+        + run.plan.inputs_bytes
+        + (0 if run.options.resume else run.plan.disk_bytes)
+    )
     need = run.output_bytes()
     if os.stat(parents[0]).st_dev != os.stat(parents[1]).st_dev:
         taken = 0
@@ -181,10 +187,13 @@ def _plan(
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
+    inputs = KeptInputs(
+        sizes=input_sizes(layout, modules, footprint), at_once=vertical,
+        micro_batches=options.grad_accum,
+    )  # fmt: skip
     fixed = {
         "activations of a unit": footprint.unit_bytes,
-        "inputs kept for backward": footprint.boundary_bytes * vertical
-        + footprint.shared_bytes * (vertical + 1),
+        KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
         "loss": loss_bytes(meta, form, layout, options, grad_dtype),
         "compiled products": product_bytes(layout, options, ram),
     }
@@ -199,21 +208,21 @@ def _plan(
         fetched_bytes=fetched,
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
-    plans = [
-        make_plan(
-            layout, needs, ram, keep=options.save_total_limit, clipping=clipping,
-            backwards=passes, first=first,
-            always=frozenset() if adapters is None else adapters.blocks(layout),
-        )
-        for first in ORDERS
-    ]  # fmt: skip
+    always = frozenset[int]() if adapters is None else adapters.blocks(layout)
+    candidates: list[TrainPlan] = []
+    for first in ORDERS:
+        make = partial(
+            make_plan, layout, budget=ram, keep=options.save_total_limit, clipping=clipping,
+            backwards=passes, first=first, always=always,
+        )  # fmt: skip
+        candidates += plans(make, needs, inputs)
     rates = step_rates(meta, modules, form, options, states)
-    plan, prediction = plans[0], None
+    plan, prediction = candidates[0], None
     if rates is not None:
         update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
-        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in plans]
-        best = min(range(len(plans)), key=lambda i: predictions[i].seconds)
-        plan, prediction = plans[best], predictions[best]
+        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in candidates]
+        i = best(candidates, predictions)
+        plan, prediction = candidates[i], predictions[i]
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
@@ -488,12 +497,14 @@ class Run:
         return taken.tokens
 
     def _bytes(self, engine: Engine) -> tuple[int, int]:
-        """Bytes read and written since the start: tiles, spilled gradients, the checkpoint."""
-        store, gradients = self._need_store(), engine.gradients
-        return (
-            store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes(),
-            store.written_bytes + gradients.written_bytes,
-        )
+        """Bytes read and written since the start: tiles, spilled gradients and inputs, the
+        checkpoint."""
+        store, gradients, inputs = self._need_store(), engine.gradients, engine.inputs
+        read = store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes()
+        written = store.written_bytes + gradients.written_bytes
+        if inputs is not None:
+            read, written = read + inputs.read_bytes, written + inputs.written_bytes
+        return read, written
 
     def _busy(self, engine: Engine) -> tuple[float, float]:
         return self._need_store().busy_s, engine.updater.busy_s
