@@ -107,7 +107,7 @@ def plan_dropin(
         fetched_bytes=fetched,
     )  # fmt: skip
     inputs = KeptInputs(sizes=input_sizes(layout, units, footprint))
-    make = partial(make_plan, layout, budget=budget, keep=options.keep, clipping=True)
+    make = partial(make_plan, layout, budget=budget, versions=options.keep + 1, clipping=True)
     return plans(make, needs, inputs)[0]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from offload.errors import OffloadError, StoreError
 from offload.io.checksum import xxh3
-from offload.io.tile_store import TileStore, is_tile_store
+from offload.io.tile_store import TileStore, has_commits, is_tile_store, reserved
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
@@ -116,7 +116,7 @@ def _check_states(states: Path, options: TrainOptions) -> None:
 
 def _check_room(run: Run) -> None:
     """Refuse to begin what would end without room for its output. For the states there is room, or
-    they are not made; what they take of the same disk is not there for the output any more."""
+    they are not made; what they will take of the same disk is not there for the output any more."""
     paths = (run.options.output.expanduser().absolute(), run.states)
     parents = [next(p for p in path.parents if p.exists()) for path in paths]
     taken = (
@@ -212,7 +212,8 @@ def _plan(
     candidates: list[TrainPlan] = []
     for first in ORDERS:
         make = partial(
-            make_plan, layout, budget=ram, keep=options.save_total_limit, clipping=clipping,
+            make_plan, layout, budget=ram, versions=state_versions(options, states, total),
+            clipping=clipping,
             backwards=passes, first=first, always=always,
         )  # fmt: skip
         candidates += plans(make, needs, inputs)
@@ -246,6 +247,15 @@ def _plan(
     gc.collect()
     reset_peak_rss()
     return run
+
+
+def state_versions(options: TrainOptions, states: Path, total: int) -> int:
+    """How often each tile of states is on the disk: as the run changes it, and as each commit has
+    it that is there meanwhile. The last commit is none of these: nothing is changed behind it."""
+    if has_commits(states):
+        return options.save_total_limit + 1
+    during = 0 if options.save_every is None else (total - 1) // options.save_every
+    return min(during, options.save_total_limit) + 1
 
 
 def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
@@ -437,6 +447,7 @@ class Run:
             store = make(  # type: ignore[operator]
                 directory=self.states, shapes=shapes, engine=io, identity=self.identity,
                 keep=options.save_total_limit, checksum=xxh3,
+                generations=1 if options.resume else self.plan.versions,
             )  # fmt: skip
             self._store = store
             return store
@@ -455,6 +466,8 @@ class Run:
         """The number of steps that the store's commit holds; 0 for a new run."""
         store = self._need_store()
         meta = store.commit_meta
+        if meta is None or int(meta["step"]) < self.total:
+            store.reserve(self.plan.versions)  # else nothing will be written
         if meta is None:
             return 0  # also of a run that was killed before its first commit
         engine.steps.update(meta["param_steps"])

@@ -291,22 +291,21 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model whose step is all inputs: many layers, narrow, of many tokens."""
     place = tmp_path_factory.mktemp("long")
     model = write_model(
-        place / "m", dtype=torch.float32, num_hidden_layers=12, hidden_size=128, intermediate_size=128,
+        place / "m", dtype=torch.float32, num_hidden_layers=10, hidden_size=128, intermediate_size=128,
         num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
     )  # fmt: skip
     return model, write_data(place / "train.jsonl", rows=500)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_run_that_fits_only_so(
-    long: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    long: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same weights as with RAM for everything."""
     monkeypatch.setattr(run, "warm_training", not_warmed)
     monkeypatch.setattr(run, "step_rates", lambda *_: None)
     more: dict[str, Any] = {
-        "seq_len": 256, "batch_size": 2, "grad_accum": 8, "order": "vertical", "max_steps": 2,
-        "save_every": None, "method": method,
+        "seq_len": 256, "batch_size": 2, "grad_accum": 6, "order": "vertical", "max_steps": 2,
+        "save_every": None,
     }  # fmt: skip
     roomy = train(options_for(*long, tmp_path / "roomy", **more))
     with pytest.raises(PlanError) as raised:
@@ -326,10 +325,10 @@ def test_a_run_that_fits_only_so(
     ((plan, spill),) = seen
     one = 2 * 256 * 128 * 4
     assert spill.largest == one
-    assert plan.phases["forward"][1] >= 8 * len(spill.units) * one
+    assert plan.phases["forward"][1] >= 6 * len(spill.units) * one
     end = log.end
     assert end is not None
-    assert end.written_bytes >= 2 * 8 * len(spill.units) * one * (method == "full")
+    assert end.written_bytes >= 2 * 6 * len(spill.units) * one
     assert log.losses == roomy.losses
     assert log.norms == roomy.norms
     out = [tmp_path / name / "out" for name in ("roomy", "tight")]
