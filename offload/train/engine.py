@@ -72,6 +72,9 @@ class Clock:
 
     waiting: float = 0.0
     """For weights: reads and updates that were not through."""
+    updates: float = 0.0
+    """Of these, for units with an update pending: what the optimizer costs beyond what runs behind
+    computing."""
 
 
 @dataclass(slots=True)
@@ -216,10 +219,13 @@ class Engine:
             began = time.perf_counter()
             with self.shared.changed:
                 self.order.enter(unit)
+                pending = not self.weights.stale.isdisjoint(self.layout.units[unit].blocks)
             state.entries += self.weights.acquire_all(self.layout.units[unit].blocks)
             for entry in state.entries:
                 self._place(entry)
-            self.clock.waiting += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            self.clock.waiting += spent
+            self.clock.updates += spent if pending else 0.0
         state.depth += 1
         try:
             yield
@@ -318,9 +324,13 @@ class Engine:
 
     def begin_forward(self) -> None:
         """Wait for the updates of what is used outside of all units."""
+        began = time.perf_counter()
         with self.shared.changed:
             rest = set(self.layout.rest)
             self.shared.wait_for(lambda: not rest & self.weights.stale, "the first updates")
+        spent = time.perf_counter() - began
+        self.clock.waiting += spent
+        self.clock.updates += spent
 
     def end_backward(self) -> None:
         """Backward is through: seal what no unit has sealed (parameters outside of units, units

@@ -101,7 +101,8 @@ def make_plan(
     """Place everything under ``budget`` bytes.
 
     ``versions``: how often states are on the disk. ``backwards``: times that weights move forward
-    and backward in a step. ``always``: blocks whose weights and states stay in RAM whatever it costs (adapters).
+    and backward in a step. ``always``: blocks whose weights and states stay in RAM whatever it
+    costs (adapters).
 
     ``first``: what gets RAM first. A byte of "weights" (or gradients) saves most traffic of the
     whole step; a byte of "states" saves most of the phase that updates run in, which is what counts

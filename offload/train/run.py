@@ -53,7 +53,14 @@ from offload.train.plan import (
     predict,
     slot_bytes,
 )
-from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
+from offload.train.reports import (
+    CommitReport,
+    EndReport,
+    EvalReport,
+    Listener,
+    StepReport,
+    StepSums,
+)
 from offload.train.schedule import Schedule
 from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
 from offload.train.updates import Updater
@@ -119,11 +126,8 @@ def _check_room(run: Run) -> None:
     they are not made; what they will take of the same disk is not there for the output any more."""
     paths = (run.options.output.expanduser().absolute(), run.states)
     parents = [next(p for p in path.parents if p.exists()) for path in paths]
-    taken = (
-        run.plan.spill_bytes
-        + run.plan.inputs_bytes
-        + (0 if run.options.resume else run.plan.disk_bytes)
-    )
+    taken = run.plan.spill_bytes + run.plan.inputs_bytes
+    taken += max(0, run.plan.disk_bytes - reserved(run.states))
     need = run.output_bytes()
     if os.stat(parents[0]).st_dev != os.stat(parents[1]).st_dev:
         taken = 0
@@ -326,6 +330,7 @@ class Run:
         self._store: TileStore | None = None
         self._commit: tuple[int, float, Future[None]] | None = None
         self._best = math.inf
+        self._sums = StepSums()
 
     def _parameter(self, name: str, start: int, count: int) -> torch.Tensor:
         if self._engine is None:
@@ -381,6 +386,7 @@ class Run:
                 vertical=options.grad_accum if options.order == "vertical" else 1,
             )  # fmt: skip
             stack.callback(loop.close)
+            loop.phases.counters = partial(self._counters, engine)
             report = self._steps(engine, loop, listener, should_stop, began)
         listener.ended(report)
         return report
@@ -435,6 +441,7 @@ class Run:
             read_bytes=read,
             written_bytes=written,
             output=output,
+            **self._sums.fields(),
         )
 
     def _open(self, listener: Listener) -> Engine:
@@ -483,30 +490,31 @@ class Run:
         self, engine: Engine, loop: LanguageLoop, step: int, groups: Any, listener: Listener
     ) -> int:
         began = time.perf_counter()
-        read, written = self._bytes(engine)
-        busy, compute_wait = self._busy(engine), engine.clock.waiting
+        before = self._counters(engine)
         train = self.data.train
         batches = [train.micro_batch(step, i) for i in range(train.micro_batches(step))]
         lr = self.schedule.rate(step + 1)
         taken = loop.step(step, batches, groups(lr), self.options.max_grad_norm)
         seconds = time.perf_counter() - began
-        after, written_after = self._bytes(engine)
-        now = self._busy(engine)
-        listener.step(
-            StepReport(
-                step=step + 1, of=self.total,
-                epoch=(step + 1) / train.steps_per_epoch,
-                loss=taken.loss, grad_norm=taken.result.norm, lr=lr,
-                tokens=taken.tokens, label_tokens=taken.label_tokens, seconds=seconds,
-                phases=taken.phases,
-                lanes={
-                    "compute": seconds - (engine.clock.waiting - compute_wait),
-                    "ssd": now[0] - busy[0],
-                    "update": now[1] - busy[1],
-                },
-                read_bytes=after - read, written_bytes=written_after - written,
-            )
+        now = self._counters(engine)
+        grown = {name: value - before[name] for name, value in now.items()}
+        report = StepReport(
+            step=step + 1, of=self.total,
+            epoch=(step + 1) / train.steps_per_epoch,
+            loss=taken.loss, grad_norm=taken.result.norm, lr=lr,
+            tokens=taken.tokens, label_tokens=taken.label_tokens, seconds=seconds,
+            phases=taken.phases,
+            lanes={
+                "compute": seconds - grown["waiting"], "ssd": grown["ssd"],
+                "update": grown["update"],
+            },
+            read_bytes=int(grown["read"]), written_bytes=int(grown["written"]),
+            phase_read_bytes={p: int(c["read"]) for p, c in taken.counted.items()},
+            phase_written_bytes={p: int(c["written"]) for p, c in taken.counted.items()},
+            exposed_update_s=grown["exposed"],
         )  # fmt: skip
+        self._sums.add(report)
+        listener.step(report)
         return taken.tokens
 
     def _bytes(self, engine: Engine) -> tuple[int, int]:
@@ -519,8 +527,14 @@ class Run:
             read, written = read + inputs.read_bytes, written + inputs.written_bytes
         return read, written
 
-    def _busy(self, engine: Engine) -> tuple[float, float]:
-        return self._need_store().busy_s, engine.updater.busy_s
+    def _counters(self, engine: Engine) -> dict[str, float]:
+        """What only grows: bytes of the disk, busy seconds of lanes, seconds of waiting."""
+        read, written = self._bytes(engine)
+        return {
+            "read": read, "written": written, "ssd": self._need_store().busy_s,
+            "update": engine.updater.busy_s, "waiting": engine.clock.waiting,
+            "exposed": engine.clock.updates,
+        }  # fmt: skip
 
     def _evaluate(self, loop: LanguageLoop, step: int, listener: Listener) -> None:
         held_out = self.data.eval

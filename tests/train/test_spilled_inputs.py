@@ -291,8 +291,9 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model whose step is all inputs: many layers, narrow, of many tokens."""
     place = tmp_path_factory.mktemp("long")
     model = write_model(
-        place / "m", dtype=torch.float32, num_hidden_layers=10, hidden_size=128, intermediate_size=128,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
+        place / "m", dtype=torch.float32, num_hidden_layers=10, hidden_size=128,
+        intermediate_size=128, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=32, max_position_embeddings=512,
     )  # fmt: skip
     return model, write_data(place / "train.jsonl", rows=500)
 
@@ -329,6 +330,11 @@ def test_a_run_that_fits_only_so(
     end = log.end
     assert end is not None
     assert end.written_bytes >= 2 * 6 * len(spill.units) * one
+    assert end.phase_written_bytes["forward"] >= end.written_bytes // 2
+    assert end.phase_read_bytes["backward"] >= 2 * 6 * len(spill.units) * one
+    assert set(end.busy) == {"compute", "ssd", "update"}
+    assert all(0 <= share <= 1.01 for share in end.busy.values())
+    assert 0 <= end.exposed_update_s <= end.step_seconds <= end.seconds
     assert log.losses == roomy.losses
     assert log.norms == roomy.norms
     out = [tmp_path / name / "out" for name in ("roomy", "tight")]
