@@ -108,6 +108,9 @@ def stats_line(end: EndReport, loss: float | None = None) -> str:
     parts.append(
         f"SSD {format_bytes(end.read_bytes)} read, {format_bytes(end.written_bytes)} written"
     )
+    if end.busy:
+        parts.append("busy " + ", ".join(f"{lane} {share:.0%}" for lane, share in end.busy.items()))
+        parts.append(f"{duration(end.exposed_update_s)} waited for updates")
     return DOT.join(parts)
 
 

@@ -26,7 +26,8 @@ class TileMap:
     """
 
     def __init__(self, layout: Layout, keep: int, slots: int) -> None:
-        """``slots``: generations that the data file has room for, at least ``keep + 1``."""
+        """``slots``: generations that there may be, at least ``keep + 1``; room for the later ones
+        is made when they are written to."""
         self.layout = layout
         self.retained: dict[int, bytes] = {}
         self.committing: bytes | None = None

@@ -30,10 +30,12 @@ def describe(run: Run) -> list[str]:
         ),
         f"stays   weights {format_bytes(pinned)} of {format_bytes(weights)}; states of "
         f"{len(place.resident)} of {len(trained)} blocks; gradients of "
-        f"{len(trained) - len(place.spilled)} of {len(trained)} blocks",
-        f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, the "
-        f"{options.save_total_limit + 1} versions that commits need)"
-        + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else ""),
+        f"{len(trained) - len(place.spilled)} of {len(trained)} blocks"
+        + (f"; {plan.inputs_text}" if plan.inputs_text else ""),
+        f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, "
+        + (f"the {plan.versions} versions that commits need)" if plan.versions > 1 else "once)")
+        + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else "")
+        + (f", {format_bytes(plan.inputs_bytes)} of inputs" if plan.inputs_bytes else ""),
         f"step    reads {format_bytes(plan.read_bytes)}, writes "
         f"{format_bytes(plan.written_bytes)}; the run writes "
         f"{format_bytes(plan.written_bytes * run.total)}",

@@ -22,6 +22,7 @@ from torch import nn
 from offload.cpu_ops.adam_step import AdamStep
 from offload.errors import OffloadError
 from offload.train.grads import Gradients
+from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.segments import Segment, same_random_numbers
@@ -71,6 +72,9 @@ class Clock:
 
     waiting: float = 0.0
     """For weights: reads and updates that were not through."""
+    updates: float = 0.0
+    """Of these, for units with an update pending: what the optimizer costs beyond what runs behind
+    computing."""
 
 
 @dataclass(slots=True)
@@ -135,6 +139,8 @@ class Engine:
         self.table_rows: Callable[[int, int, int], torch.Tensor | None] | None = None
         """Set: (block, first row, end) -> rows of a table that is kept packed and never whole in
         the compute dtype, valid until the next call; None for other blocks."""
+        self.inputs: SpilledInputs | None = None
+        """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
         self.checkpoint_bytes: Callable[[], int] = lambda: 0
         """Bytes read so far of the checkpoint itself."""
@@ -210,14 +216,19 @@ class Engine:
             self.on_backward()
         if not state.depth and self.rounds is not None:
             self.rounds.door()
+        if backward and self.inputs is not None:
+            self.inputs.ahead()
         if not state.depth and not state.entries:
             began = time.perf_counter()
             with self.shared.changed:
                 self.order.enter(unit)
+                pending = not self.weights.stale.isdisjoint(self.layout.units[unit].blocks)
             state.entries += self.weights.acquire_all(self.layout.units[unit].blocks)
             for entry in state.entries:
                 self._place(entry)
-            self.clock.waiting += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            self.clock.waiting += spent
+            self.clock.updates += spent if pending else 0.0
         state.depth += 1
         try:
             yield
@@ -267,6 +278,11 @@ class Engine:
         """The number of the micro-batch that runs."""
         return self.micro if self.rounds is None else self.rounds.index
 
+    def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
+        if self.inputs is None:
+            return None
+        return self.inputs.keep(unit, tensor, in_turns=self.rounds is not None)
+
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [] if self.extra is None else self.extra()
 
@@ -311,9 +327,13 @@ class Engine:
 
     def begin_forward(self) -> None:
         """Wait for the updates of what is used outside of all units."""
+        began = time.perf_counter()
         with self.shared.changed:
             rest = set(self.layout.rest)
             self.shared.wait_for(lambda: not rest & self.weights.stale, "the first updates")
+        spent = time.perf_counter() - began
+        self.clock.waiting += spent
+        self.clock.updates += spent
 
     def end_backward(self) -> None:
         """Backward is through: seal what no unit has sealed (parameters outside of units, units

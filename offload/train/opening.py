@@ -24,6 +24,7 @@ from offload.runtime.memory import HostMemory
 from offload.train.engine import Engine
 from offload.train.experts import stream_experts
 from offload.train.grads import Gradients, spill_offsets
+from offload.train.inputs import SpilledInputs
 from offload.train.layout import TrainLayout
 from offload.train.order import UseOrder
 from offload.train.packed_base import PackedBase
@@ -36,6 +37,17 @@ from offload.train.weights import Shared, Weights, as_numbers
 
 STAGING_CHUNKS = 4
 CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpill:
+    """Inputs of units that are kept for backward on the disk."""
+
+    units: frozenset[int]
+    largest: int
+    """Bytes of the largest one, of one micro-batch."""
+    file_bytes: int
+    """Of all that are there at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +66,8 @@ class Placement:
     """Tiles under way in the update lane."""
     gradient_bytes: int | None = None
     """Updates run inside backward: compute waits while more gradients than these wait for them."""
+    inputs: InputSpill | None = None
+    """Units whose inputs go to the disk between forward and backward; None: all stay in RAM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,18 +143,19 @@ def open_engine(
                 undo.callback(detach)
         spill = None
         if placement.spilled:
-            fd, _ = nameless_file(directory)
             size = spill_offsets(layout, placement.spilled, options.grad_dtype)[-1]
-            try:
-                reserve(fd, size, os.fspath(directory))
-            except BaseException:
-                os.close(fd)
-                raise
-            spill = DirectFile(fd, f"{directory}/(gradients)")
+            spill = _private(directory, "gradients", size)
         gradients = Gradients(
             layout, shared, io, dtype=options.grad_dtype, spill=placement.spilled, file=spill
         )
         undo.callback(gradients.close)
+        inputs = None
+        if placement.inputs is not None:
+            file = _private(directory, "inputs", placement.inputs.file_bytes)
+            inputs = SpilledInputs(
+                shared, io, file, placement.inputs.units, placement.inputs.largest
+            )
+            undo.callback(inputs.close)
         updater = Updater(
             layout, weights, gradients, tiles, shared, states=options.states,
             buffers=placement.buffers, resident=placement.resident, seed=options.seed,
@@ -152,6 +167,7 @@ def open_engine(
         engine.gradient_limit = placement.gradient_bytes
         if isinstance(weights, PackedWeights):
             engine.table_rows = weights.table_rows
+        engine.inputs = inputs
         engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):
             engine.on_close(detach)
@@ -162,6 +178,17 @@ def open_engine(
             engine.close()
             raise
     return engine
+
+
+def _private(directory: Path, what: str, nbytes: int) -> DirectFile:
+    """A file without a name, with room for ``nbytes``."""
+    fd, _ = nameless_file(directory)
+    try:
+        reserve(fd, nbytes, os.fspath(directory))
+    except BaseException:
+        os.close(fd)
+        raise
+    return DirectFile(fd, f"{directory}/({what})")
 
 
 def _check(layout: TrainLayout, placement: Placement) -> None:

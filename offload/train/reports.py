@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,11 @@ class StepReport:
     """Busy seconds of "compute", "ssd", "update"."""
     read_bytes: int = 0
     written_bytes: int = 0
+    phase_read_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of the disk, by phase."""
+    phase_written_bytes: Mapping[str, int] = field(default_factory=dict)
+    exposed_update_s: float = 0.0
+    """Seconds that computing waited for updates: the optimizer's share of the step's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,45 @@ class EndReport:
     """The model directory; None if interrupted before it was written."""
     merged_onto: str | None = None
     """LoRA on a packed base: whose weights the adapters were merged into."""
+    step_seconds: float = 0.0
+    """Of all steps: without opening, commits, evaluation and output."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of all steps by phase."""
+    phase_read_bytes: Mapping[str, int] = field(default_factory=dict)
+    phase_written_bytes: Mapping[str, int] = field(default_factory=dict)
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """Share of the steps' time in which each lane was busy."""
+    exposed_update_s: float = 0.0
+
+
+class StepSums:
+    """Sums over the steps of a process, for its ``EndReport``."""
+
+    def __init__(self) -> None:
+        self._seconds = self._exposed = 0.0
+        self._lanes: Counter[str] = Counter()
+        self._phases: Counter[str] = Counter()
+        self._read: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+
+    def add(self, report: StepReport) -> None:
+        self._seconds += report.seconds
+        self._exposed += report.exposed_update_s
+        for sums, more in (
+            (self._lanes, report.lanes), (self._phases, report.phases),
+            (self._read, report.phase_read_bytes), (self._written, report.phase_written_bytes),
+        ):  # fmt: skip
+            sums.update(more)  # type: ignore[call-overload]  # Counter adds floats as well
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of an ``EndReport``."""
+        seconds = self._seconds
+        return {
+            "step_seconds": seconds, "phases": dict(self._phases),
+            "phase_read_bytes": dict(self._read), "phase_written_bytes": dict(self._written),
+            "busy": {k: v / seconds if seconds else 0.0 for k, v in self._lanes.items()},
+            "exposed_update_s": self._exposed,
+        }  # fmt: skip
 
 
 class Listener(Protocol):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from offload.errors import OffloadError, StoreError
 from offload.io.checksum import xxh3
-from offload.io.tile_store import TileStore, is_tile_store
+from offload.io.tile_store import TileStore, has_commits, is_tile_store, reserved
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
@@ -56,8 +57,16 @@ from offload.train.plan import (
     predict,
     slot_bytes,
 )
-from offload.train.reports import CommitReport, EndReport, EvalReport, Listener, StepReport
+from offload.train.reports import (
+    CommitReport,
+    EndReport,
+    EvalReport,
+    Listener,
+    StepReport,
+    StepSums,
+)
 from offload.train.schedule import Schedule
+from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
 from offload.units import format_bytes
@@ -136,10 +145,11 @@ def _check_states(states: Path, options: TrainOptions) -> None:
 
 def _check_room(run: Run) -> None:
     """Refuse to begin what would end without room for its output. For the states there is room, or
-    they are not made; what they take of the same disk is not there for the output any more."""
+    they are not made; what they will take of the same disk is not there for the output any more."""
     paths = (run.options.output.expanduser().absolute(), run.states)
     parents = [next(p for p in path.parents if p.exists()) for path in paths]
-    taken = run.plan.spill_bytes + (0 if run.options.resume else run.plan.disk_bytes)
+    taken = run.plan.spill_bytes + run.plan.inputs_bytes
+    taken += max(0, run.plan.disk_bytes - reserved(run.states))
     need = run.output_bytes()
     if os.stat(parents[0]).st_dev != os.stat(parents[1]).st_dev:
         taken = 0
@@ -205,10 +215,13 @@ def _plan(
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
+    inputs = KeptInputs(
+        sizes=input_sizes(layout, modules, footprint), at_once=vertical,
+        micro_batches=options.grad_accum,
+    )  # fmt: skip
     fixed = {
         "activations of a unit": footprint.unit_bytes,
-        "inputs kept for backward": footprint.boundary_bytes * vertical
-        + footprint.shared_bytes * (vertical + 1),
+        KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
         "loss": loss_bytes(meta, form, layout, options, grad_dtype),
         "compiled products": product_bytes(layout, options, ram),
     }
@@ -229,25 +242,26 @@ def _plan(
         fetched_bytes=fetched,
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
-    plans = [
-        make_plan(
-            layout, needs, ram, keep=options.save_total_limit, clipping=clipping,
-            backwards=passes, first=first,
-            always=frozenset() if adapters is None else adapters.blocks(layout),
-        )
-        for first in ORDERS
-    ]  # fmt: skip
+    always = frozenset[int]() if adapters is None else adapters.blocks(layout)
+    candidates: list[TrainPlan] = []
+    for first in ORDERS:
+        make = partial(
+            make_plan, layout, budget=ram, versions=state_versions(options, states, total),
+            clipping=clipping,
+            backwards=passes, first=first, always=always,
+        )  # fmt: skip
+        candidates += plans(make, needs, inputs)
     rates = step_rates(meta, modules, form, options, states)
-    plan, prediction = plans[0], None
+    plan, prediction = candidates[0], None
     if rates is not None and base is not None:
         unpack = base.unpack_seconds(layout, options.grad_accum, passes)
         compute = {phase: s + unpack[phase] for phase, s in rates.compute.items()}
         rates = replace(rates, compute=compute)
     if rates is not None:
         update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
-        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in plans]
-        best = min(range(len(plans)), key=lambda i: predictions[i].seconds)
-        plan, prediction = plans[best], predictions[best]
+        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in candidates]
+        i = best(candidates, predictions)
+        plan, prediction = candidates[i], predictions[i]
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
@@ -272,6 +286,15 @@ def _plan(
     gc.collect()
     reset_peak_rss()
     return run
+
+
+def state_versions(options: TrainOptions, states: Path, total: int) -> int:
+    """How often each tile of states is on the disk: as the run changes it, and as each commit has
+    it that is there meanwhile. The last commit is none of these: nothing is changed behind it."""
+    if has_commits(states):
+        return options.save_total_limit + 1
+    during = 0 if options.save_every is None else (total - 1) // options.save_every
+    return min(during, options.save_total_limit) + 1
 
 
 def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
@@ -349,6 +372,7 @@ class Run:
         self._store: TileStore | None = None
         self._commit: tuple[int, float, Future[None]] | None = None
         self._best = math.inf
+        self._sums = StepSums()
 
     def _parameter(self, name: str, start: int, count: int) -> torch.Tensor:
         if self._engine is None:
@@ -412,6 +436,7 @@ class Run:
                 vertical=options.grad_accum if options.order == "vertical" else 1,
             )  # fmt: skip
             stack.callback(loop.close)
+            loop.phases.counters = partial(self._counters, engine)
             report = self._steps(engine, loop, listener, should_stop, began)
         listener.ended(report)
         return report
@@ -467,6 +492,7 @@ class Run:
             written_bytes=written,
             output=output,
             merged_onto=self._merged_onto(),
+            **self._sums.fields(),
         )
 
     def _merged_onto(self) -> str | None:
@@ -486,6 +512,7 @@ class Run:
             store = make(  # type: ignore[operator]
                 directory=self.states, shapes=shapes, engine=io, identity=self.identity,
                 keep=options.save_total_limit, checksum=xxh3,
+                generations=1 if options.resume else self.plan.versions,
             )  # fmt: skip
             self._store = store
             return store
@@ -504,6 +531,8 @@ class Run:
         """The number of steps that the store's commit holds; 0 for a new run."""
         store = self._need_store()
         meta = store.commit_meta
+        if meta is None or int(meta["step"]) < self.total:
+            store.reserve(self.plan.versions)  # else nothing will be written
         if meta is None:
             return 0  # also of a run that was killed before its first commit
         engine.steps.update(meta["param_steps"])
@@ -519,42 +548,51 @@ class Run:
         self, engine: Engine, loop: LanguageLoop, step: int, groups: Any, listener: Listener
     ) -> int:
         began = time.perf_counter()
-        read, written = self._bytes(engine)
-        busy, compute_wait = self._busy(engine), engine.clock.waiting
+        before = self._counters(engine)
         train = self.data.train
         batches = [train.micro_batch(step, i) for i in range(train.micro_batches(step))]
         lr = self.schedule.rate(step + 1)
         taken = loop.step(step, batches, groups(lr), self.options.max_grad_norm)
         seconds = time.perf_counter() - began
-        after, written_after = self._bytes(engine)
-        now = self._busy(engine)
-        listener.step(
-            StepReport(
-                step=step + 1, of=self.total,
-                epoch=(step + 1) / train.steps_per_epoch,
-                loss=taken.loss, grad_norm=taken.result.norm, lr=lr,
-                tokens=taken.tokens, label_tokens=taken.label_tokens, seconds=seconds,
-                phases=taken.phases,
-                lanes={
-                    "compute": seconds - (engine.clock.waiting - compute_wait),
-                    "ssd": now[0] - busy[0],
-                    "update": now[1] - busy[1],
-                },
-                read_bytes=after - read, written_bytes=written_after - written,
-            )
+        now = self._counters(engine)
+        grown = {name: value - before[name] for name, value in now.items()}
+        report = StepReport(
+            step=step + 1, of=self.total,
+            epoch=(step + 1) / train.steps_per_epoch,
+            loss=taken.loss, grad_norm=taken.result.norm, lr=lr,
+            tokens=taken.tokens, label_tokens=taken.label_tokens, seconds=seconds,
+            phases=taken.phases,
+            lanes={
+                "compute": seconds - grown["waiting"], "ssd": grown["ssd"],
+                "update": grown["update"],
+            },
+            read_bytes=int(grown["read"]), written_bytes=int(grown["written"]),
+            phase_read_bytes={p: int(c["read"]) for p, c in taken.counted.items()},
+            phase_written_bytes={p: int(c["written"]) for p, c in taken.counted.items()},
+            exposed_update_s=grown["exposed"],
         )  # fmt: skip
+        self._sums.add(report)
+        listener.step(report)
         return taken.tokens
 
     def _bytes(self, engine: Engine) -> tuple[int, int]:
-        """Bytes read and written since the start: tiles, spilled gradients, the checkpoint."""
-        store, gradients = self._need_store(), engine.gradients
-        return (
-            store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes(),
-            store.written_bytes + gradients.written_bytes,
-        )
+        """Bytes read and written since the start: tiles, spilled gradients and inputs, the
+        checkpoint."""
+        store, gradients, inputs = self._need_store(), engine.gradients, engine.inputs
+        read = store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes()
+        written = store.written_bytes + gradients.written_bytes
+        if inputs is not None:
+            read, written = read + inputs.read_bytes, written + inputs.written_bytes
+        return read, written
 
-    def _busy(self, engine: Engine) -> tuple[float, float]:
-        return self._need_store().busy_s, engine.updater.busy_s
+    def _counters(self, engine: Engine) -> dict[str, float]:
+        """What only grows: bytes of the disk, busy seconds of lanes, seconds of waiting."""
+        read, written = self._bytes(engine)
+        return {
+            "read": read, "written": written, "ssd": self._need_store().busy_s,
+            "update": engine.updater.busy_s, "waiting": engine.clock.waiting,
+            "exposed": engine.clock.updates,
+        }  # fmt: skip
 
     def _evaluate(self, loop: LanguageLoop, step: int, listener: Listener) -> None:
         held_out = self.data.eval

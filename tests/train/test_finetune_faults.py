@@ -162,17 +162,22 @@ def test_reading_the_checkpoint_fails(
     assert weights_of(tmp_path / "out") == wanted
 
 
+@pytest.mark.parametrize("what", ["gradients", "inputs"])
 @pytest.mark.parametrize(("call", "code"), [("pwritev", errno.ENOSPC), ("preadv", errno.EIO)])
-def test_spilling_gradients_fails(
+def test_spilling_fails(
     model: Path, data: Path, wanted: dict[str, bytes], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, call: str, code: int,
+    monkeypatch: pytest.MonkeyPatch, call: str, code: int, what: str,
 ) -> None:  # fmt: skip
     options = options_for(model, data, tmp_path)
     fault = Fault(code, skip=2)
     calls = Syscalls(**{call: fault(getattr(os, call))})
+
+    def file(fd: int, path: str, **more: Any) -> DirectFile:
+        return DirectFile(fd, path, **more, syscalls=calls if what in path else None)
+
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "DirectFile", partial(DirectFile, syscalls=calls))
-        with pytest.raises(StoreError, match=os.strerror(code)):
+        patch.setattr(opening, "DirectFile", file)
+        with pytest.raises(StoreError, match=rf"{what}.*{os.strerror(code)}"):
             train(options, fault.after(1), change=everything_on_disk)
     assert fault.hits
     train(again(options))
