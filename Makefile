@@ -14,9 +14,11 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 # A process per core and one thread in each: two OpenMP pools on the same cores wait for one another.
+# A process that is done takes half of what another has left, so that all end together. Hundreds of
+# programs are started: none should compile our modules again.
 test: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 8 \
-		--dist loadfile -m "not sweep" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto \
+		--maxprocesses 8 --dist worksteal -m "not sweep" $(PYTEST_ARGS)
 
 # Every family of models, an hour or so: before a release.
 sweep: $(READY)

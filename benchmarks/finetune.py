@@ -180,7 +180,10 @@ def measure(
     from finetune_probe import measure as probe
 
     def rates() -> Any:
-        return probe(model, tokens, args.work, request_bytes=args.request, depth=args.depth)
+        return probe(
+            model, tokens, args.work, request_bytes=args.request, depth=args.depth,
+            checkpoint=directory,
+        )  # fmt: skip
 
     point: dict[str, Any] = {
         "ram_bytes": ram, "tokens_asked": tokens, "states": states, "clipping": clipping,
@@ -321,7 +324,8 @@ def line(point: dict[str, Any]) -> str:
     inactive = point["clipping"] and not point["clipped_always"]
     return (
         f"{head(point)}: {point['seconds']:.2f} s, {point['fraction']:.0%} of T_min "
-        f"{point['t_min']:.2f} s; {busy}; RSS {point['rss_of_budget']:.0%} of the budget"
+        f"{point['t_min']:.2f} s ({point['fraction_products']:.0%} with products alone); "
+        f"{busy}; RSS {point['rss_of_budget']:.0%} of the budget"
         + ("; NOT every step was clipped" if inactive else "")
     )
 

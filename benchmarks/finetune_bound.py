@@ -8,6 +8,11 @@
   and of the head), every layer again and backward; the weights that are read again; gradients
   that are spilled. Without clipping the updates are in this phase.
 
+Computing is counted twice: as the model's own layer does it alone, forward and backward, with
+nothing else on the machine (an exact engine runs these operations and no others), and as its
+products alone at the rate of products (``t_min_products``): what would be left if attention, norms
+and activations cost nothing.
+
 What one layer takes to fill and to drain a pipeline is not in it: the bound is a little lower than
 any schedule can reach. Bytes are the run's own; bytes per parameter are reported beside the bound,
 so that needless traffic shows.
@@ -28,6 +33,9 @@ PHASES = ("forward", "backward")
 ADAM_BYTES = {"fp32": 28.0, "bf16": 14.0, "8bit": 16.0 + 4 / 64}
 """Per parameter, read and written by one update of a bfloat16 model; see ``optimizer.py``."""
 
+PRODUCTS, LAYERS = "products", "layers"
+"""Lanes of computing: products alone, and layers as the model computes them."""
+
 FORWARD, INPUT, WEIGHT = "x w'", "dy w", "dy' x"
 """The three products of a linear layer: outputs, gradients of inputs, gradients of weights."""
 
@@ -43,6 +51,7 @@ class Model:
     attention: int
     """Layers times heads times the width of a head."""
     parameters: int
+    layers: int = 0
 
     @property
     def products(self) -> int:
@@ -58,16 +67,22 @@ def flops(model: Model, tokens: int) -> dict[str, dict[str, float]]:
     forward once more: boundary activations are all that is kept.
     """
     layers = 2.0 * tokens * model.products
-    head = 2.0 * tokens * model.head[0] * model.head[1]
+    head = head_flops(model, tokens)["backward"]
     attention = 2.0 * tokens * tokens * model.attention
     return {
         "forward": {FORWARD: layers + attention},
         "backward": {
-            FORWARD: layers + 2 * head + 3.5 * attention,
-            INPUT: layers + head,
-            WEIGHT: layers + head,
+            FORWARD: layers + head[FORWARD] + 3.5 * attention,
+            INPUT: layers + head[INPUT],
+            WEIGHT: layers + head[WEIGHT],
         },
     }
+
+
+def head_flops(model: Model, tokens: int) -> dict[str, dict[str, float]]:
+    """The head's part of them: logits twice, for they are never kept."""
+    once = 2.0 * tokens * model.head[0] * model.head[1]
+    return {"forward": {}, "backward": {FORWARD: 2 * once, INPUT: once, WEIGHT: once}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +145,8 @@ class Rates:
     """Bytes per second of a stream in place."""
     ssd: Mapping[float, float]
     """Share of reads among the bytes -> bytes per second, both directions together."""
+    layer: Mapping[str, float] | None = None
+    """Seconds of one layer alone: "forward", and "both" with backward. None: not measured."""
 
 
 def rate_at(curve: Mapping[float, float], share: float) -> float:
@@ -157,6 +174,12 @@ def mean_rates(measured: Sequence[Rates]) -> Rates:
         products={k: mean([r.products[k] for r in measured]) for k in measured[0].products},
         dram=mean([r.dram for r in measured]),
         ssd={k: mean([r.ssd[k] for r in measured]) for k in measured[0].ssd},
+        layer=None
+        if any(r.layer is None for r in measured)
+        else {
+            k: statistics.fmean(r.layer[k] for r in measured if r.layer)
+            for k in ("forward", "both")
+        },
     )
 
 
@@ -171,16 +194,27 @@ def lanes(
         moved = traffic[phase]
         updates = (phase == "forward") == clipping
         out[phase] = {
-            "compute": sum(n / rates.products[kind] for kind, n in work[phase].items()),
+            PRODUCTS: sum(n / rates.products[kind] for kind, n in work[phase].items()),
             "ssd": moved.total / rate_at(rates.ssd, moved.read_share),
             "adam": ADAM_BYTES[states] * model.parameters / rates.dram if updates else 0.0,
         }
+        if rates.layer is not None:
+            head = head_flops(model, tokens)[phase]
+            alone = rates.layer["forward" if phase == "forward" else "both"]
+            out[phase][LAYERS] = model.layers * alone + sum(
+                n / rates.products[kind] for kind, n in head.items()
+            )
     return out
 
 
 def t_min(busy: Mapping[str, Mapping[str, float]]) -> float:
     """The sum of the phases' busiest lanes."""
     return sum(max(phase.values()) for phase in busy.values())
+
+
+def without_layers(busy: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The lanes with products as all of computing."""
+    return {phase: {k: v for k, v in lane.items() if k != LAYERS} for phase, lane in busy.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +281,8 @@ def judge(
         **asdict(found),
         "t_min": bound,
         "fraction": bound / found.seconds,
+        "t_min_products": (least := t_min(without_layers(busy))),
+        "fraction_products": least / found.seconds,
         "bound_lanes": busy,
         "busiest": {phase: max(lane, key=lambda name: lane[name]) for phase, lane in busy.items()},
         "read_share": {phase: t.read_share for phase, t in moved.items()},

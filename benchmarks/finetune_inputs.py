@@ -93,6 +93,7 @@ def shape(directory: Path) -> Model:
         head=(head.out_features, head.in_features),
         attention=config.num_hidden_layers * config.num_attention_heads * width,
         parameters=sum(p.numel() for p in model.parameters()),
+        layers=config.num_hidden_layers,
     )
 
 

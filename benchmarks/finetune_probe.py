@@ -23,9 +23,13 @@ HEAD_ROWS = 4096
 """The head is multiplied in slices of so many rows."""
 
 
-def measure(model: Model, tokens: int, directory: Path, *, request_bytes: int, depth: int) -> Rates:
-    """All of them, now: about ten seconds."""
+def measure(
+    model: Model, tokens: int, directory: Path, *, request_bytes: int, depth: int,
+    checkpoint: Path | None = None,
+) -> Rates:  # fmt: skip
+    """All of them, now: about ten seconds. ``checkpoint``: whose layer is timed, too."""
     return Rates(
+        layer=None if checkpoint is None else layer_alone(checkpoint, tokens),
         products=products(model, tokens),
         dram=stream(),
         ssd=ssd_mix(directory, SHARES, request_bytes=request_bytes, depth=depth),
@@ -98,6 +102,38 @@ def ssd_mix(
 def writes(share: float, count: int) -> list[bool]:
     """Which of ``count`` requests write, so that ``share`` of every stretch of them read."""
     return [int((k + 1) * share + 1e-9) == int(k * share + 1e-9) for k in range(count)]
+
+
+def layer_alone(checkpoint: Path, tokens: int, samples: int = 5) -> dict[str, float]:
+    """Seconds of the model's first layer as transformers runs it on one causal sequence, resident:
+    "forward", and "both" with backward to its input and its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(checkpoint)
+    config.num_hidden_layers, config.vocab_size = 1, 64
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    calls: list[tuple[Any, Any]] = []
+    # The only list of modules of such a model is that of its layers.
+    layer = next(m[0] for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    handle = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(torch.zeros((1, tokens), dtype=torch.int64), use_cache=False)
+    handle.remove()
+    (hidden, *rest), kwargs = calls[0]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            layer(hidden, *rest, **kwargs)
+
+    def both() -> None:
+        out = layer(hidden.detach().requires_grad_(), *rest, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(torch.ones_like(out))
+        layer.zero_grad(set_to_none=True)
+
+    return {"forward": seconds_of(forward, samples), "both": seconds_of(both, samples)}
 
 
 def stream(nbytes: int = 1 << 30, samples: int = 7) -> float:

@@ -45,6 +45,7 @@ def finetune(
     resume: tune.Resume = False,
     router_aux_loss: tune.RouterAuxLoss = None,
     skip_untouched_experts: tune.SkipUntouchedExperts = False,
+    quant: tune.QuantFlag = None,
     lora_r: tune.LoraR = None,
     lora_alpha: tune.LoraAlpha = None,
     lora_dropout: tune.LoraDropout = None,

@@ -113,6 +113,13 @@ class Keep(enum.StrEnum):
     both = "both"
 
 
+class Quant(enum.StrEnum):
+    """``--quant``."""
+
+    q8 = "q8"
+    q4 = "q4"
+
+
 Data = Annotated[
     Path,
     typer.Option(
@@ -286,6 +293,14 @@ SkipUntouchedExperts = Annotated[
         "--skip-untouched-experts",
         help="Not exact: a step leaves experts alone that none of its tokens was routed to (no "
         "update, no decay, no disk traffic). Default: they get the update of a zero gradient.",
+    ),
+]
+QuantFlag = Annotated[
+    Quant | None,
+    typer.Option(
+        "--quant",
+        help="LoRA: keep the frozen base packed, q4 or q8: less to read, and more of it in RAM. "
+        "Packs into the cache directory on first use. Default: as the model is (or the pack).",
     ),
 ]
 LoraR = Annotated[int | None, typer.Option(metavar="N", help=_help("Rank of adapters.", "lora_r"))]

@@ -15,8 +15,10 @@ from offload.cli import console
 from offload.cli import finetune_text as say
 from offload.cli.finetune_stop import stop_after_step
 from offload.cli.finetune_view import View
+from offload.cli.planning import find_model
 from offload.cli.signals import Interrupted
 from offload.errors import OffloadError
+from offload.models.pack_open import is_gguf
 from offload.train.board import Board
 from offload.train.metrics import JsonLines, Listeners, read_lines
 from offload.train.options import TrainOptions
@@ -125,6 +127,8 @@ def _figures(wish: Wish, curve: Curve, lines: JsonLines | None) -> None:
 def _prepare(options: TrainOptions) -> Run:
     from offload.train.run import prepare  # type: ignore[import-not-found,unused-ignore]
 
+    if options.method == "lora" and (options.quant is not None or is_gguf(options.model)):
+        find_model(options.model, options.quant)  # packed here, where it can be seen
     run: Run = prepare(options)
     return run
 

@@ -116,6 +116,9 @@ def stats_line(end: EndReport, loss: float | None = None) -> str:
             f"{end.skipped_updates:,} of {due:,} updates of experts skipped "
             f"({end.skipped_updates / due:.0%})"
         )
+    if end.busy:
+        parts.append("busy " + ", ".join(f"{lane} {share:.0%}" for lane, share in end.busy.items()))
+        parts.append(f"{duration(end.exposed_update_s)} waited for updates")
     return DOT.join(parts)
 
 
@@ -132,12 +135,16 @@ def use_lines(end: EndReport, options: TrainOptions) -> list[str]:
     if end.output is None:
         return []
     step = end.last_step if end.output_step is None else end.output_step
+    onto = f", merged into {end.merged_onto}" if end.merged_onto else ""
     lines = [f"{end.output}: {_what(options)} after step {step}"]
     if end.best_loss is not None:
         of = "" if step == end.last_step else f" of {end.last_step}"
         lines[0] += f"{of}, where the evaluation was best (loss {end.best_loss:.4f})"
+    lines[0] += onto
     if end.last_output is not None:
-        lines.append(f"{end.last_output}: {_what(options)} after step {end.last_step}, the last")
+        lines.append(
+            f"{end.last_output}: {_what(options)} after step {end.last_step}, the last{onto}"
+        )
     if options.method == "lora" and not options.merge:
         lines.append(f"PeftModel.from_pretrained(model, {end.output!r})")
     else:

@@ -125,6 +125,15 @@ Disk = Annotated[
         "Default: the cache directory.",
     ),
 ]  # fmt: skip
+KvRam = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-ram", parser=size, metavar="SIZE",
+        help="Of --ram for keys and values of past tokens; the others stream from the disk. "
+        "Default: all of them, or what fits beside the least that weights need. The text is the "
+        "same.",
+    ),
+]  # fmt: skip
 Dtype = Annotated[
     str | None,
     typer.Option(parser=dtype, metavar="DTYPE", help="Compute dtype. Default: the checkpoint's."),

@@ -50,6 +50,7 @@ def generate(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    kv_ram: flags.KvRam = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -83,6 +84,7 @@ def generate(
 
     wanted = Wanted(
         ram=ram,
+        kv_ram=kv_ram,
         gpu=gpu,
         device=device,
         disk=disk,

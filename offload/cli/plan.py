@@ -15,6 +15,7 @@ def plan(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    kv_ram: flags.KvRam = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -56,6 +57,7 @@ def plan(
 
     wanted = Wanted(
         ram=ram,
+        kv_ram=kv_ram,
         gpu=gpu,
         device=device,
         disk=disk,

@@ -50,6 +50,7 @@ class Wanted:
     routing: Path | None = None
     record_routing: Path | None = None
     kernels: str | None = None
+    kv_ram: int | None = None
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -70,6 +71,7 @@ class Wanted:
             routing=self.routing,
             record_routing=self.record_routing,
             kernels=self.kernels,
+            kv_ram=self.kv_ram,
         )
 
 
@@ -142,7 +144,8 @@ def make_plan(
         options.hardware = on_these_files(find_hardware(directory), directory)
     with compiling_notice() as compiling:
         prepared = prepare(directory, options, compiling)
-    if wanted.disk is not None and not prepared.recipes.convert:
+    spills = prepared.kv is not None and prepared.kv.blocks[1]
+    if wanted.disk is not None and not prepared.recipes.convert and not spills:
         prepared.notes.append(
             f"--disk {wanted.disk} is not needed: every block is read from the checkpoint itself"
         )

@@ -29,6 +29,7 @@ def stats_line(run: Run, prepared: Prepared) -> str:
         ]
     parts.append(f"decode {rate_text(run.decode_tok_s)} ({tokens_text(len(run.token_ids))})")
     parts += streaming_parts(run, plan)
+    parts += kv_parts(run)
     parts.append(memory_text(end))
     return " · ".join([*parts, *prediction_parts(run.decode_tok_s, plan)])
 
@@ -70,6 +71,20 @@ def streaming_parts(run: Measured, plan: Plan) -> list[str]:
         f"stall {run.during_decode('stall_s') / steps:.3g} s/token",
     ]
     return parts
+
+
+def kv_parts(run: Run) -> list[str]:
+    """What keys and values took from the disk while decoding; nothing if they did not."""
+    end, first = run.at_end.get("kv"), (run.at_first or run.at_start).get("kv")
+    if not end or not first or not run.decode_steps or not end["read_bytes"]:
+        return []
+    read = end["read_bytes"] - first["read_bytes"]
+    stall_s = end["stall_s"] - first["stall_s"]
+    return [
+        f"KV {format_bytes(end['written_bytes'])} spilled, "
+        f"{read / run.decode_steps / 2**20:.3g} MiB/token back, "
+        f"stall {stall_s / run.decode_steps:.3g} s/token"
+    ]
 
 
 def memory_text(end: Mapping[str, Any]) -> str:
@@ -119,6 +134,7 @@ def figures(run: Run) -> dict[str, Any]:
         "decode_stall_s": run.during_decode("stall_s"),
         "token_ids": run.token_ids,
         "text": run.text,
+        "kv": run.at_end.get("kv"),
     }
 
 

@@ -99,13 +99,14 @@ def tensor_at(address: int, kind: str, rows: int, columns: int, stride: int) -> 
 
 def dequantize_tiles(
     fmt: Format, packed: int, columns: int, tiles: int, out: int, kind: str,
-    *, isa: str | None = None,
+    *, stride: int | None = None, isa: str | None = None,
 ) -> None:  # fmt: skip
     """``tiles`` tiles at address ``packed`` to 16 x ``tiles`` rows of ``columns`` at ``out``.
 
-    Rows lie ``row_stride(kind, columns)`` bytes apart; columns up to the next multiple of 32 are
-    written too. float32 values equal ``codecs.decode_rows``, bfloat16 are nearest to them, ties to
-    even, subnormal ones 0. About 20 G weights/s (q4_0, bfloat16, two Zen 4 cores).
+    Rows lie ``stride`` bytes apart, None: ``row_stride(kind, columns)``; columns up to the next
+    multiple of 32 are written too. float32 values equal ``codecs.decode_rows``, bfloat16 are
+    nearest to them, ties to even, subnormal ones 0. About 20 G weights/s (q4_0, bfloat16, two Zen 4
+    cores).
     """
     entry = dequantize_entry(fmt.name, kind, choose(isa))
     a = np.zeros(Tiles.SIZE, np.int64)
@@ -115,7 +116,7 @@ def dequantize_tiles(
         columns,
         TILE_ROWS * fmt.row_bytes(columns),
         out,
-        row_stride(kind, columns),
+        row_stride(kind, columns) if stride is None else stride,
     )
     threads.run(entry.call, entry.address, a)
 

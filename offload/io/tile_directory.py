@@ -25,6 +25,7 @@ from typing import Any
 from offload.errors import StoreError
 from offload.io.files import DirectFile, Syscalls
 from offload.io.private import reserve
+from offload.io.tile_file import TileFile
 from offload.io.tile_manifest import Commit, Layout, load, require_same
 from offload.units import format_bytes
 
@@ -38,6 +39,12 @@ _COMMIT = re.compile(r"commit-([1-9][0-9]{0,17})\.json")
 def is_tile_store(directory: str | os.PathLike[str]) -> bool:
     """Whether ``directory`` holds a tile store, with or without a commit."""
     return (Path(directory) / DATA).is_file()
+
+
+def has_commits(directory: str | os.PathLike[str]) -> bool:
+    """Whether there is a file that is named like a commit."""
+    path = Path(directory)
+    return path.is_dir() and any(_COMMIT.fullmatch(name) for name in os.listdir(path))
 
 
 def _rename(old: str, new: str, folder: int) -> None:
@@ -195,6 +202,16 @@ class TileDirectory:
             raise
         return DirectFile(fd, os.fspath(path), syscalls=self._sys)
 
+    def grow(self, file: TileFile, generations: int) -> None:
+        """Reserve room for more generations.
+
+        Raises:
+            StoreError: too little space.
+        """
+        have, want = (n * file.layout.nbytes for n in (file.generations, generations))
+        self._reserve(file.data.fileno(), have, want)
+        file.generations = generations
+
     def _reserve(self, fd: int, have: int, want: int) -> None:
         disk = os.fstatvfs(fd)
         free = disk.f_bavail * disk.f_frsize
@@ -311,7 +328,7 @@ class TileDirectory:
                     raise DoubtfulError(f"{why}; nor could it be taken back: {worse}") from e
                 log.warning("%s", worse)  # a temporary file stays until the next start
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                why += "; free some space"
+                why += "; free some space, then continue with --resume"
             raise StoreError(why) from e
 
     def _write(self, manifest: bytes) -> None:

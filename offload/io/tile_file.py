@@ -55,18 +55,19 @@ class TileFile:
         """``request_bytes``: the longest request, see ``check_request``. Takes over ``file``."""
         self.reads, self.writes, self.both = Meter(), Meter(), Meter()
         self._file = file
-        self._layout = layout
+        self.layout = layout
         self._checksum = checksum
         self._request_bytes = request_bytes
+        self.generations = file.size // layout.nbytes
+        """How many the file has room for; ``TileDirectory.grow`` makes more."""
 
     @property
-    def generations(self) -> int:
-        """How many the file has room for."""
-        return self._file.size // self._layout.nbytes
+    def data(self) -> DirectFile:
+        return self._file
 
     def groups(self, tile: int, parts: Sequence[int]) -> list[list[int]]:
         """The jobs for ``parts``: neighbours of at most a request, or single ones."""
-        places, out = self._layout.places(tile), list[list[int]]()
+        places, out = self.layout.places(tile), list[list[int]]()
         for p in parts:
             together = bool(out) and out[-1][-1] == p - 1
             if together and places[p + 1] - places[out[-1][0]] <= self._request_bytes:
@@ -89,7 +90,7 @@ class TileFile:
             DamagedError: a checksum is not the one of ``sums``.
             StoreError: a read error, or the file is too short.
         """
-        places, offset = self._layout.places(tile), self._layout.offset(tile, generation)
+        places, offset = self.layout.places(tile), self.layout.offset(tile, generation)
         for at, end in self._requests(places[group[0]], places[group[-1] + 1]):
             with self.reads.moving(end - at), self.both.moving(end - at):
                 came = self._file.read(offset + at, dst[at - start : end - start])
@@ -99,7 +100,7 @@ class TileFile:
                     f"came from offset {offset + at}"
                 )
         for p in group:
-            at, nbytes = places[p] - start, self._layout.shapes[tile][p]
+            at, nbytes = places[p] - start, self.layout.shapes[tile][p]
             if self._checksum(dst[at : at + nbytes]) != sums[p]:
                 raise DamagedError(
                     f"part {p} is damaged: its checksum is wrong ({nbytes} bytes at offset "
@@ -109,7 +110,7 @@ class TileFile:
 
     def put(self, tile: int, generation: int, group: list[int], src: memoryview) -> Moved:
         """Write a group of parts; ``src`` is the whole slot. Raises StoreError."""
-        places, offset = self._layout.places(tile), self._layout.offset(tile, generation)
+        places, offset = self.layout.places(tile), self.layout.offset(tile, generation)
         for at, end in self._requests(places[group[0]], places[group[-1] + 1]):
             with self.writes.moving(end - at), self.both.moving(end - at):
                 self._file.write(offset + at, src[at:end])
@@ -117,7 +118,7 @@ class TileFile:
 
     def sums(self, tile: int, group: list[int], src: memoryview) -> list[int]:
         """Checksums of a group of parts in ``src``, a whole slot."""
-        places, sizes = self._layout.places(tile), self._layout.shapes[tile]
+        places, sizes = self.layout.places(tile), self.layout.shapes[tile]
         return [self._checksum(src[places[p] : places[p] + sizes[p]]) for p in group]
 
     def sync(self, fsync: Callable[[int], None] = os.fsync) -> None:

@@ -27,7 +27,8 @@ class TileMap:
     """
 
     def __init__(self, layout: Layout, keep: int, slots: int) -> None:
-        """``slots``: generations that the data file has room for, at least ``keep + 1``."""
+        """``slots``: generations that there may be, at least ``keep + 1``; room for the later ones
+        is made when they are written to."""
         self.layout = layout
         self.retained: dict[int, bytes] = {}
         self.committing: bytes | None = None
@@ -165,7 +166,10 @@ class TileMap:
         elif not owners:
             way = "There is no commit yet: start again"
         elif others:
-            way = f"{owned}; commit {others[-1]} has others of this tile and can be used"
+            way = f"{owned}; commit {others[-1]} has others of this tile"
+            if newer := [n for n in owners if n > others[-1]]:
+                files = ", ".join(f"commit-{n}.json" for n in newer)
+                way += f": move {files} out of the directory, and --resume continues from there"
         else:
             way = (
                 f"{owned}, and no other commit has a copy of this tile: start again from the "

@@ -11,7 +11,6 @@ are what a training step with its states there waits for.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import Counter
@@ -23,34 +22,31 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ClosedError, OffloadError, StoreError
-from offload.io import tile_manifest
 from offload.io.engines import DEFAULT_REQUEST_BYTES, Engine
 from offload.io.pack_format import normal_meta
 from offload.io.store import DEMAND, PREFETCH, Receipt
-from offload.io.tile_directory import DoubtfulError, TileDirectory, TileSyscalls, is_tile_store
-from offload.io.tile_file import (
-    Checksum,
-    DamagedError,
-    TileFile,
-    UnsyncedError,
-    aligned,
-    check_request,
+from offload.io.tile_commit import Committing
+from offload.io.tile_directory import (
+    DATA,
+    DoubtfulError,
+    TileDirectory,
+    TileSyscalls,
+    has_commits,
+    is_tile_store,
 )
-from offload.io.tile_manifest import (
-    LOST,
-    MOST_GENERATIONS,
-    VIRGIN,
-    Commit,
-    Layout,
-    check_keep,
-    space_needed,
-)
+from offload.io.tile_file import Checksum, DamagedError, TileFile, UnsyncedError, aligned
+from offload.io.tile_manifest import LOST, MOST_GENERATIONS, VIRGIN, space_needed
 from offload.io.tile_map import TileMap
+from offload.io.tile_opening import Given, make_store, open_store
 from offload.io.transfer import Moved, Transfer, failed
 
-__all__ = ["Checksum", "TileStore", "is_tile_store", "space_needed"]
+__all__ = ["Checksum", "TileStore", "has_commits", "is_tile_store", "reserved", "space_needed"]
 
-log = logging.getLogger(__name__)
+
+def reserved(directory: str | os.PathLike[str]) -> int:
+    """Bytes of the data file of a store; 0 where there is none."""
+    path = Path(directory) / DATA
+    return path.stat().st_size if path.is_file() else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,23 +77,21 @@ class TileStore:
         self,
         directory: TileDirectory,
         file: TileFile,
-        layout: Layout,
+        given: Given,
         engine: Engine,
-        calls: TileSyscalls,
-        identity: Mapping[str, Any],
-        keep: int,
-        hold: int,
     ) -> None:
         """Not to be called; see ``create`` and ``open``."""
-        self.layout = layout
+        self.layout = given.layout
         self._directory = directory
         self._file = file
         self._engine = engine
-        self._sys = calls
-        self._identity = identity
-        self._hold = hold
+        self._given = given
         self._idle = threading.Condition()  # guards all below
-        self._map = TileMap(layout, keep, min(MOST_GENERATIONS, file.generations))
+        slots = min(MOST_GENERATIONS, max(given.most, file.generations))
+        self._map = TileMap(given.layout, given.keep, slots)
+        self._growing = threading.Lock()
+        """Held for as long as reserving takes; never together with the one above."""
+        self._commits = Committing(directory, file, self._map, self._idle, given.calls)
         self._reading: Counter[int] = Counter()
         self._writing: set[int] = set()
         self._waiting: list[_Write] = []
@@ -118,6 +112,7 @@ class TileStore:
         keep: int,
         hold: int = 0,
         checksum: Checksum,
+        generations: int | None = None,
         syscalls: TileSyscalls | None = None,
         request_bytes: int = DEFAULT_REQUEST_BYTES,
     ) -> TileStore:
@@ -128,25 +123,21 @@ class TileStore:
             identity: what must be the same when it is opened again; JSON.
             keep: commits that are kept, from 1 to 127.
             hold: commits that may be held beyond those, see ``commit``; 127 with them at most.
+            generations: how often there is room for each tile from the start; None:
+                ``keep + hold + 1`` times, which is as often as it will ever be needed. Where fewer
+                are reserved and a write needs one more, that is reserved then, or the write fails.
             request_bytes: the longest request, a multiple of 4096.
 
         Raises:
             StoreError: the directory holds something or is in use, or the disk has less than
-                ``space_needed`` bytes free, all of which are reserved here.
+                the bytes of these generations free, all of which are reserved here.
             ValueError: sizes or ``keep`` out of range, or an identity that is not JSON.
         """
-        layout, calls = Layout(shapes), syscalls or TileSyscalls()
-        versions = check_keep(keep, hold) + 1
-        check_request(request_bytes)
-        identity = normal_meta(identity)
-        folder = TileDirectory.make(Path(directory), calls)
-        try:
-            data = folder.make_data(versions * layout.nbytes)
-            file = TileFile(data, layout, checksum, request_bytes)
-        except BaseException:
-            folder.close()
-            raise
-        return cls(folder, file, layout, engine, calls, identity, keep, hold)
+        given = Given.of(
+            shapes, identity, keep, hold, generations, checksum, request_bytes, syscalls
+        )
+        folder, file = make_store(Path(directory), given)
+        return cls(folder, file, given, engine)
 
     @classmethod
     def open(
@@ -160,42 +151,30 @@ class TileStore:
         hold: int = 0,
         checksum: Checksum,
         commit: int | None = None,
+        generations: int | None = None,
         syscalls: TileSyscalls | None = None,
         request_bytes: int = DEFAULT_REQUEST_BYTES,
     ) -> TileStore:
         """The store as its newest valid commit has it, or as commit number ``commit`` has it.
 
         A damaged manifest is passed over with a warning. Commits newer than ``commit`` are given
-        up with the next commit, and not before. A larger ``keep`` or ``hold`` than before makes the
-        data file grow. Without any commit all tiles are virgin.
+        up with the next commit, and not before. The data file grows to ``generations`` (see
+        ``create``) where it is shorter. Without any commit all tiles are virgin.
 
         Raises:
             StoreError: there is no store or no such commit, all commits are damaged, they are of
                 another run (the message names what differs), the directory is in use, or the disk
-                is too full for a larger ``keep``.
+                is too full for more generations.
         """
-        layout, calls = Layout(shapes), syscalls or TileSyscalls()
-        versions = check_keep(keep, hold) + 1
-        check_request(request_bytes)
-        identity, path = normal_meta(identity), Path(directory)
-        if path.is_dir() and not is_tile_store(path):
-            raise StoreError(f"{path} holds no training states; start without --resume")
-        folder = TileDirectory.lock(path, calls)
+        given = Given.of(
+            shapes, identity, keep, hold, generations, checksum, request_bytes, syscalls
+        )
+        found = open_store(Path(directory), given, commit)
+        store = cls(found.directory, found.file, given, engine)
         try:
-            folder.clean()
-            chosen, valid = folder.choose(layout, identity, commit)
-            used = {g for gs in valid.values() for g in gs} - {VIRGIN}
-            needed = (max(used) + 1) * layout.nbytes if used else 0
-            data = folder.open_data(needed, versions * layout.nbytes)
-            file = TileFile(data, layout, checksum, request_bytes)
-        except BaseException:
-            folder.close()
-            raise
-        store = cls(folder, file, layout, engine, calls, identity, keep, hold)
-        try:
-            store._map.newest = max(folder.numbers(), default=0)
-            if chosen is not None:
-                folder.remove(store._map.stand_on(chosen, valid))
+            store._map.newest = found.newest
+            if found.chosen is not None:
+                found.directory.remove(store._map.stand_on(found.chosen, found.valid))
         except BaseException:
             store.close()
             raise
@@ -394,7 +373,19 @@ class TileStore:
             jobs = [partial(self._put, write, g) for g in self._file.groups(write.tile, parts)]
             write.transfer.run(self._engine, jobs, PREFETCH)
 
+    def reserve(self, generations: int) -> None:
+        """Have room for that many of each tile now, rather than when a write needs it; blocks.
+
+        Raises:
+            StoreError: too little space. What is there is as it was.
+        """
+        with self._growing:
+            if generations > self._file.generations:
+                self._directory.grow(self._file, generations)
+
     def _put(self, write: _Write, group: list[int]) -> Moved:
+        if write.generation >= self._file.generations:
+            self.reserve(write.generation + 1)  # before the tile is spoilt
         sums = self._file.sums(write.tile, group, write.view)
         write.sums[group[0] : group[-1] + 1] = sums
         with self._idle:
@@ -437,53 +428,29 @@ class TileStore:
                     f"{len(self._writing)} tiles are being written (tile {min(self._writing)}); "
                     "wait for them before the commit"
                 )
-            if len(held) > self._hold or not held <= self._map.retained.keys():
+            if len(held) > self._given.hold or not held <= self._map.retained.keys():
                 raise ValueError(
                     f"commits {sorted(held)} cannot be held: there are "
-                    f"{sorted(self._map.retained)}, and room to hold {self._hold}"
+                    f"{sorted(self._map.retained)}, and room to hold {self._given.hold}"
                 )
             try:
                 if self._closed:
                     raise ClosedError("the tile store is closed")
                 if self._failed is not None:
                     raise self._failed
-                commit = self._map.begin_commit(self._identity, meta, held)
+                commit = self._map.begin_commit(self._given.identity, meta, held)
             except OffloadError as e:
                 future.set_exception(e)
                 return future
             self._in_flight += 1
         future.add_done_callback(self._landed)
         try:
-            job = self._engine.submit(partial(self._make_durable, commit), DEMAND)
+            job = self._engine.submit(partial(self._commits.make_durable, commit), DEMAND)
         except OffloadError as e:
             self._committed(e, future)
         else:
             job.add_done_callback(partial(self._commit_ended, future))
         return future
-
-    def _make_durable(self, commit: Commit) -> None:
-        """On a worker."""
-        with self._idle:
-            abandoned, kept = self._map.abandoned(), self._map.kept_with(commit)
-        # First: a kill after the commit must not leave them in the place of older ones.
-        self._remove(abandoned)
-        self._file.sync(self._sys.fsync)
-        self._directory.publish(commit.number, tile_manifest.dump(commit))
-        with self._idle:
-            self._map.made(commit)
-            old = set(self._map.retained)
-        try:
-            # What is damaged goes, too: a newer one is whole.
-            self._remove(sorted({*old, *self._directory.numbers()} - kept))
-        except (StoreError, OSError) as e:
-            log.warning("commit %d is made, but: %s", commit.number, e)
-            with self._idle:
-                self._map.why_kept = str(e)
-
-    def _remove(self, commits: Sequence[int]) -> None:
-        self._directory.remove(commits)
-        with self._idle:
-            self._map.forget(commits)
 
     def _commit_ended(self, future: Future[None], job: Future[None]) -> None:
         self._committed(job.exception(), future)
@@ -517,9 +484,9 @@ class TileStore:
                 raise StoreError(
                     f"{self._directory.path} has no commit {number}; these can be used: {there}"
                 )
-            chosen, _ = self._directory.choose(self.layout, self._identity, number)
+            chosen, _ = self._directory.choose(self.layout, self._given.identity, number)
             assert chosen is not None
-            self._remove(self._map.stand_on(chosen, retained))
+            self._commits.remove(self._map.stand_on(chosen, retained))
 
     # Closing
 

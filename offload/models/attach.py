@@ -366,8 +366,9 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise OffloadError(
-            "backward through a streamed model is not supported yet: no gradient would reach its "
-            "weights. Train the resident model, or use torch.no_grad() for inference"
+            "backward through a streamed model: this one streams for inference, and no gradient "
+            "would reach its weights. To train, use offload.load(path, train=True); for inference, "
+            "torch.no_grad()"
         )
 
 

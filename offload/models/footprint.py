@@ -19,9 +19,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.kv.shape import KvShape
 from offload.models.expert_groups import expert_groups
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """What a layer of the cache holds after the tokens that were measured.
+
+    Attributes:
+        shape: of the keys and values that ``offload.kv`` can keep in blocks; None: others.
+        nbytes: of all its tensors.
+        window: tokens that a sliding window keeps; 0: a state that does not grow; None: all.
+    """
+
+    shape: KvShape | None
+    nbytes: int
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,8 @@ class Footprint:
     activation_bytes: int
     cache_bytes: int
     measured: bool
+    layers: tuple[CachedLayer, ...] = ()
+    """Of the cache, if it is transformers' own and could be measured."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -75,8 +93,9 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
     """
     element = next((p.element_size() for p in model.parameters()), 4)
     try:
-        peak, cache = meta_forward(model, tokens, batch)
-        return Footprint(int(peak * 1.05), cache, True)
+        held: list[Any] = []
+        peak, cache = meta_forward(model, tokens, batch, held=held)
+        return Footprint(int(peak * 1.05), cache, True, _layers(model, held[0]))
     except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = (
@@ -92,20 +111,44 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
 
 
 def meta_forward(
-    model: Any, tokens: int, batch: int = 1, *, decode: bool = False
+    model: Any,
+    tokens: int,
+    batch: int = 1,
+    *,
+    decode: bool = False,
+    held: list[Any] | None = None,
 ) -> tuple[int, int]:
     """Run one forward on meta; returns (peak bytes of activations, bytes of the cache).
 
     ``decode``: then run one more token with the cache, whose code may be another than a prompt's.
+    ``held`` gets the cache.
     Raises whatever an operation raises that cannot work without data.
     """
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
-        return _run(model, tokens, batch, decode)
+        return _run(model, tokens, batch, decode, held)
 
 
-def _run(model: Any, tokens: int, batch: int, decode: bool) -> tuple[int, int]:
+def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
+    """Peak bytes of activations for one more token of each sequence of ``cache``, which is on meta,
+    holds what came before and does not grow. Raises as ``meta_forward``."""
+    ids = torch.zeros((batch, 1), dtype=torch.int64, device="meta")
+    with contextlib.ExitStack() as stack:
+        for group in expert_groups(model):
+            stack.enter_context(stub_experts(group.module, group.n_experts))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(buffers_on_meta(model))
+        weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+        watch = LiveBytes(weights)
+        with watch:
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return watch.peak
+
+
+def _run(
+    model: Any, tokens: int, batch: int, decode: bool, held: list[Any] | None = None
+) -> tuple[int, int]:
     ids = torch.zeros((batch, tokens), dtype=torch.int64, device="meta")
     accepted = inspect.signature(type(model).forward).parameters
     kwargs: dict[str, Any] = {"input_ids": ids}
@@ -116,12 +159,13 @@ def _run(model: Any, tokens: int, batch: int, decode: bool) -> tuple[int, int]:
     if getattr(model.config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids[:, :1]
     with torch.no_grad(), buffers_on_meta(model):
-        held = [*model.parameters(), *model.buffers()]
-        weights = {t.untyped_storage()._cdata for t in held}
+        weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         watch = LiveBytes(weights)
         with watch:
             out = model(**kwargs)
         cache = _cache_bytes(getattr(out, "past_key_values", None))
+        if held is not None:
+            held.append(getattr(out, "past_key_values", None))
         if decode and model.can_generate():
             kept = [n for n in ("past_key_values", "cache_params") if getattr(out, n, None)]
             if not kept:
@@ -135,13 +179,43 @@ def _run(model: Any, tokens: int, batch: int, decode: bool) -> tuple[int, int]:
 
 def _cache_bytes(cache: Any) -> int:
     """Bytes of all tensors a transformers cache holds."""
+    return sum(_layer_bytes(layer) for layer in getattr(cache, "layers", None) or ())
+
+
+def _layer_bytes(layer: Any) -> int:
     total = 0
-    for layer in getattr(cache, "layers", None) or ():
-        for value in vars(layer).values():
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, torch.Tensor):
-                    total += leaf.numel() * leaf.element_size()
+    for value in vars(layer).values():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                total += leaf.numel() * leaf.element_size()
     return total
+
+
+def _layers(model: Any, cache: Any) -> tuple[CachedLayer, ...]:
+    """Of a cache of transformers' own kind; empty for any other."""
+    from transformers import DynamicCache
+
+    from offload.kv.cache import layer_makers, shape_of
+
+    if type(cache) is not DynamicCache or model.config.is_encoder_decoder:
+        return ()
+    plans = layer_makers(model.config)
+    if len(plans) != len(cache.layers):
+        return ()
+    found = []
+    for layer, (_, in_blocks) in zip(cache.layers, plans, strict=True):
+        keys: Any = getattr(layer, "keys", None)
+        values: Any = getattr(layer, "values", None)
+        grows = isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
+        whole = in_blocks and grows and keys.dim() == values.dim() == 4
+        found.append(
+            CachedLayer(
+                shape=shape_of(keys, values) if whole else None,
+                nbytes=_layer_bytes(layer),
+                window=getattr(layer, "sliding_window", None if grows else 0),
+            )
+        )
+    return tuple(found)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from offload.runtime.rss import peak_rss
 from offload.scheduler.plan import Plan
 
 if TYPE_CHECKING:
+    from offload.kv.tiers import KvTiers
     from offload.models.fast_check import KernelError
 
 
@@ -38,11 +39,14 @@ class OffloadHandle:
     """After ``wrap``: the model's own parameters, waiting for their data."""
     closed: bool = False
     make_cache: Callable[[], Any] | None = None
+    kv: KvTiers | None = None
+    """The blocks of keys and values, if they are kept so."""
     kernel_error: KernelError | None = None
 
     def new_cache(self) -> Any:
         """An empty KV cache for one sequence, to be given as ``past_key_values``; of a packed model
-        the one that its decode kernels read, whose memory the last one made owns."""
+        the one that its decode kernels read, and where keys and values are kept in blocks, one of
+        those: the last one made owns the memory."""
         if self.make_cache is not None:
             return self.make_cache()
         from transformers import DynamicCache
@@ -74,6 +78,7 @@ class OffloadHandle:
             "baseline_rss_bytes": self.baseline_rss,
             "peak_rss_bytes": peak_rss(),
             "ram_budget_bytes": budget,
+            "kv": None if self.kv is None else self.kv.stats(),
         }
 
     def close(self) -> None:
@@ -89,4 +94,6 @@ class OffloadHandle:
         self.attachment.detach()
         self.attachment.bury()
         self.executor.close()
+        if self.kv is not None:
+            self.kv.close()
         self.attachment.publish()

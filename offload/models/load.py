@@ -21,11 +21,13 @@ from offload.errors import OffloadError, PlanError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
+from offload.models import kv_plan
 from offload.models.expert_groups import expert_groups
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.experts import check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
+from offload.models.kv_plan import KvPlan
 from offload.models.meta import (
     MetaModel,
     build,
@@ -86,6 +88,8 @@ class Prepared:
     baseline_rss: int
     head_rows: frozenset[int] | None
     notes: list[str] = field(default_factory=list)
+    kv: KvPlan | None = None
+    """Where keys and values live, if they are kept in blocks."""
     kernel_error: KernelError | None = None
 
     @property
@@ -149,6 +153,8 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     footprint = measure(meta.model, prompt, options.batch)
     cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
     ram = ram_budget(options)
+    need = kv_plan.kv_need(meta.model, footprint, options, prompt)
+    kv = kv_plan.asked_for(need, options, directory.name)
     notes: list[str] = []
     if options.ram is None:
         notes.append(
@@ -192,6 +198,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             kept=sum(made.values()),
             workspace=workspace,
             staged=staged,
+            kv=kv,
         )
 
     reserves = set_aside(chosen, ram, recipes.staged)
@@ -212,15 +219,22 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         aside = set_aside(chosen, ram, staged)
         return request_of(meta, chosen, options, warm, budgets, aside, top, staged, policy)
 
-    request = ask(ram)
     try:
-        plan = make_plan(request)
+        plan = plan_within(ask, ram, directory.name)
     except PlanError:
-        # Say the least that works: it has less staging and slack than what was asked for.
-        try:
-            plan = make_plan(ask(least_budgets(ask)[Tier.RAM]))
-        except PlanError as error:
-            raise PlanError(f"{directory.name}: {error}") from error
+        if kv is not None or need is None:
+            raise
+        # Then keys and values leave RAM, and what weights do not need at least is theirs.
+        plain = minimum_budgets(ask(ram))[Tier.RAM]
+        kv = kv_plan.least(need)
+        tiered = minimum_budgets(ask(ram))[Tier.RAM]
+        if tiered >= plain:
+            raise  # so little is cached that blocks take more
+        kv = kv_plan.with_spare(kv, ram - tiered)
+        plan = plan_within(ask, ram, directory.name)
+    if kv is not None:
+        plan = kv_plan.predicted(plan, kv, ask(ram).costs)
+        notes.append(kv.note(options))
     plan = align_pins(plan, chosen, recipes)
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
@@ -237,13 +251,26 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         cut=chosen,
         recipes=recipes,
         plan=plan,
-        request=request,
+        request=ask(ram),
         ask=ask,
         footprint=footprint,
         baseline_rss=baseline,
         head_rows=head_rows,
         notes=notes + chosen.notes,
+        kv=kv,
     )
+
+
+def plan_within(ask: Callable[[int], PlanRequest], ram: int, name: str) -> Plan:
+    """The plan for a budget. Raises PlanError: nothing fits; says the least that works, which has
+    less staging and slack than what was asked for."""
+    try:
+        return make_plan(ask(ram))
+    except PlanError:
+        try:
+            return make_plan(ask(least_budgets(ask)[Tier.RAM]))
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from error
 
 
 def least_budgets(ask: Callable[[int], PlanRequest]) -> Mapping[Tier, int]:

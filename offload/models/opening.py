@@ -129,12 +129,35 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         notes=tuple(prepared.notes),
     )
     finish_model(model, meta.directory)
+    serve_blocks(prepared, model, handle)
     model.__dict__["offload"] = handle
     weakref.finalize(model, executor.close)
     if recorder is not None:
         weakref.finalize(model, recorder.close)
     gc.collect()
     return model
+
+
+def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
+    """Have the model generate with keys and values in blocks, if the plan says so."""
+    kv, options = prepared.kv, prepared.options
+    if kv is None:
+        return
+    from offload.kv.tiers import KvTiers
+
+    tiers = KvTiers(
+        model.config,
+        ram=kv.homes.ram_bytes,
+        directory=spill_directory(options.disk),
+        slot_bytes=kv.homes.slot_bytes,
+        block_tokens=kv.need.block_tokens,
+        context=kv.need.context,
+        engine=options.engine,
+        queue_depth=options.queue_depth,
+    )
+    tiers.serve(model, handle.attachment.on_detach)
+    handle.kv, handle.make_cache = tiers, tiers.new_cache
+    weakref.finalize(model, tiers.close)
 
 
 def finish_model(model: Any, directory: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
+from offload.kv.shape import BLOCK_TOKENS
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.policy import NAMES
 from offload.units import parse_bytes
@@ -58,6 +59,10 @@ class Options:
     kernels: str | None = None
     """``"exact"``: torch's; ``"fast"``: ours, on a pack, and the error of unquantised weights is
     measured when it is opened. None: a pack's are ours, a checkpoint's torch's."""
+    kv_ram: int | None = None
+    """Bytes of RAM for keys and values in blocks; what does not fit streams from the disk. None:
+    all are in RAM, or as many as fit beside the least that weights need."""
+    kv_block_tokens: int = BLOCK_TOKENS
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
@@ -105,11 +110,13 @@ def parse_options(
     *,
     ram: str | int | None = None,
     gpu: str | int | None = None,
+    kv_ram: str | int | None = None,
     **others: Any,
 ) -> Options:
     """Options from sizes as people write them."""
     return Options(
         ram=None if ram is None else parse_bytes(ram),
         gpu=None if gpu is None else parse_bytes(gpu),
+        kv_ram=None if kv_ram is None else parse_bytes(kv_ram),
         **others,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,12 +49,18 @@ def packed(
         if announce is not None:
             announce(path)
         logger.info("packing %s into %s", source.id, path)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as e:
-            raise StoreError(
-                f"cannot make {path.parent}: {e.strerror}; set XDG_CACHE_HOME to another place, "
-                "or run 'offload pack' and give its directory"
-            ) from e
+        _make_writable(path.parent)
         pack(source, path, quant=quant, progress=progress, wait=True)
     return PackedModel.open(path, source=source.id, quant=quant)
+
+
+def _make_writable(folder: Path) -> None:
+    """Make ``folder``. Raises StoreError if it cannot be made, or be written to where it is."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # os.access() knows nothing of quotas and ACLs
+    except OSError as e:
+        raise StoreError(
+            f"cannot write in {folder}: {e.strerror}; set XDG_CACHE_HOME to another place, or run "
+            "'offload pack' and give its directory"
+        ) from e

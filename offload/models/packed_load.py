@@ -28,11 +28,12 @@ from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_k
 from offload.errors import CheckpointError, OffloadError, PlanError, UnsupportedModelError
 from offload.io.pack_manifest import Kind, Layout
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
-from offload.models import fast_check
+from offload.models import fast_check, kv_plan
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import Footprint, measure
+from offload.models.kv_plan import KvPlan
 from offload.models.lean_run import (
     LeanModel,
     detect_lean,
@@ -40,7 +41,7 @@ from offload.models.lean_run import (
     lean_kernels,
     prove_lean,
 )
-from offload.models.load import Prepared, least_budgets, ram_budget
+from offload.models.load import Prepared, plan_within, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
 from offload.models.options import (
@@ -56,14 +57,22 @@ from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedLinear, expert_layout_of
 from offload.models.params import Param, Place, parameters
 from offload.models.recipes import Recipes
-from offload.models.request import request_of, staging_shape
+from offload.models.request import (
+    activation_bytes,
+    cache_reserves,
+    request_of,
+    staging_shape,
+)
 from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, RowEmbedding, Unit, unit_modules
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
-from offload.scheduler.planner import PlanRequest, make_plan
+from offload.scheduler.planner import PlanRequest, minimum_budgets
 from offload.scheduler.policy import SCORED
 from offload.units import format_bytes
+
+IN_BLOCKS = "its keys and values are kept in blocks"
+"""Why the decode kernels, which read a cache in one piece, do not run."""
 
 DISPATCH_S = 3e-5
 """Python around a kernel's call for one layer's experts, per expert that is not there yet."""
@@ -153,6 +162,8 @@ def plan_packed(
     footprint = measure(model, read, options.batch)
     cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
     ram = ram_budget(options)
+    need = kv_plan.kv_need(model, footprint, options, read)
+    kv = kv_plan.asked_for(need, options, model_name(pack.path))
     notes = [
         "weights are packed and activations float32: results differ from the unquantised model's"
     ]
@@ -160,11 +171,11 @@ def plan_packed(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    lean = lean or find_lean(model, pack)
+    decoder = lean or find_lean(model, pack)
     if options.record_routing is not None or options.expert_policy in SCORED:
-        lean = LeanModel({}, "its routing is listened to")
-    if not lean.layers:
-        notes.append(f"single tokens run through transformers' own layers: {lean.why_not}")
+        decoder = LeanModel({}, "its routing is listened to")
+    if kv is not None:
+        decoder = LeanModel({}, IN_BLOCKS)
     chosen, resident = cut_packed(model, pack)
     kept = sum(4 * p.tensor.numel() for p in resident.values())
     grown = 0
@@ -191,7 +202,7 @@ def plan_packed(
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
                 cache=cache, prompt=read, ram=ram, kept=kept, overhead=overhead,
-                lean_bytes=lean.scratch_bytes(max(options.context, prompt)),
+                lean_bytes=decoder.scratch_bytes(max(options.context, prompt)), kv=kv,
             )
         }  # fmt: skip
 
@@ -206,14 +217,26 @@ def plan_packed(
             meta, chosen, options, fused, budgets, set_aside(ram), Tier.RAM, False, policy
         )
 
-    request = ask(ram)
+    name = model_name(pack.path)
     try:
-        plan = make_plan(request)
+        plan = plan_within(ask, ram, name)
     except PlanError:
-        try:
-            plan = make_plan(ask(least_budgets(ask)[Tier.RAM]))
-        except PlanError as error:
-            raise PlanError(f"{model_name(pack.path)}: {error}") from error
+        if kv is not None or need is None:
+            raise
+        # Then keys and values leave RAM, and what weights do not need at least is theirs.
+        plain = minimum_budgets(ask(ram))[Tier.RAM]
+        kv = kv_plan.least(need)
+        decoder = LeanModel({}, IN_BLOCKS)
+        tiered = minimum_budgets(ask(ram))[Tier.RAM]
+        if tiered >= plain:
+            raise  # so little is cached that blocks take more
+        kv = kv_plan.with_spare(kv, ram - tiered)
+        plan = plan_within(ask, ram, name)
+    if kv is not None:
+        plan = kv_plan.predicted(plan, kv, ask(ram).costs)
+        notes.append(kv.note(options))
+    if not decoder.layers:
+        notes.append(f"single tokens run through transformers' own layers: {decoder.why_not}")
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
     return PackedPrepared(
@@ -222,15 +245,16 @@ def plan_packed(
         cut=chosen,
         recipes=Recipes({}, [], {}),
         plan=plan,
-        request=request,
+        request=ask(ram),
         ask=ask,
         footprint=footprint,
         baseline_rss=baseline,
         head_rows=None,
         notes=notes,
+        kv=kv,
         pack=pack,
         resident=resident,
-        lean=lean,
+        lean=decoder,
     )
 
 
@@ -374,6 +398,7 @@ def _reserves(
     kept: int,
     overhead: int,
     lean_bytes: int,
+    kv: KvPlan | None,
 ) -> dict[str, int]:
     """What is not packed weights, in bytes."""
     n_layers = max(1, len(chosen.units))
@@ -383,9 +408,8 @@ def _reserves(
     vocabulary, width = int(config.vocab_size), int(config.hidden_size)
     rows = prompt * options.batch
     return {
-        # Growing a cache copies one layer's keys and values while the old ones still exist.
-        "KV cache": cache + cache // n_layers,
-        "activations": footprint.activation_bytes,
+        **cache_reserves(cache, n_layers, kv),
+        "activations": activation_bytes(footprint, kv),
         "kernels' scratch": _scratch(pack, rows) + lean_bytes,
         "logits": 4 * 4 * options.batch * vocabulary,
         "I/O staging": chunks * chunk,

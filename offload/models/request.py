@@ -7,6 +7,7 @@ from typing import Any
 
 from offload.blocks import ALIGN, BlockSpec, TensorSpec, Tier, align_up
 from offload.models.footprint import Footprint
+from offload.models.kv_plan import KvPlan
 from offload.models.meta import MetaModel
 from offload.models.options import Options
 from offload.models.toy import Warm
@@ -52,11 +53,12 @@ def reserves_of(
     kept: int,
     workspace: Workspace,
     staged: bool,
+    kv: KvPlan | None = None,
 ) -> dict[Tier, dict[str, int]]:
     """What is not weights. The simulated device computes in RAM's address space but has a budget
     of its own: its activations and KV are charged to it.
 
-    ``workspace``: what products take beside their matrices.
+    ``workspace``: what products take beside their matrices. ``kv``: the cache is kept in blocks.
     """
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
@@ -65,9 +67,8 @@ def reserves_of(
     logits = 4 * 4 * options.batch * shape[0] if shape else 0
     rows = prompt * options.batch * (shape[1] * 4 if shape else 0)
     compute = {
-        # Growing a cache copies one layer's keys and values while the old ones still exist.
-        "KV cache": cache + cache // max(1, n_layers),
-        "activations": footprint.activation_bytes,
+        **cache_reserves(cache, n_layers, kv),
+        "activations": activation_bytes(footprint, kv),
         "matrix workspace": workspace_bytes(matrices(chosen), workspace)
         + kernel_bytes(
             (t for g in chosen.groups for t in chosen.blocks[g.blocks[0]].tensors), prompt, ram
@@ -84,6 +85,19 @@ def reserves_of(
     if device == "sim":
         return {Tier.RAM: host, Tier.DEVICE: compute}
     return {Tier.RAM: compute | host}
+
+
+def cache_reserves(cache: int, n_layers: int, kv: KvPlan | None) -> dict[str, int]:
+    """For keys and values: ``cache`` bytes of transformers' own, or what ``kv`` says."""
+    if kv is not None:
+        return kv.reserves
+    # Growing a cache copies one layer's keys and values while the old ones still exist.
+    return {"KV cache": cache + cache // max(1, n_layers)}
+
+
+def activation_bytes(footprint: Footprint, kv: KvPlan | None) -> int:
+    """Of the prompt, or of a token at the end of a context that is much longer."""
+    return max(footprint.activation_bytes, kv.need.activation_bytes if kv is not None else 0)
 
 
 def request_of(

@@ -20,10 +20,11 @@ from offload.units import format_bytes
 
 ORDERS = ("vertical", "usual")
 GRAD_DTYPES = ("bf16", "fp32")
+QUANTS = ("q4", "q8")
 DTYPES = ("bfloat16", "float32")
 """What a model may be trained in."""
 
-LORA_ONLY = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets", "merge")
+LORA_ONLY = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets", "merge", "quant")
 _COUNTS = (
     "max_steps", "batch_size", "grad_accum", "eval_every", "save_every", "save_total_limit",
     "lora_r", "threads",
@@ -114,9 +115,11 @@ def _check_names(options: TrainOptions) -> None:
         ("order", ORDERS),
         ("grad_dtype", GRAD_DTYPES),
         ("keep", KEEPS),
+        ("quant", QUANTS),
     ):
         value = getattr(options, name)
-        if value not in choices and not (value is None and name in ("grad_dtype", "keep")):
+        optional = name in ("grad_dtype", "keep", "quant")
+        if value not in choices and not (value is None and optional):
             _refuse(options, name, f"is none of {', '.join(choices)}")
     if options.dtype is not None:
         check_dtypes(options, options.dtype)

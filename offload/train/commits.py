@@ -16,9 +16,10 @@ from typing import Any
 
 from offload.errors import OffloadError
 from offload.io.checksum import xxh3
-from offload.io.tile_store import TileStore, is_tile_store
+from offload.io.tile_store import TileStore, has_commits, is_tile_store
 from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
+from offload.train.options import TrainOptions
 from offload.train.reports import CommitReport, Listener
 
 
@@ -38,6 +39,22 @@ def check_states(directory: Path, *, resume: bool) -> None:
             f"{directory} holds the states of another run; continue it with --resume, or delete "
             f"it, or give another --output or --disk"
         )
+
+
+def state_versions(options: TrainOptions, directory: Path, total: int) -> int:
+    """How often each tile of states is on the disk: as the run changes it, and as each commit has
+    it that is there meanwhile. The last commit is none of these: nothing is changed behind it.
+
+    Args:
+        directory: of the states; a run that resumes has commits there.
+        total: steps of the whole run.
+    """
+    if has_commits(directory):
+        return options.retained + 1
+    asked = [options.save_every, options.eval_every if options.kept != "last" else None]
+    # Every evaluation on the way may be the best so far, and is committed then.
+    during = {step for every in asked if every is not None for step in range(every, total, every)}
+    return min(len(during), options.retained) + 1
 
 
 @dataclass(slots=True)
@@ -64,12 +81,14 @@ class Commits:
 
     def __init__(
         self, directory: Path, *, identity: Mapping[str, Any], keep: int, keep_best: bool,
-        resume: bool,
+        versions: int, resume: bool,
     ) -> None:  # fmt: skip
-        """``keep``: newest commits to retain; ``identity``: what a resumed run must share."""
+        """``keep``: newest commits to retain; ``identity``: what a resumed run must share;
+        ``versions``: see ``state_versions``."""
         self._directory = directory
         self._identity = identity
         self._keep = keep
+        self._versions = versions
         self._resume = resume
         self._store: TileStore | None = None
         self._under_way: tuple[int, float, Future[None]] | None = None
@@ -95,18 +114,23 @@ class Commits:
         self._store = make(  # type: ignore[operator]
             directory=self._directory, shapes=[parts(i) for i in range(len(layout.tiles))],
             engine=io, identity=self._identity, keep=self._keep, hold=int(self.keep_best),
-            checksum=xxh3,
+            checksum=xxh3, generations=1 if self._resume else self._versions,
         )  # fmt: skip
         return self._store
 
-    def restore(self, engine: Engine, listener: Listener) -> int:
-        """Put ``engine`` where the store's commit is; returns the steps taken by then.
+    def restore(self, engine: Engine, total: int, listener: Listener) -> int:
+        """Put ``engine`` where the store's commit is; returns how many steps of ``total`` it took.
 
         0 for a new run, and for one that was killed before its first commit. Best weights that are
         to be kept and are not there (that run did not keep them, or a damaged commit was passed
         over) are forgotten with their loss: no later result is compared with what cannot be had.
+
+        Raises:
+            StoreError: the disk has too little room for the versions of the steps that are left.
         """
         meta = self.store.commit_meta
+        if meta is None or int(meta["step"]) < total:
+            self.store.reserve(self._versions)  # else nothing will be written
         if meta is None:
             return 0
         engine.steps.update(meta["param_steps"])
@@ -178,4 +202,4 @@ class Commits:
         listener.committed(CommitReport(step=step, seconds=time.perf_counter() - began))
 
 
-__all__ = ["Best", "Commits", "check_states"]
+__all__ = ["Best", "Commits", "check_states", "state_versions"]

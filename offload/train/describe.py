@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offload.models.naming import model_name
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,9 +19,10 @@ def describe(run: Run) -> list[str]:
     weights = sum(b.nbytes for b in layout.blocks)
     pinned = sum(layout.blocks[b].nbytes for b in place.pinned)
     data = run.data.train
+    best = options.kept != "last" and plan.versions > options.save_total_limit + 1
     lines = [
-        f"model   {run.meta.directory.name}: {layout.elements / 1e6:,.0f}M parameters trained, "
-        f"{format_bytes(weights)} of weights in {str(run.meta.dtype).removeprefix('torch.')}",
+        f"model   {model_name(run.meta.directory)}: {layout.elements / 1e6:,.0f}M parameters "
+        f"trained, {format_bytes(weights)} of weights{_kept(run)}",
         f"data    {data.examples:,} examples, {data.tokens:,} tokens an epoch; {run.total:,} steps "
         f"of up to {options.batch_size * options.grad_accum} x {options.seq_len} tokens",
         f"RAM     {format_bytes(plan.ram_bytes)} of {format_bytes(plan.budget)}: "
@@ -29,11 +31,13 @@ def describe(run: Run) -> list[str]:
         ),
         f"stays   weights {format_bytes(pinned)} of {format_bytes(weights)}; states of "
         f"{len(place.resident)} of {len(trained)} blocks; gradients of "
-        f"{len(trained) - len(place.spilled)} of {len(trained)} blocks",
-        f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, the "
-        f"{options.retained + 1} versions that commits need"
-        + (", one of them for the best evaluation)" if options.kept != "last" else ")")
-        + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else ""),
+        f"{len(trained) - len(place.spilled)} of {len(trained)} blocks"
+        + (f"; {plan.inputs_text}" if plan.inputs_text else ""),
+        f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, "
+        + (f"the {plan.versions} versions that commits need" if plan.versions > 1 else "once")
+        + (", one of them for the best evaluation)" if best else ")")
+        + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else "")
+        + (f", {format_bytes(plan.inputs_bytes)} of inputs" if plan.inputs_bytes else ""),
         f"step    reads {format_bytes(plan.read_bytes)}, writes "
         f"{format_bytes(plan.written_bytes)}; the run writes "
         f"{format_bytes(plan.written_bytes * run.total)}",
@@ -51,6 +55,14 @@ def describe(run: Run) -> list[str]:
         seconds = run.prediction.seconds
         lines.append(f"time    {seconds:.2f} s a step ({phases}); {duration(seconds * run.total)}")
     return lines
+
+
+def _kept(run: Run) -> str:
+    dtype = str(run.meta.dtype).removeprefix("torch.")
+    if run.base is None:
+        return f" in {dtype}"
+    whole = sum(b.value_bytes for b in run.layout.blocks)
+    return f", packed ({run.base.formats}); unpacked to {dtype} as units run, {format_bytes(whole)}"
 
 
 def duration(seconds: float) -> str:

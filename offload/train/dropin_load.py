@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from offload.train.footprint import measure_training
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.options import STATES, TrainOptions
 from offload.train.plan import Needs, TrainPlan, make_plan
+from offload.train.spilling import KEPT, KeptInputs, input_sizes, plans
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
 from offload.units import format_bytes, parse_bytes
@@ -91,7 +93,7 @@ def plan_dropin(
     gc.collect()
     fixed = {
         "activations of a unit": footprint.unit_bytes,
-        "inputs kept for backward": footprint.boundary_bytes + 2 * footprint.shared_bytes,
+        KEPT: footprint.boundary_bytes + 2 * footprint.shared_bytes,
         "loss": logits * (2 * meta.dtype.itemsize + 8),
         "a weight read outside of its unit": 0 if head is None else head.nbytes,
         "Python": max(0, current_rss() - baseline) + LOOP_BYTES,
@@ -104,7 +106,9 @@ def plan_dropin(
         fixed=fixed, kinds=Updater.kinds(layout, options.states), grad_dtype=options.grad_dtype,
         fetched_bytes=fetched,
     )  # fmt: skip
-    return make_plan(layout, needs, budget, keep=options.keep, clipping=True)
+    inputs = KeptInputs(sizes=input_sizes(layout, units, footprint))
+    make = partial(make_plan, layout, budget=budget, versions=options.keep + 1, clipping=True)
+    return plans(make, needs, inputs)[0]
 
 
 __all__ = ["load_trainable", "plan_dropin"]

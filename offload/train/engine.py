@@ -23,6 +23,7 @@ from torch import nn
 from offload.cpu_ops.adam_step import AdamStep
 from offload.errors import OffloadError
 from offload.train.grads import Gradients
+from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.segments import Segment, same_random_numbers
@@ -78,6 +79,9 @@ class Clock:
 
     waiting: float = 0.0
     """For weights: reads and updates that were not through."""
+    updates: float = 0.0
+    """Of these, for units with an update pending: what the optimizer costs beyond what runs behind
+    computing."""
 
 
 @dataclass(slots=True)
@@ -146,6 +150,11 @@ class Engine:
         """Bytes of gradients that may wait for updates inside backward before backward waits."""
         self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         """Set: losses that units add when they are run again (routers')."""
+        self.table_rows: Callable[[int, int, int], torch.Tensor | None] | None = None
+        """Set: (block, first row, end) -> rows of a table that is kept packed and never whole in
+        the compute dtype, valid until the next call; None for other blocks."""
+        self.inputs: SpilledInputs | None = None
+        """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
         self.checkpoint_bytes: Callable[[], int] = lambda: 0
         """Bytes read so far of the checkpoint itself."""
@@ -221,14 +230,19 @@ class Engine:
             self.on_backward()
         if not state.depth and self.rounds is not None:
             self.rounds.door()
+        if backward and self.inputs is not None:
+            self.inputs.ahead()
         if not state.depth and not state.entries:
             began = time.perf_counter()
             with self.shared.changed:
                 self.order.enter(unit)
+                pending = not self.weights.stale.isdisjoint(self.layout.units[unit].blocks)
             state.entries += self.weights.acquire_all(self.layout.units[unit].blocks)
             for entry in state.entries:
                 self._place(entry)
-            self.clock.waiting += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            self.clock.waiting += spent
+            self.clock.updates += spent if pending else 0.0
         state.depth += 1
         try:
             yield
@@ -278,6 +292,11 @@ class Engine:
         """The number of the micro-batch that runs."""
         return self.micro if self.rounds is None else self.rounds.index
 
+    def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
+        if self.inputs is None:
+            return None
+        return self.inputs.keep(unit, tensor, in_turns=self.rounds is not None)
+
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [] if self.extra is None else self.extra()
 
@@ -322,9 +341,13 @@ class Engine:
 
     def begin_forward(self) -> None:
         """Wait for the updates of what is used outside of all units."""
+        began = time.perf_counter()
         with self.shared.changed:
             rest = set(self.layout.rest)
             self.shared.wait_for(lambda: not rest & self.weights.stale, "the first updates")
+        spent = time.perf_counter() - began
+        self.clock.waiting += spent
+        self.clock.updates += spent
 
     def end_backward(self) -> None:
         """Backward is through: seal what no unit has sealed (parameters outside of units, units
@@ -445,7 +468,7 @@ class Engine:
         """A copy of a block's current weights [count], its update waited for."""
         entry = self.weights.acquire(block.index)
         try:
-            return entry.tensor.clone()
+            return entry.copy(0, block.count)
         finally:
             self.weights.release(block.index)
 
@@ -453,7 +476,7 @@ class Engine:
         """Elements ``start`` .. ``start + count`` of a parameter (by any of its names), flat; its
         update is waited for."""
         out: list[torch.Tensor] = []
-        for block, i in self._places_of(name):
+        for block, i in self.places_of(name):
             piece = self.layout.blocks[block].pieces[i]
             low, high = max(start, piece.start), min(start + count, piece.start + piece.count)
             if low >= high:
@@ -461,14 +484,14 @@ class Engine:
             entry = self.weights.acquire(block)
             try:
                 at = piece.offset - piece.start
-                out.append(entry.tensor[at + low : at + high].clone())
+                out.append(entry.copy(at + low, at + high))
             finally:
                 self.weights.release(block)
         if sum(t.numel() for t in out) != count:
             raise OffloadError(f"{name} has no elements {start} to {start + count}")
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _places_of(self, name: str) -> list[tuple[int, int]]:
+    def places_of(self, name: str) -> list[tuple[int, int]]:
         """(block, index of the piece) of all pieces of a parameter, in order."""
         if not self._by_name:
             canonical = {a: p.name for p in self.layout.params.values() for a in p.names}

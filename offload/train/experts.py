@@ -144,9 +144,8 @@ class _ExpertRun:
         if self._at is None:
             return tensor
         expert, entry = self._at
-        start = entry.memory.tensor().data_ptr()
-        at = tensor.data_ptr() - start
-        if not 0 <= at < entry.block.nbytes:
+        at = tensor.data_ptr() - entry.tensor.data_ptr()
+        if not 0 <= at < entry.block.value_bytes:
             return tensor
         offset = at // tensor.element_size()
         return _Place(expert, offset, tuple(tensor.shape), tensor.stride())

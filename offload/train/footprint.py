@@ -37,6 +37,8 @@ class TrainFootprint:
     shared_bytes: int
     """What all units get alike (masks, position embeddings), and what is outside of them."""
     measured: bool
+    inputs: tuple[int, ...] = ()
+    """Of each unit, bytes of its input if that can leave RAM until backward; else 0."""
 
 
 def measure_training(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
@@ -152,6 +154,7 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}
         shared: dict[int, int] = {}
+        inputs: dict[int, int] = {}
         peak = 0
         seen: dict[Any, int] = {}
         for unit in units:
@@ -164,6 +167,8 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
             for i, tensor in enumerate(tensors):
                 storage = tensor.untyped_storage()
                 (kept if i == 0 else shared)[storage._cdata if i else id(unit)] = storage.nbytes()
+                if i == 0 and tensor.is_floating_point() and tensor.is_contiguous():
+                    inputs[id(unit)] = min(tensor.nbytes, storage.nbytes())
             if key not in seen:
                 seen[key] = _unit_peak(unit, leaves, spec, weights)
             peak = max(peak, seen[key])
@@ -176,6 +181,7 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
         + 4 * max(kept.values(), default=0)
         + rows * length * length * 4,
         measured=True,
+        inputs=tuple(inputs.get(id(unit), 0) for unit in units),
     )
 
 

@@ -58,7 +58,7 @@ class ForeignLoop:
         self._handles: dict[str, LazyGrad] = {}
         self._age: dict[str, int] = {}
         self._places = {
-            name: engine._places_of(name)
+            name: engine.places_of(name)
             for name in engine.params
             if engine.layout.params[name].tensor.numel()
         }

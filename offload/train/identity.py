@@ -24,9 +24,11 @@ _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets")
 
 
 def identity_of(
-    meta: MetaModel, layout: TrainLayout, data: TrainData, options: TrainOptions, steps: int
-) -> dict[str, Any]:
-    """JSON that two runs share exactly if one may continue the other."""
+    meta: MetaModel, layout: TrainLayout, data: TrainData, options: TrainOptions, steps: int,
+    base: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """JSON that two runs share exactly if one may continue the other. ``base``: what identifies the
+    pack that frozen weights are in."""
     names = _SETTINGS + (_LORA if options.method == "lora" else ())
     settings = {name: getattr(options, name) for name in names}
     settings["steps"] = steps
@@ -34,6 +36,7 @@ def identity_of(
         "fp32" if options.grad_accum > 1 else "of the weights"
     )
     return {
+        "base": base or "the checkpoint's own weights",
         "model": model_fingerprint(meta),
         "dtype": str(meta.dtype).removeprefix("torch."),
         # Of several differences the first one in the alphabet is told: causes come before effects.

@@ -10,7 +10,7 @@ Neither depends on a budget: a run resumes under another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -67,9 +67,16 @@ class Block:
     """Elements, gaps included."""
     tiles: tuple[int, ...]
     """Indices into ``TrainLayout.tiles``; none for what is frozen."""
+    packed: int | None = None
+    """Bytes that it takes as a pack has it, if it is kept so (see ``packed_base``)."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes that it takes in RAM and on its way there."""
+        return self.value_bytes if self.packed is None else self.packed
+
+    @property
+    def value_bytes(self) -> int:
         """Bytes of the weights in the compute dtype."""
         return self.count * DTYPE_BYTES[self.dtype]
 
@@ -133,12 +140,14 @@ def _units(model: nn.Module, params: Iterable[Param]) -> list[TrainUnit]:
 
 
 def lay_out(
-    model: nn.Module, *, tile: int = TILE, split_experts: Sequence[ExpertGroup] | None = None
-) -> TrainLayout:
+    model: nn.Module, *, tile: int = TILE, split_experts: Sequence[ExpertGroup] | None = None,
+    packed: Container[str] = (),
+) -> TrainLayout:  # fmt: skip
     """Lay out all parameters of ``model`` (on any device: only shapes and flags are used).
 
     ``split_experts``: fused experts to move one by one; None: all that are found. The rest moves
-    with its layer.
+    with its layer. ``packed``: frozen parameters that get blocks of their own kind, because they
+    are kept packed; not those outside of units, which are always in place.
     """
     by_id = parameters(model)
     units = _units(model, by_id.values())
@@ -188,11 +197,13 @@ def lay_out(
         return index
 
     def dense(label: str, keys: list[int], of: list[int]) -> list[int]:
-        kinds: dict[tuple[bool, str], list[Piece]] = {}
-        ends: dict[tuple[bool, str], int] = {}
+        kinds: dict[tuple[bool, str, bool], list[Piece]] = {}
+        ends: dict[tuple[bool, str, bool], int] = {}
         for key in keys:
             param = by_id[key]
-            kind = (param.tensor.requires_grad, str(param.tensor.dtype).removeprefix("torch."))
+            trained = param.tensor.requires_grad
+            stays = not trained and key not in outside and param.name in packed
+            kind = (trained, str(param.tensor.dtype).removeprefix("torch."), stays)
             at = ends.get(kind, 0)
             count = param.tensor.numel()
             kinds.setdefault(kind, []).append(
@@ -201,10 +212,12 @@ def lay_out(
             )  # fmt: skip
             ends[kind] = at + align_up(count, PIECE_ALIGN)
         out = []
-        for (trained, dtype), pieces in kinds.items():
-            suffix = "" if trained else "~frozen"
-            suffix += "" if len({d for t, d in kinds if t == trained}) == 1 else f"~{dtype}"
-            if ends[trained, dtype]:
+        for kind, pieces in kinds.items():
+            trained, dtype, stays = kind
+            suffix = "~packed" if stays else "" if trained else "~frozen"
+            alone = len({d for t, d, p in kinds if (t, p) == (trained, stays)}) == 1
+            suffix += "" if alone else f"~{dtype}"
+            if ends[kind]:
                 out.append(add(label + suffix, dtype, trained, pieces, of))
         return out
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from offload.train.engine import Engine, Group, NotFinite, StepResult
 from offload.train.head_find import HeadForm, run_body
 from offload.train.head_loss import evaluate, head_loss, shift_labels
 from offload.train.layout import Piece
+from offload.train.phases import BACKWARD, FORWARD, Phases
 from offload.train.router_loss import RouterLoss
 from offload.train.vertical import Rounds
 
@@ -90,7 +90,9 @@ class EngineHead:
     @contextlib.contextmanager
     def weight(self, i: int) -> Iterator[Tensor]:
         first, end = self.slices[i]
-        yield self.module.weight.detach()[first:end]
+        rows = self.engine.table_rows
+        packed = None if rows is None else rows(self._places["weight"][0], first, end)
+        yield self.module.weight.detach()[first:end] if packed is None else packed
 
     def bias(self, i: int) -> Tensor | None:
         first, end = self.slices[i]
@@ -112,6 +114,8 @@ class Taken:
     tokens: int
     label_tokens: int
     phases: dict[str, float] = field(default_factory=dict)
+    counted: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Phase -> by how much ``LanguageLoop.phases.counters`` grew in it."""
 
 
 class LanguageLoop:
@@ -129,7 +133,7 @@ class LanguageLoop:
         self.seed = seed
         self.head = None if form is None else EngineHead(engine, form)
         self._rounds = Rounds(vertical) if vertical > 1 else None
-        self._turned = 0.0
+        self.phases = Phases()
         self._router: RouterLoss | None = None
         if router is not None:
             self._router = RouterLoss(engine.model, router, lambda: engine.current_micro)
@@ -151,8 +155,7 @@ class LanguageLoop:
             NotFinite: a loss or the gradient norm is NaN or infinite; says the step and the rows.
         """
         engine = self.engine
-        began = time.perf_counter()
-        self._turned = 0.0
+        self.phases.begin()
         self._micros = len(batches)
         total = sum(b.label_tokens for b in batches)
         engine.in_backward = None if max_norm > 0 else group_of
@@ -171,6 +174,7 @@ class LanguageLoop:
                 for i, run in enumerate(work):
                     engine.micro = i
                     engine.last_micro_batch = i + 1 == len(work)
+                    self.phases.enter(FORWARD)
                     losses.append(run())
             engine.end_backward()
             result = engine.step(group_of, max_norm)
@@ -181,14 +185,14 @@ class LanguageLoop:
         except BaseException:
             engine.abandon()
             raise
-        ended = time.perf_counter()
-        turned = self._turned or ended
+        self.phases.end()
         return Taken(
             loss=math.fsum(losses) / total,
             result=result,
             tokens=sum(b.tokens for b in batches),
             label_tokens=total,
-            phases={"forward": turned - began, "backward": ended - turned},
+            phases=self.phases.seconds,
+            counted=self.phases.counted,
         )
 
     def _micro(self, step: int, index: int, batch: Batch, total: int) -> float:
@@ -200,8 +204,7 @@ class LanguageLoop:
         if self.form is None or self.head is None:
             return self._own_loss(batch, total)
         hidden = run_body(self.engine.model, self.form, **inputs_of(batch))
-        if not self._turned:
-            self._turned = time.perf_counter()
+        self.phases.enter(BACKWARD)
         labels = shift_labels(batch.labels)
         if self._router is not None:
             self._router.value()
@@ -224,8 +227,7 @@ class LanguageLoop:
     def _own_loss(self, batch: Batch, total: int) -> float:
         out = self.engine.model(**inputs_of(batch), labels=batch.labels)
         loss = out.loss * batch.label_tokens
-        if not self._turned:
-            self._turned = time.perf_counter()
+        self.phases.enter(BACKWARD)
         self._check(loss)
         if self._router is not None:
             self._router.value()

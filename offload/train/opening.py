@@ -24,15 +24,30 @@ from offload.runtime.memory import HostMemory
 from offload.train.engine import Engine
 from offload.train.experts import stream_experts
 from offload.train.grads import Gradients, spill_offsets
+from offload.train.inputs import SpilledInputs
 from offload.train.layout import TrainLayout
 from offload.train.order import UseOrder
-from offload.train.source import CheckpointSource, TileSource, check_dtypes
+from offload.train.packed_base import PackedBase
+from offload.train.packed_source import PackedSource, PackReader
+from offload.train.packed_weights import PackedWeights
+from offload.train.source import CheckpointSource, MadeBlocks, TileSource, check_dtypes
 from offload.train.tiles import Slot, widen
 from offload.train.updates import Tiles, Updater
 from offload.train.weights import Shared, Weights, as_numbers
 
 STAGING_CHUNKS = 4
 CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpill:
+    """Inputs of units that are kept for backward on the disk."""
+
+    units: frozenset[int]
+    largest: int
+    """Bytes of the largest one, of one micro-batch."""
+    file_bytes: int
+    """Of all that are there at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +66,8 @@ class Placement:
     """Tiles under way in the update lane."""
     gradient_bytes: int | None = None
     """Updates run inside backward: compute waits while more gradients than these wait for them."""
+    inputs: InputSpill | None = None
+    """Units whose inputs go to the disk between forward and backward; None: all stay in RAM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +86,8 @@ class EngineOptions:
     """Where gradients are spilled to; None: the system's temporary directory."""
     initial: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """Values of parameters that no checkpoint holds: ``lora.Adapters.initial``."""
+    base: PackedBase | None = None
+    """Keep the frozen weights packed; None: they are the checkpoint's."""
     progress: Callable[[str, int, int], None] = field(default=lambda *_: None)
 
 
@@ -88,7 +107,12 @@ def open_engine(
         undo.callback(io.close)
         staging = Staging(STAGING_CHUNKS, CHUNK_BYTES)
         undo.callback(staging.close)
-        reader = TensorReader(meta.index, io, staging)
+        base = options.base
+        reader: PackReader | TensorReader
+        if base is None or base.of_checkpoint:
+            reader = TensorReader(meta.index, io, staging)
+        else:
+            reader = PackReader(base, io, staging)
         try:
             materialise_buffers(meta.model, meta.mapping, reader.read)
         finally:
@@ -104,28 +128,37 @@ def open_engine(
             io,
         )
         undo.callback(tiles.close)
-        checkpoint = CheckpointSource(layout, meta.mapping, io, staging, options.initial)
+        checkpoint: CheckpointSource | PackedSource
+        if base is None:
+            checkpoint = CheckpointSource(layout, meta.mapping, io, staging, options.initial)
+        else:
+            checkpoint = PackedSource(layout, base, io, staging, options.initial)
         undo.callback(checkpoint.close)
         directory = options.directory or Path(tempfile.gettempdir())
         checkpoint.convert_frozen(directory, lambda d, t: options.progress("convert", d, t))
         import_made(layout, checkpoint, tiles, kinds, options)
         source = TileSource(layout, tiles, checkpoint, lambda b: kinds[b.dtype])
-        weights = Weights(layout, order, source, shared, placement.weights_bytes, placement.pinned)
+        held = (layout, order, source, shared, placement.weights_bytes, placement.pinned)
+        weights = Weights(*held) if base is None else PackedWeights(*held, base)
         undo.callback(weights.close)
+        if isinstance(weights, PackedWeights):
+            for detach in weights.attach():
+                undo.callback(detach)
         spill = None
         if placement.spilled:
-            fd, _ = nameless_file(directory)
             size = spill_offsets(layout, placement.spilled, options.grad_dtype)[-1]
-            try:
-                reserve(fd, size, os.fspath(directory))
-            except BaseException:
-                os.close(fd)
-                raise
-            spill = DirectFile(fd, f"{directory}/(gradients)")
+            spill = _private(directory, "gradients", size)
         gradients = Gradients(
             layout, shared, io, dtype=options.grad_dtype, spill=placement.spilled, file=spill
         )
         undo.callback(gradients.close)
+        inputs = None
+        if placement.inputs is not None:
+            file = _private(directory, "inputs", placement.inputs.file_bytes)
+            inputs = SpilledInputs(
+                shared, io, file, placement.inputs.units, placement.inputs.largest
+            )
+            undo.callback(inputs.close)
         updater = Updater(
             layout, weights, gradients, tiles, shared, states=options.states,
             buffers=placement.buffers, resident=placement.resident, seed=options.seed,
@@ -136,6 +169,9 @@ def open_engine(
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
         engine.skip_untouched = options.skip_untouched
         engine.gradient_limit = placement.gradient_bytes
+        if isinstance(weights, PackedWeights):
+            engine.table_rows = weights.table_rows
+        engine.inputs = inputs
         engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):
             engine.on_close(detach)
@@ -148,6 +184,17 @@ def open_engine(
     return engine
 
 
+def _private(directory: Path, what: str, nbytes: int) -> DirectFile:
+    """A file without a name, with room for ``nbytes``."""
+    fd, _ = nameless_file(directory)
+    try:
+        reserve(fd, nbytes, os.fspath(directory))
+    except BaseException:
+        os.close(fd)
+        raise
+    return DirectFile(fd, f"{directory}/({what})")
+
+
 def _check(layout: TrainLayout, placement: Placement) -> None:
     if not placement.resident <= placement.pinned:
         raise OffloadError("states stay in RAM only of blocks whose weights do")
@@ -156,7 +203,7 @@ def _check(layout: TrainLayout, placement: Placement) -> None:
 
 
 def import_made(
-    layout: TrainLayout, source: CheckpointSource, tiles: Tiles, kinds: Any, options: EngineOptions
+    layout: TrainLayout, source: MadeBlocks, tiles: Tiles, kinds: Any, options: EngineOptions
 ) -> None:
     """Write the tiles of trained blocks that cannot be read from the checkpoint as they are:
     masters with every bit of it, no moments. Once; a resumed run has them."""

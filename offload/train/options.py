@@ -67,6 +67,8 @@ class TrainOptions:
     """Coefficient of the load-balancing loss of MoE models; None: off."""
     skip_untouched_experts: bool = False
     """Leave experts alone that no token of a step's batch reached: see ``Engine``."""
+    quant: str | None = None
+    """LoRA: keep the base packed, as "q4" or "q8"; None: as it is, which may be a pack."""
     lora_r: int = 16
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0

@@ -79,15 +79,18 @@ class Oracle:
     def _take(self, name: str) -> Callable[[nn.Parameter], None]:
         def take(param: nn.Parameter) -> None:
             gradient, param.grad = param.grad, None
-            if gradient is None:
-                return
-            dtype = getattr(torch, self.grad_dtype) if self.grad_dtype else gradient.dtype
-            if name in self._totals:
-                self._totals[name].add_(gradient)
-            else:
-                self._totals[name] = gradient.to(dtype)
+            if gradient is not None:
+                self.add(name, gradient)
 
         return take
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to the gradient of parameter ``name``: autograd's are added by themselves."""
+        if name in self._totals:
+            self._totals[name].add_(gradient)
+        else:
+            dtype = getattr(torch, self.grad_dtype) if self.grad_dtype else gradient.dtype
+            self._totals[name] = gradient.to(dtype)
 
     def step(
         self, group_of: Callable[[Piece], Group], max_norm: float = 0.0,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import CheckpointError
+from offload.io.pack_manifest import MANIFEST
 from offload.train.output_target import MARKER
 
 log = logging.getLogger(__name__)
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 CONFIG = "config.json"
 _SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".vocab"})
 _LEGAL = ("license", "licence", "notice", "use_policy", "copying")
-_NOT = frozenset({CONFIG, MARKER, "adapter_config.json"})
+_NOT = frozenset({CONFIG, MARKER, MANIFEST, "adapter_config.json"})
 _TEMPLATES = "additional_chat_templates"
 _LARGEST = 256 * 2**20
 """The largest tokenizers have some 40 MiB; a text file beyond this is data somebody left there."""

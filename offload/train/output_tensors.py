@@ -101,6 +101,7 @@ class OutputTensors:
         self._dtypes: dict[str, torch.dtype] = {}
         self._groups: dict[str, _Group] = {}
         self._last: tuple[_Group, dict[str, torch.Tensor]] | None = None
+        self._converted: tuple[str, torch.Tensor] | None = None
         self._files: SourceFiles | None = None
         self._invert()
         self.tensors = self._list()
@@ -205,6 +206,25 @@ class OutputTensors:
         if target in self._trained:
             return self._parameter(target, 0, shape.numel()).reshape(shape).clone()
         return self._mapping.convert(target, self._tensor)
+
+    def source(self, target: str, start: int, count: int) -> torch.Tensor:
+        """Elements of a parameter as the source's files have them, flat.
+
+        Raises:
+            CheckpointError: a source file cannot be read.
+        """
+        source = self._mapping.map.sources[target]
+        if source.found is None:
+            if self._converted is None or self._converted[0] != target:
+                self._converted = target, self._mapping.convert(target, self._tensor).reshape(-1)
+            return self._converted[1][start : start + count]
+        out, at = [], 0
+        for run in source.found.runs:
+            low, high = max(start, at), min(start + count, at + run.count)
+            if low < high:
+                out.append(self._from_file(run.name, run.start + low - at, high - low))
+            at += run.count
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _tensor(self, name: str) -> torch.Tensor:
         where = self._where(name)[1]

@@ -51,6 +51,12 @@ class TrainPlan:
     spill_bytes: int
     phases: Mapping[str, tuple[int, int]]
     """Phase -> bytes read from and written to the disk in a step, by the homes of blocks."""
+    versions: int = 1
+    """How often states are on the disk: what changes, and what commits keep meanwhile."""
+    inputs_bytes: int = 0
+    """Of the file that inputs kept for backward are spilled to."""
+    inputs_text: str = ""
+    """What became of them, and why."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -89,13 +95,14 @@ ORDERS = ("weights", "states")
 
 
 def make_plan(
-    layout: TrainLayout, needs: Needs, budget: int, *, keep: int, clipping: bool,
+    layout: TrainLayout, needs: Needs, budget: int, *, versions: int, clipping: bool,
     backwards: int = 1, always: frozenset[int] = frozenset(), first: str = "weights",
 ) -> TrainPlan:  # fmt: skip
     """Place everything under ``budget`` bytes.
 
-    ``keep``: commits retained. ``backwards``: times that weights move forward and backward in a
-    step. ``always``: blocks whose weights and states stay in RAM whatever it costs (adapters).
+    ``versions``: how often states are on the disk. ``backwards``: times that weights move forward
+    and backward in a step. ``always``: blocks whose weights and states stay in RAM whatever it
+    costs (adapters).
 
     ``first``: what gets RAM first. A byte of "weights" (or gradients) saves most traffic of the
     whole step; a byte of "states" saves most of the phase that updates run in, which is what counts
@@ -174,7 +181,7 @@ def make_plan(
     if first == "states":
         for b in order:
             if not blocks[b].trained:
-                continue  # frozen: its dtype may have no kind of states at all
+                continue  # frozen: there are no states, nor a kind of them for its dtype
             size = blocks[b].nbytes + slot_bytes(layout, needs, b)
             if size <= left:
                 pinned_now.add(b)
@@ -221,7 +228,8 @@ def make_plan(
         budget=budget,
         placement=placement,
         ram={k: v for k, v in ram.items() if v},
-        disk_bytes=sum(slot_bytes(layout, needs, b) for b in trained) * (keep + 1),
+        disk_bytes=sum(slot_bytes(layout, needs, b) for b in trained) * versions,
+        versions=versions,
         spill_bytes=sum(align_up(grads[b]) for b in spilled),
         phases=phases,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,11 @@ class StepReport:
     written_bytes: int = 0
     skipped_updates: int = 0
     """Experts that kept their weights because no token reached them, if that was asked for."""
+    phase_read_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of the disk, by phase."""
+    phase_written_bytes: Mapping[str, int] = field(default_factory=dict)
+    exposed_update_s: float = 0.0
+    """Seconds that computing waited for updates: the optimizer's share of the step's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,47 @@ class EndReport:
     """Of experts, if untouched ones are skipped: updates that were not taken, and that were."""
     last_output: str | None = None
     """Where the weights after ``last_step`` are if they were to be kept, too."""
+    merged_onto: str | None = None
+    """LoRA on a packed base: whose weights the adapters were merged into."""
+    step_seconds: float = 0.0
+    """Of all steps: without opening, commits, evaluation and output."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of all steps by phase."""
+    phase_read_bytes: Mapping[str, int] = field(default_factory=dict)
+    phase_written_bytes: Mapping[str, int] = field(default_factory=dict)
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """Share of the steps' time in which each lane was busy."""
+    exposed_update_s: float = 0.0
+
+
+class StepSums:
+    """Sums over the steps of a process, for its ``EndReport``."""
+
+    def __init__(self) -> None:
+        self._seconds = self._exposed = 0.0
+        self._lanes: Counter[str] = Counter()
+        self._phases: Counter[str] = Counter()
+        self._read: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+
+    def add(self, report: StepReport) -> None:
+        self._seconds += report.seconds
+        self._exposed += report.exposed_update_s
+        for sums, more in (
+            (self._lanes, report.lanes), (self._phases, report.phases),
+            (self._read, report.phase_read_bytes), (self._written, report.phase_written_bytes),
+        ):  # fmt: skip
+            sums.update(more)  # type: ignore[call-overload]  # Counter adds floats as well
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of an ``EndReport``."""
+        seconds = self._seconds
+        return {
+            "step_seconds": seconds, "phases": dict(self._phases),
+            "phase_read_bytes": dict(self._read), "phase_written_bytes": dict(self._written),
+            "busy": {k: v / seconds if seconds else 0.0 for k, v in self._lanes.items()},
+            "exposed_update_s": self._exposed,
+        }  # fmt: skip
 
 
 class Listener(Protocol):

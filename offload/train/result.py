@@ -15,9 +15,11 @@ from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
 from offload.train.lora import Adapters
 from offload.train.lora_output import MergedValues, write_adapter
+from offload.train.merging import HeldReader
 from offload.train.options import TrainOptions
 from offload.train.output import write_model
 from offload.train.output_tensors import OutputTensors
+from offload.train.packed_base import PackedBase
 from offload.train.reports import Listener
 
 
@@ -38,13 +40,16 @@ class Result:
     """Writes a run's output. To be made while the model is whole: it shows what is tied then."""
 
     def __init__(
-        self, meta: MetaModel, layout: TrainLayout, options: TrainOptions, adapters: Adapters | None
-    ) -> None:
+        self, meta: MetaModel, layout: TrainLayout, options: TrainOptions,
+        adapters: Adapters | None, base: PackedBase | None = None,
+    ) -> None:  # fmt: skip
         self._meta = meta
         self._layout = layout
         self._options = options
         self._adapters = adapters
+        self._base = base
         self._engine: Engine | None = None
+        self._reader: HeldReader | None = None
         self._merging: MergedValues | None = None
         self._tensors: OutputTensors | None = None
         if adapters is None:
@@ -58,9 +63,12 @@ class Result:
                 meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
             )
         elif options.merge:
+            # Of a pack there are no files to copy the rest from.
+            whole = base is not None and not base.of_checkpoint
             self._tensors = OutputTensors(
                 meta.mapping, self._merged, dtype=meta.dtype,
-                trained={t.weight for t in adapters.targets},
+                trained=meta.mapping.map.sources.keys() if whole
+                else {t.weight for t in adapters.targets},
             )  # fmt: skip
 
     def _parameter(self, name: str, start: int, count: int) -> torch.Tensor:
@@ -73,8 +81,26 @@ class Result:
             raise OffloadError("the run is not open")
         if self._merging is None:
             values = self._adapters.values(self._engine)
-            self._merging = self._adapters.merged_values(self._engine.read_elements, values)
+            self._merging = self._adapters.merged_values(self._base_values, values)
         return self._merging(name, start, count)
+
+    def _base_values(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Of what adapters are merged into: the checkpoint's own bits where that is at hand."""
+        if self._base is not None and self._base.of_checkpoint and self._tensors is not None:
+            return self._tensors.source(name, start, count)
+        if self._reader is None:
+            raise OffloadError("the run is not open")
+        return self._reader(name, start, count)
+
+    @property
+    def merged_onto(self) -> str | None:
+        """LoRA on a packed base: what the adapters are merged into, in words; None for any other
+        run."""
+        if self._base is None or not self._options.merge:
+            return None
+        if self._base.of_checkpoint:
+            return f"the weights of {self._meta.directory.name}, not quantised"
+        return f"the pack's values in {str(self._meta.dtype).removeprefix('torch.')}"
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +127,13 @@ class Result:
             write_adapter(
                 adapter_directory(replace(self._options, output=output)), self._meta.model,
                 self._adapters.pairs(values),
-                self._adapters.options(self._meta.directory.resolve()), run_id=run_id,
-                source=self._meta.directory,
+                self._adapters.options(
+                    self._meta.directory.resolve() if self._base is None else self._base.source
+                ),
+                run_id=run_id, source=self._meta.directory,
             )  # fmt: skip
         if self._tensors is not None:
-            with self._tensors as tensors:
+            with self._tensors as tensors, HeldReader(engine) as self._reader:
                 write_model(
                     output, self._meta.directory, tensors.tensors, tensors.read,
                     run_id=run_id, dtype=str(self._meta.dtype).removeprefix("torch."),

@@ -10,18 +10,23 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from offload.errors import OffloadError, StoreError
+from offload.io.tile_store import reserved
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
 from offload.models.workspace import limit_kernels
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, peak_rss, reset_peak_rss
+from offload.train.causal import check_causal
 from offload.train.checks import check_dtypes, check_options, state_directory
-from offload.train.commits import Commits, check_states
+from offload.train.commits import Commits, check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
 from offload.train.decay import group_maker
@@ -30,13 +35,14 @@ from offload.train.footprint import measure_training
 from offload.train.head_find import HeadForm, find_head
 from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout, lay_out
-from offload.train.loop import LanguageLoop
+from offload.train.loop import HEAD_ROWS, LanguageLoop
 from offload.train.lora import Adapters, inject
 from offload.train.needs import loss_bytes, product_bytes, step_rates, sum_dtype
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
 from offload.train.output_target import check_target
 from offload.train.output_tensors import check_writable
+from offload.train.packed_base import Choice, PackedBase, choose_base, refuse_full
 from offload.train.plan import (
     ORDERS,
     Needs,
@@ -46,9 +52,10 @@ from offload.train.plan import (
     predict,
     slot_bytes,
 )
-from offload.train.reports import EndReport, EvalReport, Listener, StepReport
+from offload.train.reports import EndReport, EvalReport, Listener, StepReport, StepSums
 from offload.train.result import Result, adapter_directory, last_output
 from offload.train.schedule import Schedule
+from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
 from offload.units import format_bytes
@@ -63,15 +70,17 @@ def prepare(options: TrainOptions) -> Run:
         OffloadError: something to change: an option, the data, the model, the budget, the disk.
     """
     check_options(options)
-    directory = resolve(options.model)
+    if options.method == "full":
+        refuse_full(options.model)
     ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
     limit_kernels(ram)
     return_large_blocks()
     share_one_heap()
+    choice = choose_base(options.model, options.quant) if options.method == "lora" else None
+    directory = resolve(options.model) if choice is None else choice.directory
     config = read_config(directory)
-    from offload.io.safetensors import CheckpointIndex
-
-    dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    check_causal(config)
+    dtype = _pick_dtype(options, config, directory, choice)
     check_dtypes(options, str(dtype).removeprefix("torch."))
     output = options.output.expanduser()
     check_target(output, directory)
@@ -83,14 +92,18 @@ def prepare(options: TrainOptions) -> Run:
     states = state_directory(options)
     check_states(states, resume=options.resume)
     notes: list[str] = []
+    if choice is not None:
+        choice.compile(dtype)
+        notes.append(f"the base stays packed: {choice.pack.path}")
     baseline = warm_training(config, dtype, options)
     reset_peak_rss()
-    meta = build(directory, dtype)
+    base = None if choice is None else choice.open(dtype)
+    meta = build(directory, dtype) if base is None else base.meta
     meta.model.train()
     check_writable(meta.mapping)
     data = _open_data(meta, options, states, notes)
     try:
-        run = _plan(meta, data, options, states, baseline, ram, notes)
+        run = _plan(meta, data, options, states, baseline, ram, notes, base)
         _check_room(run)
         return run
     except BaseException:
@@ -98,12 +111,25 @@ def prepare(options: TrainOptions) -> Run:
         raise
 
 
+def _pick_dtype(
+    options: TrainOptions, config: Any, directory: Path, choice: Choice | None
+) -> torch.dtype:
+    """The compute dtype. Packed weights have none of their own: bfloat16 unless told otherwise."""
+    from offload.io.safetensors import CheckpointIndex
+
+    if choice is None:
+        return pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    dtype: torch.dtype = getattr(torch, options.dtype or "bfloat16")
+    return dtype
+
+
 def _check_room(run: Run) -> None:
     """Refuse to begin what would end without room for its output. For the states there is room, or
-    they are not made; what they take of the same disk is not there for the output any more."""
+    they are not made; what they will take of the same disk is not there for the output any more."""
     paths = (run.options.output.expanduser().absolute(), run.states)
     parents = [next(p for p in path.parents if p.exists()) for path in paths]
-    taken = run.plan.spill_bytes + (0 if run.options.resume else run.plan.disk_bytes)
+    taken = run.plan.spill_bytes + run.plan.inputs_bytes
+    taken += max(0, run.plan.disk_bytes - reserved(run.states))
     need = run.output_bytes()
     if os.stat(parents[0]).st_dev != os.stat(parents[1]).st_dev:
         taken = 0
@@ -122,9 +148,12 @@ def _less_for_last(run: Run) -> str:
     """Another way out where the best evaluation's weights take space."""
     if run.options.kept == "last" or run.options.resume:
         return ""
-    less = run.plan.disk_bytes // (run.options.retained + 1)
+    versions = state_versions(replace(run.options, keep="last"), run.states, run.total)
+    less = run.plan.disk_bytes // run.plan.versions * (run.plan.versions - versions)
     if run.options.kept == "both":
         less += run.output_bytes() // 2
+    if not less:
+        return ""
     return f", or give --keep last, which needs {format_bytes(less)} less"
 
 
@@ -154,7 +183,7 @@ def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list
 
 def _plan(
     meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int, ram: int,
-    notes: list[str],
+    notes: list[str], base: PackedBase | None,
 ) -> Run:  # fmt: skip
     if options.router_aux_loss is not None and not expert_groups(meta.model):
         raise OffloadError(
@@ -169,7 +198,9 @@ def _plan(
     form, why = find_head(meta.model)
     if form is None:
         notes.append(f"the model's own loss is used, with whole logits: {why}")
-    layout = lay_out(meta.model)
+    layout = lay_out(meta.model, packed=() if base is None else base.names)
+    if base is not None:
+        base.attach(layout)
     total = options.max_steps or math.ceil(options.epochs * data.steps_per_epoch)
     schedule = Schedule.of(options, total)
     clipping = options.max_grad_norm > 0
@@ -181,13 +212,22 @@ def _plan(
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
+    inputs = KeptInputs(
+        sizes=input_sizes(layout, modules, footprint), at_once=vertical,
+        micro_batches=options.grad_accum,
+    )  # fmt: skip
     fixed = {
         "activations of a unit": footprint.unit_bytes,
-        "inputs kept for backward": footprint.boundary_bytes * vertical
-        + footprint.shared_bytes * (vertical + 1),
+        KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
         "loss": loss_bytes(meta, form, layout, options, grad_dtype),
         "compiled products": product_bytes(layout, options, ram),
     }
+    if base is not None:
+        tokens = options.batch_size * options.seq_len * vertical
+        fixed["unpacked weights"] = base.work_bytes(layout) + base.scratch_bytes
+        fixed["rows of packed tables"] = base.table_bytes(
+            layout, tokens, HEAD_ROWS, sliced=form is not None
+        )
     gc.collect()
     fixed["Python, data, tokenizer"] = max(0, current_rss() - baseline) + (8 << 20)
     fetched = max(
@@ -199,21 +239,26 @@ def _plan(
         fetched_bytes=fetched,
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
-    plans = [
-        make_plan(
-            layout, needs, ram, keep=options.retained, clipping=clipping,
-            backwards=passes, first=first,
-            always=frozenset() if adapters is None else adapters.blocks(layout),
-        )
-        for first in ORDERS
-    ]  # fmt: skip
+    always = frozenset[int]() if adapters is None else adapters.blocks(layout)
+    candidates: list[TrainPlan] = []
+    for first in ORDERS:
+        make = partial(
+            make_plan, layout, budget=ram, versions=state_versions(options, states, total),
+            clipping=clipping,
+            backwards=passes, first=first, always=always,
+        )  # fmt: skip
+        candidates += plans(make, needs, inputs)
     rates = step_rates(meta, modules, form, options, states)
-    plan, prediction = plans[0], None
+    plan, prediction = candidates[0], None
+    if rates is not None and base is not None:
+        unpack = base.unpack_seconds(layout, options.grad_accum, passes)
+        compute = {phase: s + unpack[phase] for phase, s in rates.compute.items()}
+        rates = replace(rates, compute=compute)
     if rates is not None:
         update_bytes = 2 * sum(slot_bytes(layout, needs, b.index) for b in layout.trained)
-        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in plans]
-        best = min(range(len(plans)), key=lambda i: predictions[i].seconds)
-        plan, prediction = plans[best], predictions[best]
+        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in candidates]
+        i = best(candidates, predictions)
+        plan, prediction = candidates[i], predictions[i]
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
@@ -232,6 +277,7 @@ def _plan(
         grad_dtype,
         notes,
         adapters,
+        base,
     )
     run.prediction = prediction
     gc.collect()
@@ -271,8 +317,10 @@ class Run:
         self, meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int,
         layout: TrainLayout, form: HeadForm | None, plan: TrainPlan, schedule: Schedule, total: int,
         grad_dtype: str | None, notes: list[str], adapters: Adapters | None,
+        base: PackedBase | None = None,
     ) -> None:  # fmt: skip
         self.adapters = adapters
+        self.base = base
         self.meta = meta
         self.data = data
         self.options = options
@@ -285,14 +333,16 @@ class Run:
         self.total = total
         self.grad_dtype = grad_dtype
         self.notes = notes
-        self.identity = identity_of(meta, layout, data, options, total)
+        fingerprint = None if base is None else base.fingerprint
+        self.identity = identity_of(meta, layout, data, options, total, fingerprint)
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
+        self._sums = StepSums()
         self._expert_updates = self._skipped_updates = 0
-        self._result = Result(meta, layout, options, adapters)
+        self._result = Result(meta, layout, options, adapters, base)
         self._commits = Commits(
             states, identity=self.identity, keep=options.save_total_limit,
-            keep_best=options.kept != "last", resume=options.resume,
+            keep_best=options.kept != "last", versions=plan.versions, resume=options.resume,
         )  # fmt: skip
 
     # -- before ---------------------------------------------------------------------------
@@ -315,7 +365,8 @@ class Run:
         """Train to the end, or until ``should_stop`` says so after a step, and write the model.
 
         Raises:
-            NotFinite: a loss or gradient is not a number; the last commit stays.
+            NotFinite: a loss or gradient is not a number; the last commit stays, and the weights
+                of the best evaluation are written if they were to be kept.
             OffloadError: reading or writing failed; the last commit stays and can be resumed.
         """
         began = time.perf_counter()
@@ -330,6 +381,7 @@ class Run:
                 vertical=options.grad_accum if options.order == "vertical" else 1,
             )  # fmt: skip
             stack.callback(loop.close)
+            loop.phases.counters = partial(self._counters, engine)
             report = self._steps(engine, loop, listener, should_stop, began)
         listener.ended(report)
         return report
@@ -339,7 +391,7 @@ class Run:
         should_stop: Callable[[], bool], began: float,
     ) -> EndReport:  # fmt: skip
         options = self.options
-        step = self._commits.restore(engine, listener)
+        step = self._commits.restore(engine, self.total, listener)
         first, tokens, stopped, written_out = step, 0, "done", _Output()
         try:
             groups = group_maker(self.meta.model, options)
@@ -369,12 +421,12 @@ class Run:
                 if self.data.eval is not None:
                     self._evaluate(loop, step, listener)
                 written_out = self._write(engine, step, listener)
-        except NotFinite:
+        except NotFinite as error:
             # What was updated before is good: keep it, unless this step has begun to change it.
             if step > first and not engine.torn:
                 self._commits.begin(engine, step, listener)
-                self._commits.end(listener)
-            raise
+            self._commits.end(listener)
+            raise NotFinite(f"{error}{self._write_best(engine, listener)}") from None
         read, written = self._bytes(engine)
         return EndReport(
             steps=step - first,
@@ -392,6 +444,8 @@ class Run:
             last_output=written_out.last,
             skipped_updates=self._skipped_updates,
             expert_updates=self._expert_updates,
+            merged_onto=self._result.merged_onto,
+            **self._sums.fields(),
         )
 
     def _open(self, listener: Listener) -> Engine:
@@ -402,7 +456,7 @@ class Run:
                 states=options.states, grad_dtype=self.grad_dtype, seed=options.seed,
                 skip_untouched=options.skip_untouched_experts,
                 directory=self.states.parent, progress=listener.phase,
-                initial={} if self.adapters is None else self.adapters.initial,
+                initial={} if self.adapters is None else self.adapters.initial, base=self.base,
             ),
             self._commits.open_store,
         )  # fmt: skip
@@ -411,45 +465,54 @@ class Run:
         self, engine: Engine, loop: LanguageLoop, step: int, groups: Any, listener: Listener
     ) -> int:
         began = time.perf_counter()
-        read, written = self._bytes(engine)
-        busy, compute_wait = self._busy(engine), engine.clock.waiting
+        before = self._counters(engine)
         train = self.data.train
         batches = [train.micro_batch(step, i) for i in range(train.micro_batches(step))]
         lr = self.schedule.rate(step + 1)
         taken = loop.step(step, batches, groups(lr), self.options.max_grad_norm)
         seconds = time.perf_counter() - began
-        after, written_after = self._bytes(engine)
-        now = self._busy(engine)
-        listener.step(
-            StepReport(
-                step=step + 1, of=self.total,
-                epoch=(step + 1) / train.steps_per_epoch,
-                loss=taken.loss, grad_norm=taken.result.norm, lr=lr,
-                tokens=taken.tokens, label_tokens=taken.label_tokens, seconds=seconds,
-                phases=taken.phases,
-                lanes={
-                    "compute": seconds - (engine.clock.waiting - compute_wait),
-                    "ssd": now[0] - busy[0],
-                    "update": now[1] - busy[1],
-                },
-                read_bytes=after - read, written_bytes=written_after - written,
-                skipped_updates=taken.result.skipped,
-            )
+        now = self._counters(engine)
+        grown = {name: value - before[name] for name, value in now.items()}
+        report = StepReport(
+            step=step + 1, of=self.total,
+            epoch=(step + 1) / train.steps_per_epoch,
+            loss=taken.loss, grad_norm=taken.result.norm, lr=lr,
+            tokens=taken.tokens, label_tokens=taken.label_tokens, seconds=seconds,
+            phases=taken.phases,
+            lanes={
+                "compute": seconds - grown["waiting"], "ssd": grown["ssd"],
+                "update": grown["update"],
+            },
+            read_bytes=int(grown["read"]), written_bytes=int(grown["written"]),
+            phase_read_bytes={p: int(c["read"]) for p, c in taken.counted.items()},
+            phase_written_bytes={p: int(c["written"]) for p, c in taken.counted.items()},
+            exposed_update_s=grown["exposed"],
+            skipped_updates=taken.result.skipped,
         )  # fmt: skip
+        self._sums.add(report)
         self._expert_updates += taken.result.experts
         self._skipped_updates += taken.result.skipped
+        listener.step(report)
         return taken.tokens
 
     def _bytes(self, engine: Engine) -> tuple[int, int]:
-        """Bytes read and written since the start: tiles, spilled gradients, the checkpoint."""
-        store, gradients = self._commits.store, engine.gradients
-        return (
-            store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes(),
-            store.written_bytes + gradients.written_bytes,
-        )
+        """Bytes read and written since the start: tiles, spilled gradients and inputs, the
+        checkpoint."""
+        store, gradients, inputs = self._commits.store, engine.gradients, engine.inputs
+        read = store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes()
+        written = store.written_bytes + gradients.written_bytes
+        if inputs is not None:
+            read, written = read + inputs.read_bytes, written + inputs.written_bytes
+        return read, written
 
-    def _busy(self, engine: Engine) -> tuple[float, float]:
-        return self._commits.store.busy_s, engine.updater.busy_s
+    def _counters(self, engine: Engine) -> dict[str, float]:
+        """What only grows: bytes of the disk, busy seconds of lanes, seconds of waiting."""
+        read, written = self._bytes(engine)
+        return {
+            "read": read, "written": written, "ssd": self._commits.store.busy_s,
+            "update": engine.updater.busy_s, "waiting": engine.clock.waiting,
+            "exposed": engine.clock.updates,
+        }  # fmt: skip
 
     def _evaluate(self, loop: LanguageLoop, step: int, listener: Listener) -> bool:
         """Returns whether the weights as they are now are the best so far."""
@@ -484,6 +547,19 @@ class Run:
         if best.step != step:
             self._commits.go_back_to_best(engine)
         return _Output(write(engine, output, listener), best.step, best.loss, last)
+
+    def _write_best(self, engine: Engine, listener: Listener) -> str:
+        """Of a run that cannot go on, write the best weights it had; returns what to say of it."""
+        best = self._commits.best
+        if best is None or best.commit is None or not self._commits.keep_best:
+            return ""
+        which = f"the weights of the best evaluation (step {best.step}, loss {best.loss:.4f})"
+        try:
+            self._commits.go_back_to_best(engine)
+            path = self._result.write(engine, self.options.output.expanduser(), listener)
+        except OffloadError as error:  # not in the place of why the run stopped
+            return f"; {which} could not be written: {error}"
+        return f"; {which} are in {path}"
 
     def close(self) -> None:
         """Let go of the data. The engine is closed by ``train``."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
+from offload.train.inputs import Kept
 
 
 class Runtime(Protocol):
@@ -33,6 +34,10 @@ class Runtime(Protocol):
 
     def replay(self, key: Any) -> contextlib.AbstractContextManager[None]:
         """The random numbers of that forward again inside; the generator as it was behind it."""
+        ...
+
+    def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
+        """Put a unit's input away until its backward; None: autograd keeps it in RAM."""
         ...
 
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,13 +160,21 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
         runtime, unit = call.segment.runtime, call.segment.unit
+        place = next((i for i, t in enumerate(tensors) if t is not None), -1)
+        ctx.kept = None
         with runtime.running(unit, backward=False):
             call.key = runtime.forward_key(unit)  # inside: other micro-batches may run at the door
+            hidden = tensors[place] if place >= 0 else None
+            if hidden is not None:  # the first one; the others are the same for all units
+                ctx.kept = runtime.keep(unit, hidden)
             out = call.run(list(tensors))
         call.fixed = [None if isinstance(x, torch.Tensor) else x for x in out]
         ctx.call = call
         ctx.present = [t is not None for t in tensors]
-        ctx.save_for_backward(*[t for t in tensors if t is not None])
+        ctx.place = -1 if ctx.kept is None else place
+        ctx.save_for_backward(
+            *[t for i, t in enumerate(tensors) if t is not None and i != ctx.place]
+        )
         given = {id(t) for t in tensors if t is not None}
         # A unit may hand an input through; autograd wants to be told, or given another tensor.
         result = [
@@ -180,15 +193,17 @@ class _Run(torch.autograd.Function):
         runtime, unit = call.segment.runtime, call.segment.unit
         saved = iter(ctx.saved_tensors)
         needs = ctx.needs_input_grad[2:]
-        tensors: list[torch.Tensor | None] = []
-        for present, need in zip(ctx.present, needs, strict=True):
-            tensor = next(saved) if present else None
-            if tensor is not None:
-                tensor = tensor.detach()
-                if need:
-                    tensor.requires_grad_()
-            tensors.append(tensor)
         with runtime.running(unit, backward=True):
+            tensors: list[torch.Tensor | None] = []
+            for i, (present, need) in enumerate(zip(ctx.present, needs, strict=True)):
+                tensor = None
+                if i == ctx.place:  # inside: at the door, others' inputs would be in RAM, too
+                    tensor = ctx.kept.take()
+                elif present:
+                    tensor = next(saved).detach()
+                if tensor is not None and need:
+                    tensor.requires_grad_()
+                tensors.append(tensor)
             with torch.enable_grad(), runtime.replay(call.key):
                 out = call.run(tensors)
             pairs = [

@@ -25,7 +25,63 @@ from offload.train.tiles import COPY, SlotKind, narrow, numbers
 from offload.train.updates import Tiles
 
 
-class CheckpointSource:
+class MadeBlocks:
+    """Blocks that cannot be read as they are: trained ones go to their tiles (``import_made``),
+    frozen ones are converted once into a private file."""
+
+    def __init__(self, train: TrainLayout, engine: Engine, staging: Staging) -> None:
+        self.layout = train
+        self._engine = engine
+        self._staging = staging
+        self._converted: PackStore | None = None
+        self.read_bytes = 0
+        self.made: dict[int, str] = {}
+        """Blocks that are made -> why."""
+
+    def converted(self, block: Block) -> PackStore:
+        """What holds a block that was made."""
+        if self._converted is None:
+            raise OffloadError(f"block {block.id} was not converted")
+        return self._converted
+
+    def convert_frozen(self, directory: Path, progress: Callable[[int, int], None]) -> None:
+        """Convert what is frozen and cannot be read as it is, once, into a private file."""
+        blocks = [b for b in self.layout.blocks if b.index in self.made and not b.trained]
+        if not blocks:
+            return
+        specs = [layout(b.id, BlockKind.WEIGHT, [("weights", b.dtype, (b.count,))]) for b in blocks]
+        self._converted = PackStore.create(directory, specs, self._engine, self._staging)
+        scratch = HostMemory(max(s.slot_nbytes for s in specs), "conversion")
+        total, done = sum(s.nbytes for s in specs), 0
+        try:
+            for block, spec in zip(blocks, specs, strict=True):
+                self.make(block, scratch.tensor().numpy())
+                view = scratch.view()[: spec.slot_nbytes]
+                self._converted.write_from(spec.id, view).result()
+                done += spec.nbytes
+                progress(done, total)
+        finally:
+            scratch.close()
+
+    def make(self, block: Block, out: Any) -> None:
+        """Write the block's weights, converted to its dtype, to ``out`` (uint8 [>= nbytes])."""
+        size = DTYPE_BYTES[block.dtype]
+        for piece in block.pieces:
+            value = self.value(piece).to(getattr(torch, block.dtype)).contiguous()
+            at = piece.offset * size
+            raw = torch.from_numpy(out[at : at + piece.count * size])
+            raw.copy_(value.view(-1).view(torch.uint8))
+
+    def value(self, piece: Piece) -> torch.Tensor:
+        """A piece as the source has it: in its own dtype where it is only cast."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if self._converted is not None:
+            self._converted.close()
+
+
+class CheckpointSource(MadeBlocks):
     """Blocks as the checkpoint has them, for what was never updated.
 
     Blocks whose tensors are the file's own bytes are read from there. The others (stored in another
@@ -40,18 +96,12 @@ class CheckpointSource:
         self, train: TrainLayout, mapping: CheckpointMap, engine: Engine, staging: Staging,
         initial: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
-        self.layout = train
+        super().__init__(train, engine, staging)
         self._mapping = mapping
         self._initial = initial or {}
-        self._engine = engine
-        self._staging = staging
-        self._converted: PackStore | None = None
-        self.read_bytes = 0
         self._reader = TensorReader(mapping.index, engine, staging)
         self._rows: dict[str, list[list[Any]]] = {}
         recipes: dict[str, Recipe] = {}
-        self.made: dict[int, str] = {}
-        """Blocks that are made -> why."""
         for block in train.blocks:
             recipe = self._recipe(block)
             if isinstance(recipe, str):
@@ -91,42 +141,11 @@ class CheckpointSource:
     def read(self, block: Block, into: memoryview, priority: int) -> list[Future[Any]]:
         store: Any = self._store
         if block.index in self.made:
-            if self._converted is None:
-                raise OffloadError(f"block {block.id} was not converted")
-            store = self._converted
+            store = self.converted(block)
         self.read_bytes += block.nbytes
         return [store.read_into(block.id, into[: block.nbytes], priority=priority)]
 
-    def convert_frozen(self, directory: Path, progress: Callable[[int, int], None]) -> None:
-        """Convert what is frozen and cannot be read as it is, once, into a private file."""
-        blocks = [b for b in self.layout.blocks if b.index in self.made and not b.trained]
-        if not blocks:
-            return
-        specs = [layout(b.id, BlockKind.WEIGHT, [("weights", b.dtype, (b.count,))]) for b in blocks]
-        self._converted = PackStore.create(directory, specs, self._engine, self._staging)
-        scratch = HostMemory(max(s.slot_nbytes for s in specs), "conversion")
-        total, done = sum(s.nbytes for s in specs), 0
-        try:
-            for block, spec in zip(blocks, specs, strict=True):
-                self.make(block, scratch.tensor().numpy())
-                view = scratch.view()[: spec.slot_nbytes]
-                self._converted.write_from(spec.id, view).result()
-                done += spec.nbytes
-                progress(done, total)
-        finally:
-            scratch.close()
-
-    def make(self, block: Block, out: Any) -> None:
-        """Write the block's weights, converted to its dtype, to ``out`` (uint8 [>= nbytes])."""
-        size = DTYPE_BYTES[block.dtype]
-        for piece in block.pieces:
-            value = self.value(piece).to(getattr(torch, block.dtype)).contiguous()
-            at = piece.offset * size
-            raw = torch.from_numpy(out[at : at + piece.count * size])
-            raw.copy_(value.view(-1).view(torch.uint8))
-
     def value(self, piece: Piece) -> torch.Tensor:
-        """A piece as the checkpoint has it: in its own dtype where it is only cast."""
         if piece.param in self._initial:
             whole = self._initial[piece.param]().reshape(-1)
             return whole[piece.start : piece.start + piece.count].view(piece.shape)
@@ -147,8 +166,7 @@ class CheckpointSource:
     def close(self) -> None:
         self._reader.close()
         self._store.close()
-        if self._converted is not None:
-            self._converted.close()
+        super().close()
 
 
 class TileSource:

@@ -116,6 +116,10 @@ class Entry:
     def numbers(self) -> Numbers:
         return self._numbers
 
+    def copy(self, start: int, end: int) -> torch.Tensor:
+        """A copy of elements ``start:end``."""
+        return self.tensor[start:end].clone()
+
 
 class Weights:
     """The blocks in RAM. All methods take the engine's lock themselves."""
@@ -340,19 +344,29 @@ class Weights:
 
     def _add(self, block: int) -> Entry:
         spec = self.layout.blocks[block]
-        entry = self._entries[block] = Entry(spec, self._pool.take(spec.nbytes))
+        entry = self._entries[block] = self._entry(spec, self._pool.take(spec.nbytes))
         return entry
+
+    def _entry(self, spec: Block, memory: HostMemory) -> Entry:
+        return Entry(spec, memory)
 
     def _load(self, block: int, priority: int, pins: int = 0) -> Entry:
         entry = self._add(block)
         entry.pins = pins  # before a read can end, whose callback makes room for others
-        spec = self.layout.blocks[block]
+        try:
+            self._read(entry, priority)
+        except BaseException:
+            self._pool.give(self._entries.pop(block).memory)
+            raise
+        return entry
+
+    def _read(self, entry: Entry, priority: int) -> None:
+        """Begin to fill an entry from the source."""
         self._loading += 1
         try:
-            futures = self._source.read(spec, entry.memory.view(), priority)
+            futures = self._source.read(entry.block, entry.memory.view(), priority)
         except BaseException:
             self._loading -= 1
-            self._pool.give(self._entries.pop(block).memory)
             raise
         entry.missing = len(futures)
         for future in futures:
@@ -360,7 +374,6 @@ class Weights:
         if not futures:
             self._loading -= 1
             entry.ready = True
-        return entry
 
     def _read_done(self, entry: Entry, future: Future[Any]) -> None:
         error = future.exception()
@@ -407,11 +420,7 @@ class Weights:
                     entry.ready = False
             for entry in mine:
                 if entry.block.index in self.pinned:
-                    self._loading += 1
-                    futures = self._source.read(entry.block, entry.memory.view(), DEMAND)
-                    entry.missing = len(futures)
-                    for future in futures:
-                        future.add_done_callback(partial(self._read_done, entry))
+                    self._read(entry, DEMAND)
                     self._until_ready(entry)
 
     def close(self) -> None:

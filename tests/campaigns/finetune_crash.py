@@ -1,6 +1,6 @@
 """Fine-tuning runs that are killed (kill -9) again and again, and their results.
 
-    python tests/campaigns/finetune_crash.py --points 200 --seed 1
+    python tests/campaigns/finetune_crash.py --points 200 --seed 1 --json finetune-crash.json
 
 Each *point* is a run of a tiny model that is killed once or more, at a random moment or at one of
 its system calls (before it, behind it, in the middle of a write), is continued with ``--resume``
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
+import platform
 import random
 import select
 import shutil
@@ -329,6 +331,28 @@ def run_campaign(points: int, seed: int, place: Path, *, seconds: float = float(
     return summary
 
 
+def add_record(file: Path, summary: Summary, seed: int, seconds: float) -> None:
+    """Add a campaign to those in ``file``, which sums them up: 200 points may be made of several
+    with a seed each."""
+    runs = json.loads(file.read_text())["runs"] if file.exists() else []
+    runs.append(
+        {
+            "date": time.strftime("%Y-%m-%d"),
+            "seed": seed,
+            "points": summary.points,
+            "kills": summary.kills,
+            "failures": len(summary.failures),
+            "seconds": round(seconds, 1),
+            "killed_by": dict(summary.by.most_common()),
+            "killed": dict(summary.where.most_common()),
+        }
+    )
+    totals = {key: sum(run[key] for run in runs) for key in ("points", "kills", "failures")}
+    facts = {"campaign": "finetune_crash", "cases": list(CASES), "system": platform.platform()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**facts, **totals, "runs": runs}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--points", type=int, default=200)
@@ -337,6 +361,7 @@ def main() -> int:
         "--seconds", type=float, default=float("inf"), help="then begin no more points"
     )
     parser.add_argument("--directory", type=Path, help="where runs live; default: temporary")
+    parser.add_argument("--json", type=Path, help="add the outcome to those in this file")
     asked = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="finetune-crash-", dir=asked.directory))
     began = time.monotonic()
@@ -345,6 +370,8 @@ def main() -> int:
         f"{summary.points} points with {summary.kills} kills in {time.monotonic() - began:.0f} s, "
         f"seed {asked.seed}: {len(summary.failures)} failures"
     )
+    if asked.json is not None:
+        add_record(asked.json, summary, asked.seed, time.monotonic() - began)
     print("killed by    ", dict(summary.by.most_common()))
     print("killed       ", dict(summary.where.most_common()))
     for failure in summary.failures:

@@ -22,7 +22,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def model(bound: ModuleType) -> Any:
     return bound.Model(
-        linears={(8, 4): 3, (4, 8): 2}, head=(100, 4), attention=2 * 4, parameters=560
+        linears={(8, 4): 3, (4, 8): 2}, head=(100, 4), attention=2 * 4, layers=2, parameters=560
     )
 
 
@@ -90,6 +90,22 @@ def test_the_bound_is_the_busiest_lane_of_each_phase(bound: ModuleType, model: A
     slow = dict.fromkeys((bound.FORWARD, bound.INPUT, bound.WEIGHT), 2.0)
     total = sum(sum(phase.values()) for phase in bound.flops(model, 3).values())
     assert least(products=slow) == pytest.approx(total / 2)
+
+
+def test_layers_are_counted_as_they_run_alone_and_the_head_by_its_products(
+    bound: ModuleType, model: Any
+) -> None:
+    slow = dict.fromkeys((bound.FORWARD, bound.INPUT, bound.WEIGHT), 4.0)
+    traffic = {phase: bound.Traffic(0, 0) for phase in bound.PHASES}
+    layer = {"forward": 5e3, "both": 2e4}
+    found = bound.Rates(products=slow, dram=1e30, ssd={0.0: 1e30, 1.0: 1e30}, layer=layer)
+    busy = bound.lanes(model, 3, "fp32", traffic, found, clipping=True)
+    head = 2 * 3 * model.head[0] * model.head[1]
+    assert busy["forward"][bound.LAYERS] == pytest.approx(model.layers * 5e3)
+    assert busy["backward"][bound.LAYERS] == pytest.approx(model.layers * 2e4 + 4 * head / 4.0)
+    least = bound.t_min(bound.without_layers(busy))
+    assert least == pytest.approx(sum(p[bound.PRODUCTS] for p in busy.values()))
+    assert bound.t_min(busy) == pytest.approx(sum(p[bound.LAYERS] for p in busy.values()))
 
 
 def test_mean_rates_are_those_of_the_mean_time(bound: ModuleType) -> None:

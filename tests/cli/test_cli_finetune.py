@@ -124,7 +124,13 @@ def test_what_is_said_of_the_best_and_of_skipped_experts() -> None:
     assert say.step_parts(step, 1.0, None)["skipped"] == "12 experts skipped"
 
 
-def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path: Path) -> None:
+def test_every_flag_reaches_the_engine(
+    tune: Tune, runs: list[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[str | None] = []
+    monkeypatch.setattr(
+        "offload.cli.finetune_run.find_model", lambda _model, quant: packed.append(quant)
+    )
     threads = torch.get_num_threads()
     assert tune().code == 0
     plain = runs.pop().options
@@ -140,7 +146,7 @@ def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path
         "--max-grad-norm", 0, "--seed", 7, "--eval-every", 4, "--keep", "both", "--save-every", 5,
         "--save-total-limit", 2, "--resume", "--router-aux-loss", 0.01, "--lora-r", 8,
         "--lora-alpha", 8, "--lora-dropout", 0.1, "--lora-targets", "q_proj, v_proj", "--merge",
-        "-t", 1,
+        "--quant", "q4", "-t", 1,
     )  # fmt: skip
     assert done.code == 0, done.err
     assert torch.get_num_threads() == 1
@@ -157,6 +163,7 @@ def test_every_flag_reaches_the_engine(tune: Tune, runs: list[FakeRun], tmp_path
     assert asked.keep == "both"
     assert tune("--skip-untouched-experts").code == 0
     assert runs.pop().options.skip_untouched_experts is True
+    assert packed == ["q4"]
     assert asked.ram == 4 * 2**30
     assert asked.betas == (0.8, 0.95)
     assert asked.lora_targets == ("q_proj", "v_proj")

@@ -243,14 +243,27 @@ def test_a_gguf_file(finetune: Finetune, tmp_path: Path) -> None:
     refused(finetune(model=file), "gguf")
 
 
-@pytest.mark.parametrize("family", ["t5", "bert"])
-def test_a_model_that_is_no_language_model(finetune: Finetune, tmp_path: Path, family: str) -> None:
-    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [
+        ("t5", "Seq2SeqLM"),
+        ("bert", "SequenceClassification"),
+        ("bert", "MaskedLM"),
+        ("bert", "CausalLM"),
+        ("vit", "ImageClassification"),
+    ],
+)
+@pytest.mark.parametrize("packing", ["--packing", "--no-packing"])
+def test_a_model_that_is_no_language_model(
+    finetune: Finetune, tmp_path: Path, family: str, task: str, packing: str
+) -> None:
+    """Said at once, with the way to train it; not trained on labels that it sees."""
+    import transformers
 
-    auto = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForSequenceClassification}[family]
+    auto = getattr(transformers, f"AutoModelFor{task}")
     other = write(family, tmp_path / family, config=tiny_config(family), auto=auto)
     write_tokenizer(other, eos_token="<end>", pad_token="<pad>")
-    refused(finetune(model=other))
+    refused(finetune(packing, model=other), "next token", "offload.load(path, train=True)")
     assert not (tmp_path / "disk").exists()
 
 

@@ -16,6 +16,21 @@ FAST = ("q4_0", "q8_0", "bf16", "q4_k")
 
 EVERY = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow, id=n) for n in FORMATS]
 ISAS = [i.value for i in Isa if features().issuperset(NEEDS[i])]
+"""Those of this machine, the best one first."""
+
+SAMPLE = (*FAST, "f16", "iq4_nl")
+"""What sets differ in: dot products, float16, a table."""
+
+EVERY_ON_EACH = [
+    pytest.param(
+        isa, *param.values, id=f"{isa}-{param.id}",
+        marks=param.marks if isa == ISAS[0] or param.values[0] in SAMPLE else pytest.mark.sweep,
+    )
+    for isa in ISAS
+    for param in EVERY
+]  # fmt: skip
+"""(instruction set, format): all formats on the best one, and a sample on the others. Compiling is
+what takes the time; ``test_gemm`` has the whole product, and in the sweep this has it, too."""
 
 
 def rounded(fmt: Format, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from kernel_support import EVERY, ISAS, restore_threads
+from kernel_support import EVERY, EVERY_ON_EACH, ISAS, restore_threads
 from random_rows import random_rows
 
 from offload.cpu_ops import prefill, threads
@@ -31,8 +31,7 @@ def dequantized(name: str, rows: int, columns: int, kind: str, isa: str) -> torc
     return prefill.tensor_at(address, kind, rows, columns, stride).clone()
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "name"), EVERY_ON_EACH)
 def test_values_are_the_references(name: str, isa: str) -> None:
     fmt = FORMATS[name]
     rows, columns = 37, 3 * max(fmt.block, 32)

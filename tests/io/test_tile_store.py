@@ -40,7 +40,13 @@ from offload.io.engines import Engine, make_engine
 from offload.io.memory import AlignedBuffer
 from offload.io.meter import Meter
 from offload.io.tile_directory import TileSyscalls
-from offload.io.tile_store import TileStore, is_tile_store, space_needed
+from offload.io.tile_store import (
+    TileStore,
+    has_commits,
+    is_tile_store,
+    reserved,
+    space_needed,
+)
 
 TILES = range(len(SHAPES))
 
@@ -550,6 +556,35 @@ def test_too_little_space(tmp_path: Path, engine: Engine) -> None:
             tmp_path / "s", engine, shapes=shapes, identity={}, keep=3, checksum=checksum
         )
     assert names(tmp_path / "s") == ["tiles.bin"]
+
+
+def test_room_is_made_when_it_is_needed(tmp_path: Path, engine: Engine) -> None:
+    """A store of one version: nothing more until a commit's tile is written again."""
+    path, shapes = tmp_path / "s", [[100], [5000]]
+    one = space_needed(shapes, 1) // 2
+    given: dict[str, Any] = {"identity": {}, "keep": 1, "checksum": checksum, "generations": 1}
+    with AlignedBuffer(8192) as buffer:
+        with TileStore.create(path, shapes, engine, **given) as store:
+            assert reserved(path) == one
+            buffer[:] = b"a" * 8192
+            for tile in (0, 1, 0):
+                store.write_from(tile, buffer).result()
+            assert not has_commits(path)
+            store.commit({}).result()
+            assert reserved(path) == one
+            assert has_commits(path)
+        with TileStore.open(path, engine, shapes=shapes, **given) as store:
+            assert reserved(path) == one
+            buffer[:] = b"b" * 8192
+            store.write_from(1, buffer).result()
+            assert reserved(path) == 2 * one
+            store.read_into(0, 0, 0, buffer).result()
+            assert bytes(buffer[:100]) == b"a" * 100
+        with TileStore.open(path, engine, shapes=shapes, **given) as store:
+            store.read_into(1, 0, 0, buffer).result()
+            assert bytes(buffer[:5000]) == b"a" * 5000
+    with pytest.raises(ValueError, match="generations must be from 1 to keep"):
+        TileStore.create(tmp_path / "t", shapes, engine, **{**given, "generations": 3})
 
 
 def test_directories_that_are_not_ours(tmp_path: Path, engine: Engine) -> None:

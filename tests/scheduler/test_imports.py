@@ -21,7 +21,8 @@ MAY_IMPORT = {  # package of offload -> other packages of offload it may import
     "io": BASE,
     "cpu_ops": BASE,
     "runtime": LOWER,
-    "models": LOWER | {"runtime"},
+    "kv": LOWER | {"runtime"},
+    "models": LOWER | {"runtime", "kv"},
     "train": LOWER | {"runtime", "models"},
 }
 

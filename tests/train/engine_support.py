@@ -14,7 +14,7 @@ from memory_tiles import MemoryTiles
 from offload.models.meta import build
 from offload.train.engine import Engine, Group
 from offload.train.layout import Block, Piece, TrainLayout, lay_out
-from offload.train.opening import EngineOptions, Placement, open_engine
+from offload.train.opening import EngineOptions, InputSpill, Placement, open_engine
 from offload.train.oracle import Oracle
 
 TILE = 3 * 4096
@@ -38,6 +38,12 @@ def two_blocks(layout: TrainLayout) -> int:
     return pinned + dense + 2 * max(b.nbytes for b in layout.blocks)
 
 
+def all_inputs(layout: TrainLayout) -> InputSpill:
+    """Every unit's input on the disk."""
+    units = frozenset(u.index for u in layout.units)
+    return InputSpill(units=units, largest=64 << 10, file_bytes=len(units) * (64 << 10))
+
+
 def placements(layout: TrainLayout) -> dict[str, Placement]:
     """From everything on the disk to everything in RAM."""
     every = frozenset(range(len(layout.blocks)))
@@ -47,7 +53,10 @@ def placements(layout: TrainLayout) -> dict[str, Placement]:
     half = rest | frozenset(list(every)[::2])
     least = two_blocks(layout)
     return {
-        "disk": Placement(weights_bytes=least, pinned=rest, spilled=trained - rest, buffers=2),
+        "disk": Placement(
+            weights_bytes=least, pinned=rest, spilled=trained - rest, buffers=2,
+            inputs=all_inputs(layout),
+        ),
         "least": Placement(weights_bytes=least, pinned=rest, buffers=2),
         "half": Placement(
             weights_bytes=least + total, pinned=half, resident=half & trained,

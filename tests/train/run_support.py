@@ -12,7 +12,7 @@ import torch
 from families import tiny_config, write
 
 from offload.runtime.rss import current_rss
-from offload.train.opening import Placement
+from offload.train.opening import InputSpill, Placement
 from offload.train.options import TrainOptions
 from offload.train.reports import CommitReport, EndReport, EvalReport, StepReport
 from offload.train.run import Run, prepare
@@ -140,5 +140,8 @@ def everything_on_disk(run: Run) -> None:
         pinned=rest,
         spilled=frozenset(b.index for b in layout.trained) - rest,
         buffers=2,
+        inputs=InputSpill(
+            units=frozenset(u.index for u in layout.units), largest=1 << 20, file_bytes=1 << 20
+        ),
     )
     object.__setattr__(plan, "placement", placement)

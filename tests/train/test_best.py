@@ -92,9 +92,9 @@ def test_the_best_and_the_last(
         found = weights_of(tmp_path / "both" / f"out.last{suffix}")
         assert found == weights_of(tmp_path / "last" / f"out{suffix}")
         assert found != weights_of(tmp_path / "both" / f"out{suffix}")
-    # One version more on the disk, and not a byte more written.
+    # Commits on the way take room, for the newest and the best; not a byte more is written.
     sizes = [(tmp_path / p / "disk" / "tiles.bin").stat().st_size for p in ("both", "last")]
-    assert 2 * sizes[0] == 3 * sizes[1]
+    assert sizes[0] == 3 * sizes[1]
     assert end.written_bytes == last.end.written_bytes
 
 

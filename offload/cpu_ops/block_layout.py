@@ -1,0 +1,198 @@
+"""Where keys and values of a block of tokens lie, and writing quantised ones.
+
+    G key heads, T tokens of a block, P its parts of at most BLOCK tokens, Dk, Dv head sizes
+
+A block is the keys, then the values, both at a multiple of 4096 bytes: plain kinds [G, T, D] as
+they are, quantised ones [G, P] records (``block_elements`` says what is in one, and why).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.cpu_ops.kv_cache import from_bf16, to_bf16
+from offload.errors import OffloadError
+
+Array = npt.NDArray[Any]
+
+PART = 256
+"""Tokens of a partial result at most: ``block_kernels.BLOCK``."""
+PAGE = 4096
+WIDEST = 512
+
+
+class BlockKind(enum.Enum):
+    """How elements of keys and values are stored."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    Q8 = "q8"
+    """8 bits, lossy."""
+    Q4 = "q4"
+    """4 bits, lossy."""
+
+    @property
+    def bits(self) -> int:
+        return {"f32": 32, "bf16": 16, "q8": 8, "q4": 4}[self.value]
+
+    @property
+    def quantised(self) -> bool:
+        return self.bits < 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The bytes of a block.
+
+    ``tokens`` is a multiple of 16, beyond PART a multiple of PART; head sizes are multiples of 16
+    (of 32 with q4), WIDEST at most.
+
+    Raises:
+        OffloadError: they are not.
+    """
+
+    kind: BlockKind
+    key_heads: int
+    key_dim: int
+    dim: int
+    """Of values."""
+    tokens: int
+
+    def __post_init__(self) -> None:
+        grain = 32 if self.kind is BlockKind.Q4 else 16
+        for dim in (self.key_dim, self.dim):
+            if dim < 1 or dim % grain or dim > WIDEST:
+                raise OffloadError(
+                    f"blocks in {self.kind.value} take head sizes in multiples of {grain} up to "
+                    f"{WIDEST}, not {dim}; use another kind or the model's own attention"
+                )
+        if self.key_heads < 1:
+            raise OffloadError(f"a block needs a key head, not {self.key_heads}")
+        if self.tokens < 1 or self.tokens % (PART if self.tokens > PART else 16):
+            raise OffloadError(
+                f"blocks have a multiple of 16 tokens, of {PART} beyond {PART}; not {self.tokens}"
+            )
+
+    @property
+    def span(self) -> int:
+        """Tokens of a part."""
+        return min(self.tokens, PART)
+
+    @property
+    def parts(self) -> int:
+        return self.tokens // self.span
+
+    def record(self, *, keys: bool) -> int:
+        """Bytes of one head's keys or values in one part."""
+        dim = self.key_dim if keys else self.dim
+        scales = 4 * (dim if keys else self.span) if self.kind.quantised else 0
+        return scales + self.span * dim * self.kind.bits // 8
+
+    def stride(self, *, keys: bool) -> int:
+        """Bytes from one head to the next."""
+        return self.parts * self.record(keys=keys)
+
+    @property
+    def values_at(self) -> int:
+        """Offset of the values in the block."""
+        return -(-self.key_heads * self.stride(keys=True) // PAGE) * PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """Of a block, a multiple of PAGE."""
+        return self.values_at + -(-self.key_heads * self.stride(keys=False) // PAGE) * PAGE
+
+    def plain(self, block: npt.NDArray[np.uint8], *, keys: bool) -> Array:
+        """A view [G, T, D] of a block in f32, or in bf16 as uint16 bits.
+
+        Raises:
+            OffloadError: the kind is quantised.
+        """
+        if self.kind.quantised:
+            raise OffloadError(f"blocks in {self.kind.value} have no rows to view; dequantise them")
+        dtype = np.float32 if self.kind is BlockKind.F32 else np.uint16
+        shape = (self.key_heads, self.tokens, self.key_dim if keys else self.dim)
+        return self._part(block, keys=keys).view(dtype).reshape(shape)
+
+    def _part(self, block: npt.NDArray[np.uint8], *, keys: bool) -> npt.NDArray[np.uint8]:
+        start = 0 if keys else self.values_at
+        return block[start : start + self.key_heads * self.stride(keys=keys)]
+
+    def write(
+        self, block: npt.NDArray[np.uint8], x_GTD: npt.NDArray[np.float32], *, keys: bool
+    ) -> None:
+        """Round or quantise all T tokens of float32 keys or values into a block."""
+        if not self.kind.quantised:
+            plain = self.plain(block, keys=keys)
+            plain[...] = x_GTD if self.kind is BlockKind.F32 else to_bf16(x_GTD)
+            return
+        x = x_GTD.reshape(self.key_heads, self.parts, self.span, -1)
+        steps, lows, codes = quantise(x, self.kind.bits, axis=2 if keys else 3)
+        heads = (self.key_heads, self.parts, -1)
+        pieces = (steps, lows, pack_codes(codes, self.kind.bits))
+        record = np.concatenate(
+            [np.ascontiguousarray(p).view(np.uint8).reshape(heads) for p in pieces], axis=2
+        )
+        self._part(block, keys=keys)[...] = record.reshape(-1)
+
+    def read(self, block: npt.NDArray[np.uint8], *, keys: bool) -> npt.NDArray[np.float32]:
+        """All T tokens [G, T, D] as the kernels see them."""
+        if not self.kind.quantised:
+            plain = self.plain(block, keys=keys)
+            return plain.copy() if self.kind is BlockKind.F32 else from_bf16(plain)
+        dim = self.key_dim if keys else self.dim
+        count = dim if keys else self.span
+        record = self._part(block, keys=keys).reshape(self.key_heads, self.parts, -1)
+        scales = from_bf16(np.ascontiguousarray(record[..., : 4 * count]).view(np.uint16))
+        codes = unpack_codes(record[..., 4 * count :], self.kind.bits)
+        u = codes.reshape(self.key_heads, self.parts, self.span, dim).astype(np.float32)
+        axis = 2 if keys else 3
+        steps, lows = (np.expand_dims(s, axis) for s in (scales[..., :count], scales[..., count:]))
+        return np.asarray(lows + steps * u, np.float32).reshape(self.key_heads, self.tokens, dim)
+
+
+def quantise(
+    x: npt.NDArray[np.float32], bits: int, axis: int
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
+    """Steps and lows (bits of bfloat16, without ``axis``) and integers: x ~ low + step * u.
+
+    Lows and steps are rounded outwards first, so that the integers reach from end to end and no
+    value lies beyond half a step of one.
+    """
+    low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
+    lows = from_bf16(_towards(low, up=False))
+    steps = from_bf16(_towards((high - lows) / np.float32(2**bits - 1), up=True))
+    inverse = np.divide(1, steps, out=np.zeros_like(steps), where=steps > 0)
+    codes = np.clip(np.rint((x - lows) * inverse), 0, 2**bits - 1).astype(np.uint8)
+    return to_bf16(steps.squeeze(axis)), to_bf16(lows.squeeze(axis)), codes
+
+
+def _towards(x: npt.NDArray[np.float32], *, up: bool) -> npt.NDArray[np.uint16]:
+    """The next bfloat16 that is no smaller (``up``) or no larger."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    grow = (x > 0) == up
+    bits = np.where(grow, bits + np.uint32(0xFFFF), bits)
+    return (bits >> np.uint32(16)).astype(np.uint16)
+
+
+def pack_codes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """[..., D] integers to bytes: of 4 bits, channels 0..15 of 32 are the low nibbles."""
+    if bits == 8:
+        return codes
+    halves = codes.reshape(*codes.shape[:-1], -1, 2, 16)
+    packed = halves[..., 0, :] | halves[..., 1, :] << 4
+    return packed.reshape(*codes.shape[:-1], -1).astype(np.uint8)
+
+
+def unpack_codes(packed: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """What ``pack_codes`` packed."""
+    if bits == 8:
+        return packed
+    groups = packed.reshape(*packed.shape[:-1], -1, 1, 16)
+    halves = np.concatenate([groups & 15, groups >> 4], axis=-2)
+    return halves.reshape(*packed.shape[:-1], -1)

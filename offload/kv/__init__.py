@@ -1,0 +1,1 @@
+"""Keys and values in blocks that live in RAM and on the SSD."""

@@ -1,0 +1,235 @@
+"""transformers' cache over blocks: the same tokens and logits as its ``DynamicCache``.
+
+    B sequences, H heads, T tokens, D head size
+
+A model's own attention wants a layer's keys and values in one piece. They are gathered into one
+buffer that all layers share, one after the other: bit for bit what ``DynamicCache`` concatenates,
+with the same strides. What attends block by block takes ``TieredLayer.table.walk`` instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    get_layer_types_and_kwargs,
+)
+
+from offload.errors import OffloadError, UnsupportedModelError
+from offload.kv.homes import upcoming
+from offload.kv.shape import KvShape
+from offload.kv.store import Block
+from offload.kv.table import LayerTable
+
+logger = logging.getLogger(__name__)
+
+
+class Backing(Protocol):
+    """What a cache stands on; ``offload.kv.tiers.KvTiers``."""
+
+    def table(self, layer: int, shape: KvShape, sequences: int) -> LayerTable: ...
+
+    def gather_buffers(
+        self, shape: KvShape, sequences: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Life:
+    """What the layers of one cache share, whoever holds the cache itself."""
+
+    def __init__(self, backing: Backing) -> None:
+        self.backing = backing
+        self.layers: list[TieredLayer] = []
+        self.live = True
+
+    def check_live(self) -> None:
+        """Raises OffloadError: another generation has taken the memory."""
+        if not self.live:
+            raise OffloadError(
+                "this KV cache's memory belongs to a later generation, or its model is closed; a "
+                "model keeps one cache at a time"
+            )
+
+    def behind(self, index: int) -> Iterator[Block]:
+        """The blocks that are read after those of a layer."""
+        order = [
+            [u.block for u in n.table.uses()] if n.table is not None else [] for n in self.layers
+        ]
+        return upcoming(order, index)
+
+    def release(self) -> None:
+        """Give all blocks back; the cache cannot be used any more."""
+        if self.live:
+            self.live = False
+            for layer in self.layers:
+                layer.reset()
+
+
+class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-ignore]
+    """One layer's keys and values in blocks."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, life: Life, index: int) -> None:
+        """``index``: among the layers that are kept in blocks."""
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
+        self._life = life
+        self._index = index
+        self.table: LayerTable | None = None
+        """Its blocks, for what attends to them where they are; None before the first token."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if key_states.dim() != 4 or value_states.dim() != 4:
+            raise UnsupportedModelError(
+                f"the KV cache takes [batch, heads, tokens, size], and a layer of this model "
+                f"caches {list(key_states.shape)} and {list(value_states.shape)}; drop --kv-ram"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._shape = shape_of(key_states, value_states)
+        self.table = self._life.backing.table(self._index, self._shape, key_states.shape[0])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store what is new; returns all there is, ``[B, H, T, D]``, in a buffer that the next
+        layer's call overwrites.
+
+        Raises:
+            OffloadError: gradients are wanted, the memory belongs to another cache, no room is
+                left, or the disk failed.
+        """
+        self._life.check_live()
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise OffloadError(
+                "this KV cache is for inference: its buffer is used again for every layer; run "
+                "the model under torch.no_grad(), or with use_cache=False"
+            )
+        if self.table is None:
+            self.lazy_initialization(key_states, value_states)
+        table = self.table
+        if table is None:
+            raise AssertionError("lazy_initialization makes it")
+        past, new = table.length, key_states.shape[-2]
+        keys, values = self._life.backing.gather_buffers(
+            self._shape, key_states.shape[0], past + new
+        )
+        # The new tokens from where they are: a block of them may be on its way to the disk soon.
+        keys[:, :, past:].copy_(key_states)
+        values[:, :, past:].copy_(value_states)
+        if past:
+            table.gather(keys, values, self._life.behind(self._index))
+        table.append(key_states, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self.table is None else self.table.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        """Blocks have their homes."""
+
+    def prefetch(self) -> None:
+        """Blocks are read ahead anyway."""
+
+    def reset(self) -> None:
+        if self.table is not None:
+            self.table.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget ``-tokens_to_remove`` tokens at the end."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens, got {tokens_to_remove}")
+        if tokens_to_remove and self.table is not None:
+            self.table.truncate(max(0, self.table.length + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.table is not None and self.table.length:
+            count = self.table.sequences
+            self.table.select([row for row in range(count) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select(indices)
+
+    def _select(self, indices: torch.Tensor) -> None:
+        if self.table is None or not self.table.length:
+            return
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        count = self.table.sequences
+        self.table.select([row % count for row in indices.tolist()])
+
+
+class TieredCache(Cache):  # type: ignore[misc,no-untyped-call,unused-ignore]
+    """The cache of one generation. Its backing serves one at a time: a new one takes the memory.
+
+    Layers that are plain attention over all tokens (a latent cache included) are kept in blocks.
+    Windows that forget and recurrent states are small; they keep transformers' own classes.
+    """
+
+    def __init__(self, config: Any, backing: Backing) -> None:
+        """``config``: of a transformers model."""
+        self.life = Life(backing)
+        tiered = self.life.layers
+        layers: list[Any] = []
+        for make, in_blocks in layer_makers(config):
+            if in_blocks:
+                tiered.append(TieredLayer(self.life, len(tiered)))
+                layers.append(tiered[-1])
+            else:
+                layers.append(make())
+        super().__init__(layers=layers)
+
+    def describe(self) -> list[str]:
+        """Which layers use what, in words."""
+        return describe_layers(type(n).__name__ for n in self.layers)
+
+
+def layer_makers(config: Any) -> list[tuple[Any, bool]]:
+    """For each layer a function that makes transformers' own cache layer, and whether it is kept in
+    blocks instead."""
+    text = config.get_text_config(decoder=True)
+    kinds, arguments = get_layer_types_and_kwargs(text)
+    shared = getattr(text, "kv_sharing_modes", None) or [None] * len(kinds)
+    found = []
+    for kind, kwargs, mode in zip(kinds, arguments, shared, strict=True):
+        cls = DYNAMIC_LAYER_TYPE_MAPPING[kind]
+        # Later layers read what a layer that "stores" got back: not from a buffer used again.
+        in_blocks = cls is DynamicLayer and mode is None
+        found.append((lambda cls=cls, kwargs=kwargs: cls(**kwargs), in_blocks))
+    return found
+
+
+def describe_layers(names: Any) -> list[str]:
+    """``["16 layers: TieredLayer"]``."""
+    return [f"{n} layer(s): {name}" for name, n in Counter(names).items()]
+
+
+def shape_of(keys: torch.Tensor, values: torch.Tensor) -> KvShape:
+    """Of keys and values ``[B, H, T, D]``."""
+    return KvShape(
+        key_heads=keys.shape[1],
+        key_dim=keys.shape[3],
+        value_heads=values.shape[1],
+        value_dim=values.shape[3],
+        dtype=str(keys.dtype).removeprefix("torch."),
+    )

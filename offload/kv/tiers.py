@@ -1,0 +1,216 @@
+"""The KV cache of a model over RAM and SSD: memory, file, threads, and the caches made of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.blocks import align_up
+from offload.errors import ClosedError, PlanError
+from offload.io.engines import DEFAULT_QUEUE_DEPTH, make_engine
+from offload.kv.cache import Life, TieredCache, layer_makers
+from offload.kv.homes import KvHomes, place
+from offload.kv.pool import Pool
+from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, layout_within
+from offload.kv.spill import Spill
+from offload.kv.store import BlockStore
+from offload.kv.table import LayerTable
+from offload.runtime.memory import HostMemory
+from offload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class KvTiers:
+    """Blocks of keys and values under ``ram`` bytes, and the file for what does not fit.
+
+    Memory, file and threads are made with the first token: only then are heads and dtype known.
+    For one thread at a time.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        ram: int,
+        directory: str | Path,
+        slot_bytes: int | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        context: int = 0,
+        engine: str | None = None,
+        queue_depth: int = DEFAULT_QUEUE_DEPTH,
+    ) -> None:
+        """
+        Args:
+            config: the model's.
+            ram: bytes for blocks. The gathered keys and values of one layer come on top.
+            directory: of the private file.
+            slot_bytes: of a block of the largest layer; None: of the first layer that is cached.
+            block_tokens: of that layer; others have as many or fewer.
+            context: tokens that are expected, so that the buffer need not grow.
+        """
+        self.config = config
+        self.ram = ram
+        self._directory = directory
+        self._slot_bytes = slot_bytes
+        self._block_tokens = block_tokens
+        self._context = context
+        self._engine_name, self._queue_depth = engine, queue_depth
+        self._layers = sum(in_blocks for _, in_blocks in layer_makers(config))
+        self._current: Life | None = None
+        self._closed = False
+        self._engine: Any = None
+        self._spill: Spill | None = None
+        self._buffer: HostMemory | None = None
+        self.homes: KvHomes | None = None
+        self.pool: Pool | None = None
+        self.store: BlockStore | None = None
+
+    def new_cache(self) -> TieredCache:
+        """An empty cache, to be given as ``past_key_values``. The one before it loses its memory.
+
+        Raises:
+            ClosedError: the model is closed.
+        """
+        if self._closed:
+            raise ClosedError("the KV cache's model is closed")
+        if self._current is not None:
+            self._current.release()
+        if self.store is not None:
+            self.store.retry()
+        cache = TieredCache(self.config, self)
+        self._current = cache.life
+        return cache
+
+    def table(self, layer: int, shape: KvShape, sequences: int) -> LayerTable:
+        """An empty table of a layer. Raises PlanError: the budget is too small for it."""
+        if self.store is None:
+            self._start(shape, sequences)
+        if self.store is None or self.pool is None:
+            raise AssertionError("_start makes them")
+        layout = layout_within(shape, self._block_tokens, self.pool.slot_bytes)
+        if layout is None:
+            raise PlanError(
+                f"a token of layer {layer} takes {format_bytes(shape.token_bytes)}, and KV blocks "
+                f"have {format_bytes(self.pool.slot_bytes)}; raise --kv-ram"
+            )
+        return LayerTable(self.store, layer, layout)
+
+    def _start(self, shape: KvShape, sequences: int) -> None:
+        size = self._slot_bytes or BlockLayout(shape, self._block_tokens).nbytes
+        homes = place(
+            slots=self.ram // size, slot_bytes=size, layers=self._layers, sequences=sequences
+        )
+        engine = (
+            make_engine(self._engine_name, self._queue_depth)
+            if self._engine_name
+            else make_engine(queue_depth=self._queue_depth)
+        )
+        self.homes, self._engine = homes, engine
+        self.pool = Pool(homes.slots, size)
+        self._spill = Spill(self._directory, size, engine)
+        self.store = BlockStore(self.pool, self._spill, homes)
+
+    def gather_buffers(
+        self, shape: KvShape, sequences: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[B, H, T, D]`` of one layer, contiguous, not initialised. The same
+        memory each time."""
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        nbytes = shape.gathered_bytes(tokens, sequences)
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            if self._buffer is not None:
+                self._buffer.close()
+            room = max(tokens + tokens // 8 + self._block_tokens, self._context)
+            with torch.inference_mode(False):
+                self._buffer = HostMemory(
+                    shape.gathered_bytes(room, sequences), "gathered keys and values"
+                )
+        memory = self._buffer.tensor()
+        keys = (sequences, shape.key_heads, tokens, shape.key_dim)
+        values = (sequences, shape.value_heads, tokens, shape.value_dim)
+        with torch.inference_mode(False):
+            return (
+                _typed(memory, 0, dtype, keys),
+                _typed(memory, align_up(_nbytes(dtype, keys)), dtype, values),
+            )
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since the model was opened. Sizes in bytes, times in seconds."""
+        store, spill = self.store, self._spill
+        in_ram, on_disk = store.counts() if store is not None else (0, 0)
+        counts = store.stats if store is not None else None
+        return {
+            "ram_bytes": self.homes.ram_bytes if self.homes else 0,
+            "slot_bytes": self.homes.slot_bytes if self.homes else 0,
+            "blocks_in_ram": in_ram,
+            "blocks_on_disk": on_disk,
+            "hits": counts.hits if counts else 0,
+            "ahead": counts.ahead if counts else 0,
+            "late": counts.late if counts else 0,
+            "copies": counts.copies if counts else 0,
+            "stall_s": counts.stall_s if counts else 0.0,
+            "read_bytes": spill.read_bytes if spill else 0,
+            "written_bytes": spill.written_bytes if spill else 0,
+        }
+
+    def serve(self, model: Any, on_detach: Callable[[Callable[[], None]], None]) -> None:
+        """Have ``model.generate`` use a cache of these tiers where it is given none.
+
+        ``on_detach`` is called with what undoes it.
+        """
+        inner = model.generate
+        before = model.__dict__.get("generate")
+        settings = getattr(model, "generation_config", None)
+        wish = getattr(settings, "cache_implementation", None)
+        if settings is not None:
+            settings.cache_implementation = None  # a checkpoint's wish would go past the budget
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            asked = kwargs.get("generation_config")
+            named = kwargs.get("cache_implementation") or getattr(
+                asked, "cache_implementation", None
+            )
+            if kwargs.get("past_key_values") is None and kwargs.get("use_cache") is not False:
+                if named is None:
+                    kwargs["past_key_values"] = self.new_cache()
+                else:
+                    logger.warning("cache_implementation=%r goes past the KV budget", named)
+            return inner(*args, **kwargs)
+
+        def undo() -> None:
+            model.__dict__.pop("generate", None)
+            if before is not None:
+                model.__dict__["generate"] = before
+            if settings is not None:
+                settings.cache_implementation = wish
+
+        model.__dict__["generate"] = generate
+        on_detach(undo)
+
+    def close(self) -> None:
+        """Wait for transfers, free memory, file and threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._current is not None:
+            self._current.live = False
+        if self._engine is not None:
+            self._engine.close()
+        for part in (self._spill, self.pool, self._buffer):
+            if part is not None:
+                part.close()
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _typed(
+    memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    return memory[offset : offset + _nbytes(dtype, shape)].view(dtype).view(shape)

@@ -1,0 +1,244 @@
+"""How much of a model's keys and values is kept in RAM, and what that means for plan and speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import UnsupportedModelError
+from offload.kv.homes import (
+    LEAST_WINDOW,
+    WINDOW_BYTES,
+    WINDOW_SHARE,
+    KvHomes,
+    least_slots,
+    place,
+)
+from offload.kv.shape import BlockLayout, KvShape
+from offload.models.footprint import Footprint, decode_peak
+from offload.models.options import Options
+from offload.models.recipes import spill_directory
+from offload.scheduler.bounds import COMPUTE, READ
+from offload.scheduler.costs import CostModel, Pick
+from offload.scheduler.plan import Plan
+from offload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvNeed:
+    """What a model caches for ``context`` tokens of ``sequences`` sequences; sizes in bytes.
+
+    Attributes:
+        shapes: of the layers that are kept in blocks.
+        other_bytes: of all others: windows, recurrent states.
+        activation_bytes: of one more token at the end of the context.
+    """
+
+    shapes: tuple[KvShape, ...]
+    context: int
+    sequences: int
+    block_tokens: int
+    other_bytes: int
+    activation_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return max(BlockLayout(s, self.block_tokens).nbytes for s in self.shapes)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the largest layer in one piece, as the model's own attention takes it."""
+        return max(s.gathered_bytes(self.context, self.sequences) for s in self.shapes)
+
+    @property
+    def whole_slots(self) -> int:
+        """With which nothing is ever read from the disk."""
+        columns = -(-self.context // self.block_tokens)
+        # One more for each newest block, and the largest window.
+        every = (columns + 1) * len(self.shapes) * self.sequences
+        window = min(WINDOW_BYTES // self.slot_bytes, -(-every // (WINDOW_SHARE - 1)))
+        return every + max(LEAST_WINDOW, window)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token of one sequence, in blocks."""
+        return sum(s.token_bytes for s in self.shapes)
+
+    def homes(self, ram: int) -> KvHomes:
+        """Raises PlanError: ``ram`` bytes are too few."""
+        size = self.slot_bytes
+        return place(
+            slots=min(ram // size, self.whole_slots),
+            slot_bytes=size,
+            layers=len(self.shapes),
+            sequences=self.sequences,
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        return least_slots(len(self.shapes), self.sequences) * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPlan:
+    """Keys and values in blocks: where they are when the context is full."""
+
+    need: KvNeed
+    homes: KvHomes
+
+    @property
+    def reserves(self) -> dict[str, int]:
+        """Bytes of RAM by what takes them."""
+        return {
+            "KV blocks": self.homes.ram_bytes,
+            "KV of one layer in one piece": self.need.gathered_bytes,
+            "KV windows and states": self.need.other_bytes,
+        }
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """In RAM and on disk, at the end of the context."""
+        return self.homes.at(self.need.context, self.need.block_tokens)
+
+    @property
+    def disk_bytes_per_token(self) -> int:
+        """Read for a token at the end of the context."""
+        return self.blocks[1] * self.homes.slot_bytes
+
+    def note(self, options: Options) -> str:
+        """One sentence for people."""
+        in_ram, on_disk = self.blocks
+        size, tokens = self.homes.slot_bytes, self.need.context
+        where = f"{in_ram} of them ({format_bytes(in_ram * size)}) in RAM"
+        if on_disk:
+            where += (
+                f", {on_disk} ({format_bytes(on_disk * size)}) in a private file in "
+                f"{spill_directory(options.disk)}, read once for each token"
+            )
+        return (
+            f"keys and values of {tokens} tokens make {in_ram + on_disk} blocks of "
+            f"{self.need.block_tokens} tokens: {where}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Sizes in bytes."""
+        in_ram, on_disk = self.blocks
+        return {
+            "budget_bytes": self.homes.ram_bytes,
+            "block_bytes": self.homes.slot_bytes,
+            "block_tokens": self.need.block_tokens,
+            "window_blocks": self.homes.window,
+            "blocks_in_ram": in_ram,
+            "blocks_on_disk": on_disk,
+            "bytes_per_token_of_context": self.need.token_bytes,
+            "disk_bytes_per_token": self.disk_bytes_per_token,
+            "gathered_bytes": self.need.gathered_bytes,
+            "other_bytes": self.need.other_bytes,
+        }
+
+
+def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> KvNeed | None:
+    """What ``model`` (on meta) caches, or None if that cannot be kept in blocks.
+
+    ``tokens``: that ``footprint`` was measured with.
+    """
+    layers = footprint.layers
+    shapes = tuple(n.shape for n in layers if n.shape is not None)
+    supported = getattr(type(model), "_supports_default_dynamic_cache", lambda: False)
+    if not shapes or not supported() or options.device == "sim":
+        return None
+    context = max(options.context, options.prompt_tokens or 0)
+    other = 0
+    for layer in layers:
+        if layer.shape is None:
+            # A window's tensors are views into all of a prompt until the next token comes.
+            reach = context if layer.window is None else max(tokens, min(layer.window, context))
+            other += layer.nbytes if layer.window == 0 else -(-layer.nbytes * reach // tokens)
+    return KvNeed(
+        shapes=shapes,
+        context=context,
+        sequences=options.batch,
+        block_tokens=options.kv_block_tokens,
+        other_bytes=other,
+        # Only a latent cache is expanded; attention reads plain keys and values where they are
+        # (on meta it is another, which copies them, so that measuring it would say too much).
+        activation_bytes=_last_token_bytes(model, context, options.batch)
+        if any((s.key_heads, s.key_dim) != (s.value_heads, s.value_dim) for s in shapes)
+        else 0,
+    )
+
+
+def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None:
+    """The plan for ``--kv-ram``; None without it.
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be kept in blocks.
+        PlanError: it is too small.
+    """
+    if options.kv_ram is None:
+        return None
+    if options.device == "sim":
+        raise UnsupportedModelError("KV blocks live in RAM and on the disk so far; drop --device")
+    if need is None:
+        raise UnsupportedModelError(
+            f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "
+            f"that attends to all tokens); drop --kv-ram"
+        )
+    return KvPlan(need=need, homes=need.homes(options.kv_ram))
+
+
+def least(need: KvNeed) -> KvPlan:
+    """With as little RAM as possible."""
+    return KvPlan(need=need, homes=need.homes(need.least_bytes))
+
+
+def with_spare(plan: KvPlan, spare: int) -> KvPlan:
+    """With up to ``spare`` bytes more."""
+    return KvPlan(need=plan.need, homes=plan.need.homes(plan.homes.ram_bytes + max(0, spare)))
+
+
+def predicted(plan: Plan, kv: KvPlan, costs: CostModel | None) -> Plan:
+    """The plan's speed with the reads and copies of keys and values at the end of the context.
+
+    Reads share the disk with streamed weights; copies (RAM to the gathered layer) are the computing
+    thread's own time.
+    """
+    if costs is None or plan.predicted_pass_s is None:
+        return plan
+    read = kv.disk_bytes_per_token
+    moved = kv.need.token_bytes * kv.need.context * kv.need.sequences
+    lane_s = dict(plan.lane_s)
+    lane_s[READ] = lane_s.get(READ, 0.0) + costs.read_busy_s(read)
+    lane_s[COMPUTE] = lane_s.get(COMPUTE, 0.0) + costs.memcpy_s(moved)
+
+    def pass_s(before: float, costs: CostModel) -> float:
+        weights_s = plan.lane_s.get(READ, 0.0)
+        return max(before + costs.memcpy_s(moved), weights_s + costs.read_busy_s(read))
+
+    found = plan.predicted_pass_s
+    times = sorted(
+        pass_s(t, costs.at(p))
+        for t, p in zip((found.low, found.mid, found.high), Pick, strict=True)
+    )
+    return dataclasses.replace(
+        plan,
+        lane_s=lane_s,
+        bound_pass_s=max(lane_s.values()),
+        predicted_pass_s=dataclasses.replace(found, low=times[0], mid=times[1], high=times[2]),
+    )
+
+
+def _last_token_bytes(model: Any, context: int, sequences: int) -> int:
+    """Activations of a token that sees all the context (a latent cache expanded, heads repeated),
+    with the gathered layer apart. 0 where meta tensors do not do."""
+    from offload.kv.measure import whole_cache
+
+    try:
+        return int(1.05 * decode_peak(model, whole_cache(model, context, sequences), sequences))
+    except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
+        logger.info("activations at the end of the context are not measured: %s", error)
+        return 0

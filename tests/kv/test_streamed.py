@@ -1,0 +1,97 @@
+"""A streamed model with its keys and values in blocks: the same tokens, planned, within budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence import Golden, golden, options
+from families import tiny_config, write
+
+from offload.blocks import Tier
+from offload.errors import PlanError, UnsupportedModelError
+from offload.models import load, toy
+from offload.models.load import prepare
+
+CONTEXT = 64
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    directory = tmp_path_factory.mktemp("llama")
+    write("llama", directory, torch.bfloat16)
+    return golden(directory)
+
+
+@pytest.fixture(autouse=True)
+def _no_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "warm_up", lambda *_: toy.Warm(baseline_rss=0))
+
+
+def asked(tmp_path: Path, **more: Any) -> Any:
+    base = {"context": CONTEXT, "prompt_tokens": 9, "kv_block_tokens": BLOCK, "disk": tmp_path}
+    return options("cpu", **{**base, **more})
+
+
+def test_a_kv_budget_streams_and_changes_no_token(llama: Golden, tmp_path: Path) -> None:
+    assert prepare(llama.directory, asked(tmp_path)).kv is None, "without the flag all are in RAM"
+    whole = prepare(llama.directory, asked(tmp_path, kv_ram=2**30)).kv
+    assert whole is not None
+    assert whole.blocks[1] == 0
+    budget = whole.need.least_bytes
+    prepared = prepare(llama.directory, asked(tmp_path, kv_ram=budget))
+    kv = prepared.kv
+    assert kv is not None
+    layers = len(kv.need.shapes)
+    assert kv.homes.ram_bytes <= budget
+    assert kv.blocks == (0, layers * CONTEXT // BLOCK)
+    assert prepared.plan.reserves[Tier.RAM]["KV blocks"] == kv.homes.ram_bytes
+    assert any("read once for each token" in note for note in prepared.notes)
+    want = load_reference(llama).generate(llama.ids_BL, max_new_tokens=CONTEXT - 9, do_sample=False)
+    model = prepared.open()
+    try:
+        got = model.generate(llama.ids_BL, max_new_tokens=CONTEXT - 9, do_sample=False)
+        assert torch.equal(got, want)
+        figures = model.offload.stats()["kv"]
+        assert figures["written_bytes"] > 0
+        assert figures["read_bytes"] > figures["written_bytes"]
+        again = model.generate(llama.ids_BL, max_new_tokens=CONTEXT - 9, do_sample=False)
+        assert torch.equal(again, want)
+    finally:
+        model.offload.close()
+    assert list(tmp_path.iterdir()) == [], "the file has a name"
+
+
+def load_reference(want: Golden) -> Any:
+    from equivalence import reference
+
+    return reference(want.directory, want.dtype)
+
+
+def test_what_does_not_fit_beside_the_weights_is_spilled(llama: Golden, tmp_path: Path) -> None:
+    """Without a flag: a context that was refused is planned, and keys and values get the rest."""
+    ram = prepare(llama.directory, asked(tmp_path, context=8192)).minimum[Tier.RAM]
+    while (kv := (prepared := prepare_long(llama, tmp_path, ram)).kv) is None:
+        ram -= 256 * 1024  # in RAM it fits so far; refused (PlanError) it must never be first
+    assert kv.blocks[1] > 0
+    assert kv.homes.ram_bytes > kv.need.least_bytes
+    assert prepared.plan.resident_bytes(Tier.RAM) <= ram
+    with pytest.raises(PlanError, match="KV blocks"):
+        prepare_long(llama, tmp_path, 2**16)
+
+
+def prepare_long(want: Golden, tmp_path: Path, ram: int) -> Any:
+    return prepare(want.directory, asked(tmp_path, ram=ram, context=8192))
+
+
+def test_what_cannot_be_kept_in_blocks_is_refused(llama: Golden, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"holds \d+ block.*--kv-ram.*MiB or more"):
+        prepare(llama.directory, asked(tmp_path, kv_ram=4096))
+    with pytest.raises(UnsupportedModelError, match="drop --device"):
+        prepare(llama.directory, options("sim", kv_ram=2**20))
+    write("mamba", tmp_path / "mamba", torch.bfloat16, config=tiny_config("mamba"))
+    with pytest.raises(UnsupportedModelError, match="drop --kv-ram"):
+        prepare(tmp_path / "mamba", asked(tmp_path, kv_ram=2**20))

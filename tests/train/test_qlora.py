@@ -1,0 +1,216 @@
+"""Adapters on a base that stays packed, against the same adapters on a resident model with the
+values that the pack holds: bit for bit, at every placement."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence import reference
+from lora_support import EXPERTS, Made, adapted_oracle
+from qlora_support import pack_checkpoint, packed_engine, unpacked_model
+from run_support import (
+    again,
+    everything_on_disk,
+    not_warmed,
+    options_for,
+    train,
+    weights_of,
+    write_data,
+    write_model,
+)
+from safetensors.torch import load_file
+from test_lora import train as train_both
+
+from offload.errors import OffloadError, StoreError
+from offload.models.pack_reader import PackedModel
+from offload.train.lora_output import merged
+from offload.train.options import TrainOptions
+from offload.train.run import adapter_directory, prepare
+
+CASES = {
+    "qwen3": {"tie_word_embeddings": True, "vocab_size": 520},
+    "llama": {"tie_word_embeddings": False, "vocab_size": 521},
+    "qwen3_moe": {"vocab_size": 520},
+    "gpt_oss": {"vocab_size": 520},
+}
+"""Vocabularies whose tables are units of their own; no multiples of 16."""
+
+
+class Packs:
+    """By (family, quant): checkpoint, pack, and the checkpoint that its values make."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._tiny = Made(factory)
+        self._factory = factory
+        self._made: dict[Any, tuple[Path, Path, Path]] = {}
+
+    def __call__(self, family: str, quant: str) -> tuple[Path, Path, Path]:
+        if (family, quant) not in self._made:
+            directory = self._tiny(family, **CASES[family])
+            room = self._factory.mktemp("packs")
+            packed = pack_checkpoint(directory, room / "pack", quant)
+            values = unpacked_model(directory, PackedModel.open(packed), room / "values")
+            self._made[family, quant] = directory, packed, values
+        return self._made[family, quant]
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
+    return Packs(tmp_path_factory)
+
+
+@pytest.mark.parametrize("place", ["disk", "ram"])
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [("qwen3", "q4"), ("llama", "q8"), ("qwen3_moe", "q4"), ("gpt_oss", "q4")],
+)
+def test_equals_resident_lora_on_the_unpacked_values(
+    packs: Packs, family: str, quant: str, place: str
+) -> None:
+    _, packed, values = packs(family, quant)
+    how: dict[str, Any] = {"targets": EXPERTS} if "moe" in family or "oss" in family else {}
+    with packed_engine(packed, None, place, **how) as (engine, adapters, base, _):
+        kept = {engine.layout.blocks[b].id for b in base.recipes}
+        assert any("~packed" in k for k in kept)
+        assert any(recipe.table for recipe in base.recipes.values())
+        assert bool(how) == any("experts#" in k for k in kept)
+        train_both(engine, adapted_oracle(values, engine.layout, **how), 2, 0.05)
+        assert adapters.unused() == []
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_moe"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "offload" / "packs"
+
+
+def command(place: Path, data: Path, *more: object, ram: str = "512MiB") -> int:
+    from offload.cli.main import main
+
+    words = [
+        "finetune", "--model", EXAMPLE, "--method", "lora", "--quant", "q4", "--data", data,
+        "--output", place / "out", "--disk", place / "disk", "--ram", ram, "--seq-len", 32,
+        "--max-steps", 3, "--batch-size", 2, "--threads", 1, "--no-tensorboard", *more,
+    ]  # fmt: skip
+    return main([str(w) for w in words])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_the_command_line_packs_trains_and_resumes(
+    own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft")
+    data = write_data(tmp_path / "train.jsonl")
+    assert command(tmp_path / "one", data) == 0
+    said = capsys.readouterr()
+    assert "packing" in said.err
+    assert str(own_cache) in said.err
+    assert "packed (q4_0" in said.err
+    assert len(list(own_cache.glob("*-q4"))) == 1
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(EXAMPLE), tmp_path / "one" / "out"
+    )
+    assert any(p.abs().max() > 0 for n, p in loaded.named_parameters() if "lora_B" in n)
+
+
+def lora_options(model: Path, data: Path, place: Path, **more: Any) -> TrainOptions:
+    how = {"method": "lora", "lora_r": 4, "max_steps": 3, **more}
+    return options_for(model, data, place, **how)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("moe") / "moe", "qwen3_moe", vocab_size=520)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "train.jsonl")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    monkeypatch.setattr("offload.train.run.warm_training", not_warmed)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_was_interrupted_goes_on_with_the_same_pack_only(
+    moe: Path, data: Path, tmp_path: Path
+) -> None:
+    targets = ("q_proj", "gate_up_proj")
+    whole = lora_options(moe, data, tmp_path / "whole", quant="q4", lora_targets=targets)
+    train(whole)
+    parts = lora_options(moe, data, tmp_path / "parts", quant="q4", lora_targets=targets)
+    train(parts, stop_after=1, change=everything_on_disk)
+    for other in ("q8", None):
+        with pytest.raises(OffloadError, match="base"):
+            train(again(parts, quant=other))
+    log = train(again(parts))
+    assert sorted(log.losses) == [2, 3]
+    assert weights_of(whole.output) == weights_of(parts.output)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_adapters_are_merged_into(moe: Path, data: Path, tmp_path: Path) -> None:
+    """Into the checkpoint's own weights if the run was given the checkpoint, else the pack's."""
+    pack = pack_checkpoint(moe, tmp_path / "pack", "q4")
+    values = unpacked_model(moe, PackedModel.open(pack), tmp_path / "values")
+    targets = ("v_proj", "down_proj")
+    for name, model, base, quant in (
+        ("checkpoint", moe, moe, "q4"),
+        ("pack", pack, values, None),
+    ):
+        options = lora_options(
+            model, data, tmp_path / f"on-{name}", quant=quant, merge=True, lora_targets=targets
+        )
+        log = train(options)
+        assert log.end is not None
+        assert log.end.merged_onto is not None
+        assert ("not quantised" in log.end.merged_onto) == (name == "checkpoint")
+        adapter = load_file(adapter_directory(options) / "adapter_model.safetensors")
+        before = dict(reference(base, torch.bfloat16).named_parameters())
+        after = dict(reference(options.output, torch.bfloat16).named_parameters())
+        assert before.keys() == after.keys()
+        changed = {n for n in before if not torch.equal(before[n], after[n])}
+        assert changed == {n for n in before if "v_proj" in n or "down_proj" in n}
+        for path in (n.removesuffix(".weight") for n in changed if "v_proj" in n):
+            a, b = (adapter[f"base_model.model.{path}.lora_{x}.weight"] for x in "AB")
+            wanted = merged(before[f"{path}.weight"].detach(), a, b, 32.0 / 4)
+            assert torch.equal(after[f"{path}.weight"].detach(), wanted)
+        assert not (options.output / "pack.json").exists()
+
+
+def test_full_training_of_a_pack_is_refused(
+    moe: Path, data: Path, tmp_path: Path, own_cache: Path
+) -> None:
+    pack = pack_checkpoint(moe, tmp_path / "pack", "q4")
+    with pytest.raises(OffloadError, match=r"is a pack.*--method lora.*made from"):
+        prepare(options_for(pack, data, tmp_path / "run"))
+    with pytest.raises(OffloadError, match=r"--quant cannot take effect.*--method lora"):
+        prepare(options_for(moe, data, tmp_path, quant="q4"))
+    with pytest.raises(OffloadError, match="packed as q4 already"):
+        prepare(lora_options(pack, data, tmp_path / "run", quant="q8"))
+
+
+def test_a_damaged_pack_stops_the_run(tmp_path: Path, packs: Packs) -> None:
+    _, packed, _ = packs("qwen3", "q4")
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    bundle = next(copy.glob("bundle-*.bin"))
+    raw = bytearray(bundle.read_bytes())
+    block = next(b for b in PackedModel.open(copy).manifest.blocks if "q_proj" in b.name)
+    raw[block.offset + 7] ^= 1
+    bundle.write_bytes(raw)
+    with (
+        pytest.raises(StoreError, match="is damaged"),
+        packed_engine(copy, None, "ram") as (engine, *_),
+    ):
+        engine.model(input_ids=torch.ones((1, 4), dtype=torch.int64))
