@@ -587,6 +587,31 @@ def test_room_is_made_when_it_is_needed(tmp_path: Path, engine: Engine) -> None:
         TileStore.create(tmp_path / "t", shapes, engine, **{**given, "generations": 3})
 
 
+def test_room_for_a_held_commit_is_made_when_it_is_needed(tmp_path: Path, engine: Engine) -> None:
+    path, shapes = tmp_path / "s", [[100], [5000]]
+    one = space_needed(shapes, 1) // 2
+    given: dict[str, Any] = {"identity": {}, "keep": 1, "hold": 1, "checksum": checksum}
+    sizes = []
+    with AlignedBuffer(8192) as buffer:
+        with TileStore.create(path, shapes, engine, **given, generations=1) as store:
+            for letter, held in ((b"a", []), (b"b", [1]), (b"c", [1])):
+                buffer[:] = letter * 8192
+                store.write_from(0, buffer).result(timeout=30)
+                store.commit({}, hold=held).result(timeout=30)
+                sizes.append(reserved(path) // one)
+            assert store.commits() == [1, 3]
+        assert sizes == [1, 2, 3]
+        # Whoever holds nothing any more begins with the room there is, without the held one.
+        alone = {**given, "hold": 0}
+        with TileStore.open(path, engine, shapes=shapes, **alone, generations=1) as store:
+            store.write_from(0, buffer).result(timeout=30)
+            store.commit({}).result(timeout=30)
+            assert store.commits() == [4]
+            assert reserved(path) == 3 * one
+    with pytest.raises(ValueError, match=r"from 1 to keep \+ hold \+ 1 = 3, not 4"):
+        TileStore.create(tmp_path / "t", shapes, engine, **given, generations=4)
+
+
 def test_directories_that_are_not_ours(tmp_path: Path, engine: Engine) -> None:
     path = tmp_path / "s"
     assert not is_tile_store(path)

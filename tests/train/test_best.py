@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_support import (
     Log,
     again,
@@ -27,7 +28,9 @@ from run_support import (
 from offload.errors import OffloadError, StoreError
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore
-from offload.train import commits, run
+from offload.train import commits, loop, run
+from offload.train.commits import state_versions
+from offload.train.engine import NotFinite
 from offload.train.loop import LanguageLoop
 from offload.train.options import TrainOptions
 from offload.train.run import prepare
@@ -37,6 +40,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "merged": {"method": "lora", "lora_alpha": 256.0, "lr": 0.5, "merge": True},
 }
+KINDS["packed"] = {
+    **KINDS["merged"], "quant": "q4", "lr": 1.0, "lora_targets": ("q_proj", "down_proj"),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +76,13 @@ def best_of(log: Log) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_and_the_last(
-    diverging: Callable[..., TrainOptions], tmp_path: Path, kind: str
-) -> None:
+    diverging: Callable[..., TrainOptions], tmp_path: Path, kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The best are those of a run that ends there; a run that keeps the last writes the others."""
     more = KINDS[kind]
+    if kind == "packed":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     log = train(diverging("both", keep="both", **more), change=everything_on_disk)
     best, end = best_of(log), log.end
     assert 1 < best < STEPS
@@ -86,7 +95,7 @@ def test_the_best_and_the_last(
     last = train(diverging("last", keep="last", **more), change=everything_on_disk)
     assert last.end is not None
     assert (last.end.output_step, last.end.best_loss, last.end.last_output) == (STEPS, None, None)
-    for suffix in ("", ".adapter") if kind == "merged" else ("",):
+    for suffix in ("",) if kind == "full" else ("", ".adapter"):
         found = weights_of(tmp_path / "both" / f"out{suffix}")
         assert found == weights_of(tmp_path / "short" / f"out{suffix}")
         found = weights_of(tmp_path / "both" / f"out.last{suffix}")
@@ -176,6 +185,61 @@ def test_no_evaluation_is_a_number(
     assert [n for n in log.notes if "no evaluation gave a finite loss" in n]
     assert log.end is not None
     assert (log.end.output_step, log.end.best_loss) == (STEPS, None)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_gradient_that_is_no_number(
+    diverging: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    clip: float,
+) -> None:  # fmt: skip
+    """The run cannot go on, but its best weights come out: also where updates inside backward have
+    begun to change the last ones (``clip`` 0)."""
+    whole = train(diverging("whole", max_grad_norm=clip))
+    best = best_of(whole)
+    assert 1 < best < STEPS
+    real, calls = loop.head_loss, [0]
+
+    def last(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        loss, gradient = real(*args, **kwargs)
+        return loss, torch.full_like(gradient, math.inf) if calls[0] == STEPS else gradient
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "head_loss", last)
+        with pytest.raises(NotFinite) as raised:
+            train(diverging("a", max_grad_norm=clip))
+        calls[0] = 0
+        options = diverging("none", max_grad_norm=clip, keep="last", eval_every=None)
+        with pytest.raises(NotFinite, match="rows begin with") as without:
+            train(options)
+    said = f"step {best}, loss {whole.evals[best]:.4f}) are in {tmp_path / 'a' / 'out'}"
+    assert str(raised.value).startswith(f"step {STEPS}: the gradient norm is ")
+    assert str(raised.value).endswith(said)
+    assert weights_of(tmp_path / "a" / "out") == weights_of(tmp_path / "whole" / "out")
+    assert "best" not in str(without.value)
+    assert not options.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "versions"),
+    [
+        ({"keep": "last", "eval_every": 1}, 1),
+        ({"keep": "last", "eval_every": 1, "save_every": 2}, 2),
+        ({"eval_every": STEPS}, 1),
+        ({"eval_every": STEPS - 1}, 2),
+        ({"eval_every": 2}, 3),
+        ({"eval_every": STEPS - 1, "save_every": STEPS - 1}, 2),
+        ({"eval_every": STEPS - 1, "save_every": 3}, 3),
+        ({"eval_every": 2, "save_every": 2, "save_total_limit": 9}, 3),
+    ],
+)
+def test_versions_that_a_run_needs(
+    diverging: Callable[..., TrainOptions], tmp_path: Path, more: dict[str, Any], versions: int
+) -> None:
+    options = diverging("a", **more)
+    assert state_versions(options, tmp_path, STEPS) == versions
+    (tmp_path / "commit-1.json").touch()
+    assert state_versions(options, tmp_path, STEPS) == options.retained + 1
 
 
 def test_the_disk_is_full_when_the_best_is_committed(

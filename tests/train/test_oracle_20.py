@@ -150,7 +150,7 @@ def check(
         model, data, place, max_steps=STEPS, seq_len=width, batch_size=1,
         grad_accum=case.accumulate, lr=1e-3, schedule="cosine", warmup=4,
         max_grad_norm=case.clip, method=case.method, order=case.order, eval_share=0.1,
-        eval_every=1 if evaluates else None,
+        eval_every=1 if evaluates else None, keep="last",
         save_every=1 if commits else None, **({"lora_r": 4} if case.method == "lora" else {}),
     )  # fmt: skip
     run = prepare(options)
