@@ -366,7 +366,7 @@ class Engine:
             self._update([b for b in blocks if self.gradients.pieces(b)], self.in_backward, 1.0)
             limit = self.gradient_limit
             if limit is not None:
-                with self.shared.changed:
+                with self.shared.changed, self.weights.idle():
                     self.shared.wait_for(
                         lambda: self.gradients.leaving_bytes() <= limit, "updates inside backward"
                     )

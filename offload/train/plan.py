@@ -176,10 +176,13 @@ def make_plan(
     in_backward = not clipping and backwards == 1
     if in_backward:
         in_ram.update(trained)  # the engine waits where more than a unit's are there at a time
-    outside = [b for b in order if b in grads and b not in in_ram]
+    # States and gradients by when forward uses their weights: what is updated first is there at
+    # once, and the disk begins with what comes behind it while the first units run.
+    by_use = sorted(order, key=lambda b: (min(layout.users[b], default=0), b))
+    outside = [b for b in by_use if b in grads and b not in in_ram]
     weights_extra = 0
     if first == "states":
-        for b in order:
+        for b in by_use:
             if not blocks[b].trained:
                 continue  # frozen: there are no states, nor a kind of them for its dtype
             size = blocks[b].nbytes + slot_bytes(layout, needs, b)
@@ -201,7 +204,7 @@ def make_plan(
             pinned_now.add(b)
             left -= blocks[b].nbytes
             weights_extra += blocks[b].nbytes
-    for b in order:
+    for b in by_use:
         size = slot_bytes(layout, needs, b) if blocks[b].trained else 0
         if b in pinned_now - resident_now and blocks[b].trained and size <= left:
             resident_now.add(b)

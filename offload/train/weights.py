@@ -8,9 +8,10 @@ what they change, and into the block's memory if it has some.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -144,6 +145,8 @@ class Weights:
         """The block whose update is under way: its memory stays."""
         self._loading = 0
         self._experts_too = False
+        self._awaiting = 0
+        """Threads that wait instead of computing."""
 
     # -- for compute ----------------------------------------------------------------------
 
@@ -202,7 +205,19 @@ class Weights:
                 f"({format_bytes(self.layout.blocks[block].nbytes)}): {format_bytes(held)} of "
                 f"{format_bytes(self._pool.limit)} are in use at this moment; raise --ram"
             )
-        self._shared.wait_for_change(f"waiting for the weights of {name}")
+        with self.idle():
+            self._shared.wait_for_change(f"waiting for the weights of {name}")
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Inside, the caller waits and lets go of no weights: an update must not wait for that.
+        With the lock held."""
+        self._awaiting += 1
+        self._shared.notify()
+        try:
+            yield
+        finally:
+            self._awaiting -= 1
 
     def _stuck(self, block: int) -> bool:
         """Whether nothing under way could ever make room."""
@@ -223,8 +238,9 @@ class Weights:
     # -- for updates ----------------------------------------------------------------------
 
     def entry_for_update(self, block: int, *, must: bool) -> Entry | None:
-        """The memory that a pending update shall write to, made if there is room for it; it stays
-        until ``updated``. To be asked once for each update of a block.
+        """The memory that a pending update shall write to, made if there is room for it or will be
+        once the unit that computes is through; it stays until ``updated``. To be asked once for
+        each update of a block. Without it new weights go to the disk, to be read again at once.
 
         ``must``: wait for room, and for the current weights to be in it.
         """
@@ -248,7 +264,7 @@ class Weights:
                         entry.pins -= 1
                         self._updating = block
                         return entry
-                    if not must:
+                    if not must and not self._room_comes(block, distance):
                         return None
                 elif entry.ready and not entry.pins:
                     self._updating = block
@@ -338,6 +354,18 @@ class Weights:
         for victim in victims:
             pool.give(self._entries.pop(victim).memory)
         return True
+
+    def _room_comes(self, block: int, distance: int) -> bool:
+        """Whether there will be room, dropping what is needed later than ``distance``, as soon as
+        the unit that computes lets go of its weights. Not while it waits for some itself."""
+        if self._awaiting:
+            return False
+        room = self._pool.room
+        for b, entry in self._entries.items():
+            leaves = entry.ready and b not in self.pinned and b != self._updating
+            if leaves and self._distance(b) > distance:
+                room += entry.memory.nbytes
+        return room >= align_up(self.layout.blocks[block].nbytes)
 
     def _distance(self, block: int) -> int:
         return min(self.order.distance(u) for u in self.layout.users[block])
