@@ -31,7 +31,8 @@ from run_support import (
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_manifest import load
 from offload.io.tile_store import TileStore
-from offload.train import commits, run
+from offload.train import commits as run_commits
+from offload.train import run
 from offload.train.metrics import Listeners
 from offload.train.reports import StepReport
 
@@ -316,7 +317,7 @@ def test_a_disk_with_errors(
         open = staticmethod(partial(TileStore.open, syscalls=given))
 
     with monkeypatch.context() as patch:
-        patch.setattr(commits, "TileStore", Store)
+        patch.setattr(run_commits, "TileStore", Store)
         refused(finetune("--resume"), "Input/output error", "tile")
     assert calls[0] > 1
     assert commits(states) == [2, 3]
