@@ -19,7 +19,7 @@ from offload.errors import StoreError
 from offload.io import tile_manifest
 from offload.io.engines import make_engine
 from offload.io.pack_format import normal_meta
-from offload.io.tile_manifest import MOST_GENERATIONS, VIRGIN, Commit, Layout, dump, load
+from offload.io.tile_manifest import MOST_GENERATIONS, VERSION, VIRGIN, Commit, Layout, dump, load
 
 LAYOUT = Layout(SHAPES)
 COMMIT = Commit(
@@ -41,7 +41,7 @@ def fields(commit: Commit) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def seal(body: Any, version: int = 1) -> bytes:
+def seal(body: Any, version: int = VERSION) -> bytes:
     """A manifest as a program of tomorrow, or somebody with an editor, might write it."""
     written = json.dumps(body, separators=(",", ":")).encode()
     return tile_manifest._head(written, version) + written + b"}\n"
@@ -89,8 +89,8 @@ def test_inserted_bytes_are_refused(at: int, extra: bytes) -> None:
 
 
 def test_of_tomorrow() -> None:
-    with pytest.raises(StoreError, match=r"it.json is of version 2, this offload reads version 1"):
-        load(seal({"anything": 1}, version=2), "it.json")
+    with pytest.raises(StoreError, match=f"it.json is of version {VERSION + 1}, this offload"):
+        load(seal({"anything": 1}, version=VERSION + 1), "it.json")
     with pytest.raises(ValueError, match="cut or no JSON"):
         load(b"[" * 100_000, "it")
 
