@@ -10,11 +10,19 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_other_modules_left() -> None:
+    """A module's fixtures (models, their threads and files) are frozen while they live; the search
+    before the next module's first test is a whole one, and finds what they left in cycles."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def a_young_process() -> None:
     """Only what a test makes is searched for garbage. The runtime does that search two to four
     times whenever it opens a model or begins a run; with torch, transformers and Numba imported it
-    visits half a million objects and takes 0.3 s, more than the rest of most tests."""
+    visits half a million objects and takes 0.3 s, more than the rest of most tests. What the last
+    test left is found here, and what only a test makes is never frozen while that test runs."""
     gc.collect()
     gc.freeze()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_support import Cli, Result
+from left_threads import threads_left
 from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -54,7 +55,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     before = set(threading.enumerate())
     yield run
-    left = [t.name for t in threading.enumerate() if t not in before]
+    left = threads_left(before)
     logging.getLogger("offload").handlers.clear()
     assert not left, f"threads left: {left}"
 

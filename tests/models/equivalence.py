@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from left_threads import threads_left
 
 from offload.blocks import Tier
 from offload.models import load, units
@@ -129,7 +130,7 @@ def opened(prepared: Prepared, **kwargs: Any) -> Iterator[Any]:
         handle.executor.validate()
     finally:
         handle.close()
-    assert set(threading.enumerate()) <= threads, "threads are left"
+    assert not (left := threads_left(threads)), f"threads are left: {left}"
     assert open_files() <= files, "files are left open"
     assert handle.executor.device.acquired_memory() == 0
     assert handle.executor.live_leases() == 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from left_threads import threads_left
 from torch import nn
 
 import offload
@@ -110,7 +111,7 @@ def seeded() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     gc.collect()
-    assert set(threading.enumerate()) <= before
+    assert not (left := threads_left(before)), left
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from left_threads import threads_left
 from run_support import (
     Log,
     again,
@@ -66,7 +67,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    left = [t.name for t in threading.enumerate() if t not in before]
+    left = threads_left(before)
     assert not left, f"threads left: {left}"
 
 

@@ -218,7 +218,7 @@ def test_a_resumed_run_takes_adapters_from_its_tiles(tiny: Made, place: str) -> 
         train(engine, oracle, 1, 0.05)
         engine.drain()
         engine.updater.write_resident()
-        values, steps = adapters.values(engine), dict(engine.state())
+        values, steps = adapters.values(engine), dict(engine.steps)
     # The first values are never asked for again: these would be others.
     with adapted_engine(directory, pinned(place), seed=99, tiles=tiles) as (engine, adapters, _):
         engine.steps = steps
