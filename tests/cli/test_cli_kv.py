@@ -142,10 +142,9 @@ def test_no_file_is_left(dense: Path, tmp_path: Path, signum: int, code: int) ->
     assert process.returncode == code, err
     assert "Traceback" not in err
     assert list(disk.iterdir()) == []
-    if code > 0:
-        assert "spilled" in err.split("stats:")[1]
 
 
+@pytest.mark.slow
 def test_chat_beyond_what_ram_holds(cli: Cli, dense: Path, tmp_path: Path) -> None:
     """Without a flag: a context that RAM cannot hold beside the weights goes to the disk."""
     weights = sum(t.nbytes for t in read_header(dense / "model.safetensors").tensors.values())
