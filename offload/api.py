@@ -22,6 +22,7 @@ def load(
     quant: str | None = None,
     kernels: str | None = None,
     ram: str | int | None = None,
+    kv_ram: str | int | None = None,
     gpu: str | int | None = None,
     disk: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
@@ -50,8 +51,14 @@ def load(
             to torch's logits is then measured: ``model.offload.kernel_error``.
         ram: bytes, or e.g. ``"8GiB"``: everything above the bare process is kept below it. None:
             a safe share of the memory that is free now.
+        kv_ram: of ``ram`` for keys and values of past tokens; what does not fit streams from a
+            private file in ``disk``. The results are the same. None: all are in RAM, or as many
+            as fit beside the least that weights need. ``model.generate`` then makes its own cache
+            (``model.offload.new_cache()`` one to pass as ``past_key_values``), refuses a
+            ``cache_implementation``, and one cache is alive at a time.
         gpu: the budget of the device tier; with ``device="sim"`` only.
-        disk: directory for private files (only used for weights that must be converted).
+        disk: directory for private files (only used for weights that must be converted, and for
+            keys and values that do not fit in RAM).
         dtype: compute dtype; None takes the checkpoint's.
         device: ``"auto"`` or ``"cpu"``: the CPU computes; ``"sim"``: a simulated accelerator.
         context: tokens of prompt and answer together that memory is set aside for.
@@ -77,7 +84,7 @@ def load(
         OffloadError: with one clear message; see ``offload.errors``.
     """
     if train is not False:
-        asked = {"quant": quant, "kernels": kernels, "gpu": gpu}
+        asked = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
         given = [name for name, value in asked.items() if value is not None]
         if given or device not in ("auto", "cpu"):
             raise OffloadError(
@@ -99,6 +106,7 @@ def load(
     chosen = parse_options(
         kernels=kernels,
         ram=ram,
+        kv_ram=kv_ram,
         gpu=gpu,
         disk=disk,
         dtype=dtype,

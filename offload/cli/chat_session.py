@@ -18,7 +18,7 @@ from offload.cli.chat_input import Source
 from offload.cli.chat_shell import Shell
 from offload.cli.chat_talk import Talk, Terms
 from offload.cli.planning import Wanted, context_limit, find_model, make_plan
-from offload.cli.report import RESIDENT
+from offload.cli.report import resident_note
 from offload.cli.sampling import Sampling
 from offload.cli.signals import Interrupted, raise_received, signals_wait
 from offload.errors import OffloadError
@@ -182,8 +182,8 @@ def _report(
 ) -> None:
     if talk.turns:
         console.note(chat_report.stats_line(talk, prepared, end), "stats")
-        if not view.streams(prepared.plan):
-            console.note(RESIDENT)
+        if (said := resident_note(prepared.plan, end)) is not None:
+            console.note(said)
     if (recorded := prepared.options.record_routing) is not None:
         console.note(f"what every token was routed to is in {recorded}", "routing")
     threads = torch.get_num_threads()

@@ -121,8 +121,8 @@ Disk = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where private files go if weights have to be converted. "
-        "Default: the cache directory.",
+        help="Where private files go if weights have to be converted, or keys and values do not "
+        "fit in RAM. Default: the cache directory.",
     ),
 ]  # fmt: skip
 KvRam = Annotated[

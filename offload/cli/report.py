@@ -16,6 +16,21 @@ from offload.units import format_bytes
 RESIDENT = (
     "everything was resident: nothing was streamed, so this says nothing about streaming from disk"
 )
+RESIDENT_WEIGHTS = (
+    "all weights were resident: only keys and values were streamed, so this says nothing about "
+    "streaming weights from disk"
+)
+
+
+def resident_note(plan: Plan, end: Mapping[str, Any]) -> str | None:
+    """What a speed does not show if no weight was streamed; None if some were.
+
+    ``end``: the counters at the end.
+    """
+    if streams(plan):
+        return None
+    kv = end.get("kv")
+    return RESIDENT_WEIGHTS if kv and kv["read_bytes"] else RESIDENT
 
 
 def stats_line(run: Run, prepared: Prepared) -> str:

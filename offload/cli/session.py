@@ -170,8 +170,8 @@ def _report(
     console.note(report.stats_line(run, prepared), "stats")
     if (recorded := prepared.options.record_routing) is not None:
         console.note(f"what every token was routed to is in {recorded}", "routing")
-    if not view.streams(prepared.plan):
-        console.note(report.RESIDENT)
+    if (said := report.resident_note(prepared.plan, run.at_end)) is not None:
+        console.note(said)
     output.write_json(
         wish.json_file, report.run_json(run, prepared, sampling, torch.get_num_threads())
     )

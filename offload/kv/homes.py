@@ -76,10 +76,10 @@ def place(*, slots: int, slot_bytes: int, layers: int, sequences: int) -> KvHome
     least = least_slots(layers, sequences)
     if slots < least:
         raise PlanError(
-            f"a KV budget of {format_bytes(slots * slot_bytes)} holds {slots} block(s) of "
-            f"{format_bytes(slot_bytes)}; {layers} layer(s) of {sequences} sequence(s) write one "
-            f"each and {LEAST_WINDOW} are read through: raise the KV budget (--kv-ram) to "
-            f"{-(-least * slot_bytes // 2**20)}MiB or more, or use fewer sequences at once"
+            f"the KV budget holds {slots} block(s) of {format_bytes(slot_bytes)}; {layers} "
+            f"layer(s) of {sequences} sequence(s) write one each and {LEAST_WINDOW} are read "
+            f"through: raise the KV budget (--kv-ram) to {_flag(least * slot_bytes)} or more, or "
+            f"use fewer sequences at once"
         )
     spare = slots - layers * sequences
     wanted = max(LEAST_WINDOW, min(WINDOW_BYTES // slot_bytes, slots // WINDOW_SHARE))
@@ -92,6 +92,13 @@ def place(*, slots: int, slot_bytes: int, layers: int, sequences: int) -> KvHome
         window=window,
         resident=shares(spare - window, layers),
     )
+
+
+def _flag(nbytes: int) -> str:
+    """At least so many bytes as one writes them."""
+    if nbytes < 10 * 2**20 and nbytes % 2**20:
+        return f"{-(-nbytes // 2**10)}KiB"
+    return f"{-(-nbytes // 2**20)}MiB"
 
 
 def shares(count: int, layers: int) -> tuple[int, ...]:

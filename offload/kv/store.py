@@ -168,9 +168,19 @@ class BlockStore:
         Raises:
             StoreError: a block could not be read.
         """
-        ahead = chain(blocks, behind)
+        at = -1
+
+        def rest() -> Iterator[Block]:
+            # The window may be full until some blocks have been visited: what was read for them by
+            # the walk before must not be read again.
+            for index, block in enumerate(blocks):
+                if index > at:
+                    yield block
+
+        ahead = chain(rest(), behind)
         self._read_ahead(ahead)
         for index, block in enumerate(blocks):
+            at = index
             if block.slot is not None:
                 self.stats.hits += 1
                 yield index, block.slot

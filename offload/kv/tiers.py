@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.blocks import align_up
-from offload.errors import ClosedError, PlanError
+from offload.errors import ClosedError, OffloadError, PlanError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, make_engine
 from offload.kv.cache import Life, TieredCache, layer_makers
 from offload.kv.homes import KvHomes, place
@@ -21,8 +20,6 @@ from offload.kv.store import BlockStore
 from offload.kv.table import LayerTable
 from offload.runtime.memory import HostMemory
 from offload.units import format_bytes
-
-logger = logging.getLogger(__name__)
 
 
 class KvTiers:
@@ -161,7 +158,9 @@ class KvTiers:
     def serve(self, model: Any, on_detach: Callable[[Callable[[], None]], None]) -> None:
         """Have ``model.generate`` use a cache of these tiers where it is given none.
 
-        ``on_detach`` is called with what undoes it.
+        ``on_detach`` is called with what undoes it. A call that asks for another kind of cache by
+        name raises OffloadError: that would go past the budget. A cache that the caller made is
+        the caller's business.
         """
         inner = model.generate
         before = model.__dict__.get("generate")
@@ -176,10 +175,13 @@ class KvTiers:
                 asked, "cache_implementation", None
             )
             if kwargs.get("past_key_values") is None and kwargs.get("use_cache") is not False:
-                if named is None:
-                    kwargs["past_key_values"] = self.new_cache()
-                else:
-                    logger.warning("cache_implementation=%r goes past the KV budget", named)
+                if named is not None:
+                    raise OffloadError(
+                        f"cache_implementation={named!r} would keep keys and values past the KV "
+                        f"budget of {format_bytes(self.ram)}; drop it, or load the model without "
+                        f"kv_ram and with RAM for all of them"
+                    )
+                kwargs["past_key_values"] = self.new_cache()
             return inner(*args, **kwargs)
 
         def undo() -> None:

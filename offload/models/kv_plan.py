@@ -113,10 +113,11 @@ class KvPlan:
         """One sentence for people."""
         in_ram, on_disk = self.blocks
         size, tokens = self.homes.slot_bytes, self.need.context
-        where = f"{in_ram} of them ({format_bytes(in_ram * size)}) in RAM"
+        where = f"all in RAM ({format_bytes(in_ram * size)})"
         if on_disk:
-            where += (
-                f", {on_disk} ({format_bytes(on_disk * size)}) in a private file in "
+            where = (
+                f"{in_ram} of them ({format_bytes(in_ram * size)}) in RAM, {on_disk} "
+                f"({format_bytes(on_disk * size)}) in a private file in "
                 f"{spill_directory(options.disk)}, read once for each token"
             )
         return (
@@ -182,7 +183,10 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
     if options.kv_ram is None:
         return None
     if options.device == "sim":
-        raise UnsupportedModelError("KV blocks live in RAM and on the disk so far; drop --device")
+        raise UnsupportedModelError(
+            "--kv-ram shares keys and values out between RAM and the disk, and a simulated "
+            "accelerator keeps them itself; drop --device sim or --kv-ram"
+        )
     if need is None:
         raise UnsupportedModelError(
             f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "

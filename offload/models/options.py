@@ -14,7 +14,7 @@ from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
 from offload.kv.shape import BLOCK_TOKENS
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.policy import NAMES
-from offload.units import parse_bytes
+from offload.units import format_bytes, parse_bytes
 
 DEFAULT_CONTEXT = 1024
 """Tokens of prompt and answer together that memory is set aside for, unless said otherwise."""
@@ -72,6 +72,11 @@ class Options:
     def __post_init__(self) -> None:
         check_device(self)
         check_policy(self)
+        if self.kv_ram is not None and self.ram is not None and self.kv_ram > self.ram:
+            raise OffloadError(
+                f"--kv-ram is a part of --ram, and its {format_bytes(self.kv_ram)} are more than "
+                f"the {format_bytes(self.ram)} of all; lower it or raise --ram"
+            )
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
 

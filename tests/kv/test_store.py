@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from offload.errors import OffloadError, SchedulerError, StoreError
 from offload.io.engines import _EngineBase
 from offload.io.files import TransferError
-from offload.kv.homes import least_slots, place
+from offload.kv.homes import least_slots, place, upcoming
 from offload.kv.pool import Pool
 from offload.kv.shape import BlockLayout, KvShape
 from offload.kv.spill import Spill
@@ -176,6 +176,28 @@ class Blocks(RuleBasedStateMachine):
 
 TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_each_lap_reads_what_is_on_disk_once(tmp_path: Path) -> None:
+    """However small the window: nothing that was read ahead is read again."""
+    homes = place(slots=least_slots(4, 1) + 2, slot_bytes=LAYOUT.nbytes, layers=4, sequences=1)
+    pool, spill = Pool(homes.slots, LAYOUT.nbytes), Spill(tmp_path, LAYOUT.nbytes, Engine())
+    store = BlockStore(pool, spill, homes)
+    tables = [LayerTable(store, layer, LAYOUT) for layer in range(4)]
+    for table in tables:
+        table.append(torch.rand(1, 2, 18, 3), torch.rand(1, 1, 18, 5))
+    laps = 5
+    for _ in range(laps):
+        for layer, table in enumerate(tables):
+            order = [[u.block for u in t.uses()] for t in tables]
+            table.gather(torch.zeros(1, 2, 18, 3), torch.zeros(1, 1, 18, 5), upcoming(order, layer))
+    store.settle()
+    _, on_disk = store.counts()
+    reads = spill.read_bytes // LAYOUT.nbytes
+    assert on_disk > homes.window
+    assert laps * on_disk - homes.window <= reads <= laps * on_disk + homes.window
+    spill.close()
+    pool.close()
 
 
 def test_a_full_disk_leaves_what_is_in_ram(

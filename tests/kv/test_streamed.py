@@ -11,7 +11,7 @@ from equivalence import Golden, golden, options
 from families import tiny_config, write
 
 from offload.blocks import Tier
-from offload.errors import PlanError, UnsupportedModelError
+from offload.errors import OffloadError, PlanError, UnsupportedModelError
 from offload.models import load, toy
 from offload.models.load import prepare
 
@@ -60,6 +60,8 @@ def test_a_kv_budget_streams_and_changes_no_token(llama: Golden, tmp_path: Path)
         assert figures["read_bytes"] > figures["written_bytes"]
         again = model.generate(llama.ids_BL, max_new_tokens=CONTEXT - 9, do_sample=False)
         assert torch.equal(again, want)
+        with pytest.raises(OffloadError, match=r"cache_implementation='static'.*KV budget"):
+            model.generate(llama.ids_BL, max_new_tokens=2, cache_implementation="static")
     finally:
         model.offload.close()
     assert list(tmp_path.iterdir()) == [], "the file has a name"
@@ -88,7 +90,7 @@ def prepare_long(want: Golden, tmp_path: Path, ram: int) -> Any:
 
 
 def test_what_cannot_be_kept_in_blocks_is_refused(llama: Golden, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"holds \d+ block.*--kv-ram.*MiB or more"):
+    with pytest.raises(PlanError, match=r"holds \d+ block.*--kv-ram.*iB or more"):
         prepare(llama.directory, asked(tmp_path, kv_ram=4096))
     with pytest.raises(UnsupportedModelError, match="drop --device"):
         prepare(llama.directory, options("sim", kv_ram=2**20))
