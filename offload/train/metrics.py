@@ -111,7 +111,8 @@ class JsonLines:
         self.path = path
         self.failed = False
         """Figures are missing in the file."""
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        """Without a buffer: what a full disk refused must not be written later, at any end."""
         self._closed = False
         self._waiting: list[dict[str, Any]] = []
         self._before: list[dict[str, Any]] = []
@@ -140,7 +141,7 @@ class JsonLines:
             self._resume_after(max((int(e["step"]) for e in self._before), default=0))
         self._closed = True
         if self._file is not None:
-            with contextlib.suppress(OSError):  # every line was flushed, or has been warned about
+            with contextlib.suppress(OSError):  # every line was written, or has been warned about
                 self._file.close()
 
     def started(self, options: TrainOptions, plan: Sequence[str] = ()) -> None:
@@ -200,7 +201,7 @@ class JsonLines:
         path = self.path.expanduser()
         if not path.exists() or path.is_file():  # else a pipe, /dev/stderr: nothing to replace
             _replace(path, "".join(_line(e) for e in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def _put(self, event: str, data: Mapping[str, Any], step: int | None = None) -> None:
         head = {"event": event, "step": self._step if step is None else step, "time": time.time()}
@@ -213,11 +214,22 @@ class JsonLines:
     def _write(self, event: dict[str, Any]) -> None:
         if self.failed or self._file is None:
             return
+        rest = memoryview(_line(event).encode())
+        done = 0
         try:
-            self._file.write(_line(event))
-            self._file.flush()
+            while done < len(rest):  # a disk that is nearly full takes a part
+                done += self._file.write(rest[done:]) or 0
         except OSError as error:
+            if done:
+                self._take_back(done)
             self._fail(error)
+
+    def _take_back(self, nbytes: int) -> None:
+        """Cut off the beginning of a line that cannot be finished, so that all lines are JSON."""
+        assert self._file is not None
+        with contextlib.suppress(OSError):  # a pipe keeps what it was given
+            end = os.fstat(self._file.fileno()).st_size
+            os.ftruncate(self._file.fileno(), max(0, end - nbytes))
 
     def _fail(self, error: OSError) -> None:
         self.failed = True
