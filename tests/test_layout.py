@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,6 +15,12 @@ def test_doors_lead_to_the_packages() -> None:
         assert (ROOT / name).is_symlink()
         assert (ROOT / name).resolve() == ROOT / "offload" / name
     assert not (ROOT / "offload" / "io" / "__init__.py").exists()
+
+
+def test_no_two_test_modules_have_one_name() -> None:
+    """Without packages pytest imports them by their names alone, and leaves the second out."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, n in names.items() if n > 1 and name != "conftest.py"] == []
 
 
 def test_importing_offload_imports_nothing_heavy() -> None:
