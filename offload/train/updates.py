@@ -98,6 +98,8 @@ class Updater:
         self.resident: dict[int, HostMemory] = {}
         self._resident_blocks = frozenset(resident)
         self._jobs: deque[Job] = deque()
+        self._writing: set[int] = set()
+        """Tiles whose write is under way."""
         self._target: Entry | None = None
         """Where the block that is being updated lies in RAM, if it does."""
         self._job: Iterator[_Task] = iter(())
@@ -182,8 +184,7 @@ class Updater:
         for index in block.tiles:
             yield _Task(
                 job, block, self.layout.tiles[index], self.kind(block), None, None, [],
-                virgin=index not in self.resident and not self._tiles.written(index),
-                last=index == block.tiles[-1],
+                virgin=False, last=index == block.tiles[-1],
             )  # fmt: skip
 
     def _prepare(self, task: _Task, *, wait: bool) -> bool:
@@ -194,6 +195,10 @@ class Updater:
         with shared.changed:
 
             def fits() -> bool:
+                # The last step's write may still be under way, behind a commit for instance: where
+                # weights stay in RAM nothing else has waited for it.
+                if states and tile.index in self._writing:
+                    return False
                 return (not states or self._pool.fits(states)) and (
                     not spilled or self._gradient_pool.fits(spilled)
                 )  # fmt: skip
@@ -204,6 +209,8 @@ class Updater:
                 shared.wait_for(fits, "a buffer for optimizer states")
             task.memory = self._pool.take(states) if states else None
             task.gradient = self._gradient_pool.take(spilled) if spilled else None
+        # Asked only now: before its first write has ended a tile passes for virgin.
+        task.virgin = tile.index not in self.resident and not self._tiles.written(tile.index)
         if task.virgin:
             if states == 0:
                 self._make_resident(task)
@@ -285,6 +292,8 @@ class Updater:
             if pinned and task.kind.first_state:
                 parts = [i != COPY for i in range(len(task.kind.names))]
             self._weights.write_begins(block)
+            with shared.changed:
+                self._writing.add(task.tile.index)
             write = self._tiles.write_from(task.tile.index, memory.view(), parts)
         elif not pinned:
             raise AssertionError("states stay in RAM only where weights do")
@@ -293,11 +302,12 @@ class Updater:
             self._gradients.drop(block)
             self._weights.updated(block)
         if write is not None:
-            write.add_done_callback(lambda f: self._written(f, memory, block))
+            write.add_done_callback(lambda f: self._written(f, memory, task))
 
-    def _written(self, future: Future[Any], memory: HostMemory | None, block: int) -> None:
-        error = future.exception()
+    def _written(self, future: Future[Any], memory: HostMemory | None, task: _Task) -> None:
+        error, block = future.exception(), task.block.index
         with self._shared.changed:
+            self._writing.discard(task.tile.index)
             if memory is not None:
                 self._pool.give(memory)
             if error is not None:
