@@ -26,6 +26,7 @@ from offload.train.grads import Gradients
 from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.order import UseOrder
+from offload.train.row_grads import taking_rows
 from offload.train.segments import Segment, same_random_numbers
 from offload.train.updates import Job, Updater
 from offload.train.vertical import Rounds
@@ -153,6 +154,8 @@ class Engine:
         self.table_rows: Callable[[int, int, int], torch.Tensor | None] | None = None
         """Set: (block, first row, end) -> rows of a table that is kept packed and never whole in
         the compute dtype, valid until the next call; None for other blocks."""
+        self.row_tables: frozenset[str] = frozenset()
+        """Parameters whose gradients from lookups are kept by rows (``row_grads``)."""
         self.inputs: SpilledInputs | None = None
         """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
@@ -219,6 +222,23 @@ class Engine:
                 self.gradients.add(block, piece, gradient)
 
         return take
+
+    def lookups(self, unit: int) -> contextlib.AbstractContextManager[None]:
+        """Gradients of the unit's tables that are looked up inside leave by rows."""
+        if not self.row_tables:
+            return contextlib.nullcontext()
+        tables = {
+            piece.param: (b, i)
+            for b in self.layout.units[unit].blocks
+            for i, piece in enumerate(self.layout.blocks[b].pieces)
+            if piece.param in self.row_tables
+        }
+        return taking_rows(
+            {
+                id(self.params[name]): functools.partial(self.gradients.add_rows, *at)
+                for name, at in tables.items()
+            }
+        )
 
     # -- units ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts
 from offload.models.params import parameters
+from offload.train.row_grads import RowGradient, taking_rows
 from offload.train.segments import without_caches
 
 logger = logging.getLogger(__name__)
@@ -41,10 +43,16 @@ class TrainFootprint:
     """Of each unit, bytes of its input if that can leave RAM until backward; else 0."""
 
 
-def measure_training(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
-    """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed."""
+def measure_training(
+    model: Any, units: list[nn.Module], rows: int, length: int,
+    tables: Collection[nn.Parameter] = (),
+) -> TrainFootprint:  # fmt: skip
+    """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed.
+
+    ``tables``: parameters whose gradients from lookups leave by rows.
+    """
     try:
-        return _measure(model, units, rows, length)
+        return _measure(model, units, rows, length, tables)
     except Exception as error:  # noqa: BLE001  data-dependent code refuses meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
@@ -143,7 +151,9 @@ def any_unit_calls(
     return unit_calls(model, units, rows, length, masked=False)
 
 
-def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
+def _measure(
+    model: Any, units: list[nn.Module], rows: int, length: int, tables: Collection[nn.Parameter]
+) -> TrainFootprint:
     """Raises whatever an operation raises that cannot work without data."""
     calls = any_unit_calls(model, units, rows, length)
     with contextlib.ExitStack() as stack:
@@ -151,6 +161,7 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
             stack.enter_context(stub_experts(group.module, group.n_experts))
         stack.enter_context(buffers_on_meta(model))
         stack.enter_context(_CpuAttention())
+        stack.enter_context(taking_rows({id(table): _forget_rows for table in tables}))
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}
         shared: dict[int, int] = {}
@@ -207,6 +218,10 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
         for handle in handles:
             handle.remove()
     return watch.peak
+
+
+def _forget_rows(rows: RowGradient) -> None:
+    del rows
 
 
 def _forget(param: torch.Tensor) -> None:

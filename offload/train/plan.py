@@ -34,6 +34,10 @@ class Needs:
     """Slots by the dtype of weights."""
     grad_dtype: str | None
     """In which gradients are summed; None: in their weights'."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Parameters whose gradients are kept by rows, and in RAM -> bytes of them at most."""
+    sliced: frozenset[str] = frozenset()
+    """Parameters whose gradients leave by slices where they are spilled."""
     fetched_bytes: int = 0
     """Of fused experts that a unit needs beside its own weights: two at a time."""
 
@@ -87,7 +91,8 @@ def slot_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
 
 def grad_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
     spec = layout.blocks[block]
-    return sum(p.count for p in spec.pieces) * DTYPE_BYTES[needs.grad_dtype or spec.dtype]
+    size = DTYPE_BYTES[needs.grad_dtype or spec.dtype]
+    return sum(needs.rows.get(p.param, p.count * size) for p in spec.pieces)
 
 
 ORDERS = ("weights", "states")
@@ -127,14 +132,24 @@ def make_plan(
     ring_least += most  # an update's block, beside the unit that computes
     trained = [b.index for b in layout.trained]
     grads = {b: grad_bytes(layout, needs, b) for b in trained}
+    in_backward = not clipping and backwards == 1
+
+    def parting(b: int) -> int:
+        """Of a block's gradients, what is in RAM before it is spilled."""
+        whole = grads.get(b, 0)
+        slices = not in_backward and any(p.param in needs.sliced for p in blocks[b].pieces)
+        return min(whole, 2 * largest_tile) if slices else whole
+
     under_way = max(
         (
-            sum(grads.get(b, 0) for b in itertools.chain(u.blocks, *u.experts.values()))
+            sum(parting(b) for b in itertools.chain(u.blocks, *u.experts.values()))
             for u in layout.units
         ),
         default=0,
     )
-    kept_grads = sum(grads[b] for b in pinned if b in grads)
+    # Gradients by rows are never spilled: they are small, and a tile's are made when it is updated.
+    by_rows = {b for b in trained if any(p.param in needs.rows for p in blocks[b].pieces)}
+    kept_grads = sum(grads[b] for b in {*pinned, *by_rows} if b in grads)
     slack = slack_bytes(budget)
 
     def fixed(buffers: int) -> dict[str, int]:
@@ -143,6 +158,8 @@ def make_plan(
         out["states under way"] = buffers * (largest_slot + align_up(largest_tile))
         out["gradients spilling"] = 3 * align_up(largest_tile)
         out["gradients of a unit, to be spilled"] = under_way
+        if needs.rows:
+            out["rows of a tile"] = align_up(largest_tile)
         out["slack"] = slack
         return out
 
@@ -171,9 +188,8 @@ def make_plan(
         )
     left = budget - total(buffers)
     pinned_now, resident_now = set(pinned), set(resident)
-    in_ram: set[int] = {b for b in trained if b in pinned}
+    in_ram: set[int] = {b for b in trained if b in pinned or b in by_rows}
     order = [b for b in _spread(layout) if b not in pinned]
-    in_backward = not clipping and backwards == 1
     if in_backward:
         in_ram.update(trained)  # the engine waits where more than a unit's are there at a time
     # States and gradients by when forward uses their weights: what is updated first is there at

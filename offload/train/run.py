@@ -37,7 +37,15 @@ from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.loop import HEAD_ROWS, LanguageLoop
 from offload.train.lora import Adapters, inject
-from offload.train.needs import loss_bytes, product_bytes, step_rates, sum_dtype
+from offload.train.needs import (
+    head_in_slices,
+    loss_bytes,
+    product_bytes,
+    row_tables,
+    rows_in_ram,
+    step_rates,
+    sum_dtype,
+)
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
 from offload.train.output_target import check_target
@@ -209,7 +217,9 @@ def _plan(
     # The head runs in slices if the form of the loss is known.
     head = None if form is None else meta.model.get_submodule(form.head)
     modules = [u.module for u in layout.units if u.module is not head]
-    footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len)
+    rows = rows_in_ram(layout, options, grad_dtype)
+    tables = [layout.params[name].tensor for name in row_tables(layout, rows)]
+    footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len, tables)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
     inputs = KeptInputs(
@@ -236,7 +246,7 @@ def _plan(
     )
     needs = Needs(
         fixed=fixed, kinds=Updater.kinds(layout, options.states), grad_dtype=grad_dtype,
-        fetched_bytes=fetched,
+        fetched_bytes=fetched, rows=rows, sliced=head_in_slices(layout, form, head, options),
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
     always = frozenset[int]() if adapters is None else adapters.blocks(layout)
@@ -248,7 +258,7 @@ def _plan(
             backwards=passes, first=first, always=always,
         )  # fmt: skip
         candidates += plans(make, needs, inputs)
-    rates = step_rates(meta, modules, form, options, states)
+    rates = step_rates(meta, modules, form, options, states, tables)
     plan, prediction = candidates[0], None
     if rates is not None and base is not None:
         unpack = base.unpack_seconds(layout, options.grad_accum, passes)
@@ -280,6 +290,7 @@ def _plan(
         base,
     )
     run.prediction = prediction
+    run.rows = rows
     gc.collect()
     reset_peak_rss()
     return run
@@ -335,6 +346,8 @@ class Run:
         self.notes = notes
         fingerprint = None if base is None else base.fingerprint
         self.identity = identity_of(meta, layout, data, options, total, fingerprint)
+        self.rows: dict[str, int] = {}
+        """See ``rows_in_ram``."""
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
         self._sums = StepSums()
@@ -455,6 +468,7 @@ class Run:
             EngineOptions(
                 states=options.states, grad_dtype=self.grad_dtype, seed=options.seed,
                 skip_untouched=options.skip_untouched_experts,
+                row_tables=row_tables(self.layout, self.rows),
                 directory=self.states.parent, progress=listener.phase,
                 initial={} if self.adapters is None else self.adapters.initial, base=self.base,
             ),
@@ -499,8 +513,8 @@ class Run:
         """Bytes read and written since the start: tiles, spilled gradients and inputs, the
         checkpoint."""
         store, gradients, inputs = self._commits.store, engine.gradients, engine.inputs
-        read = store.read_bytes + gradients.read_bytes + engine.checkpoint_bytes()
-        written = store.written_bytes + gradients.written_bytes
+        read = store.read_bytes + gradients.file.read_bytes + engine.checkpoint_bytes()
+        written = store.written_bytes + gradients.file.written_bytes
         if inputs is not None:
             read, written = read + inputs.read_bytes, written + inputs.written_bytes
         return read, written

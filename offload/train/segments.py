@@ -40,6 +40,10 @@ class Runtime(Protocol):
         """Put a unit's input away until its backward; None: autograd keeps it in RAM."""
         ...
 
+    def lookups(self, unit: int) -> contextlib.AbstractContextManager[None]:
+        """Gradients of the unit's tables that are looked up inside leave by rows."""
+        ...
+
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(loss, its gradient) of what the unit that was run again adds to the step's loss."""
         ...
@@ -204,7 +208,7 @@ class _Run(torch.autograd.Function):
                 if tensor is not None and need:
                     tensor.requires_grad_()
                 tensors.append(tensor)
-            with torch.enable_grad(), runtime.replay(call.key):
+            with torch.enable_grad(), runtime.replay(call.key), runtime.lookups(unit):
                 out = call.run(tensors)
             pairs = [
                 (o, g)
