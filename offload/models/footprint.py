@@ -81,6 +81,11 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self._total)
         return out
 
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        self._purge()
+        return self._total
+
     def _purge(self) -> None:
         for key in [k for k, (_, ref) in self._live.items() if ref.expired()]:
             self._total -= self._live.pop(key)[0]

@@ -94,6 +94,34 @@ class _Running:
     ends: list[Callable[[], Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A view of a block's weights: elements from the block's first one, and strides."""
+
+    block: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Places:
+    """Tells views of these blocks' weights from other tensors."""
+
+    def __init__(self, blocks: dict[int, torch.Tensor]) -> None:
+        self._blocks = [
+            (t.data_ptr(), t.data_ptr() + t.nbytes, index, t.element_size())
+            for index, t in blocks.items()
+        ]
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        at = tensor.data_ptr()
+        for low, high, index, size in self._blocks:
+            if low <= at < high:
+                offset = (at - low) // size
+                return _Place(index, offset, tuple(tensor.shape), tensor.stride())
+        return tensor
+
+
 class Engine:
     """See the module. One training thread at a time; the lanes are the engine's own."""
 
@@ -156,6 +184,8 @@ class Engine:
         the compute dtype, valid until the next call; None for other blocks."""
         self.row_tables: frozenset[str] = frozenset()
         """Parameters whose gradients from lookups are kept by rows (``row_grads``)."""
+        self.kept_units: frozenset[int] = frozenset()
+        """Units that keep their graph until backward instead of being run again."""
         self.inputs: SpilledInputs | None = None
         """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
@@ -311,6 +341,29 @@ class Engine:
     def current_micro(self) -> int:
         """The number of the micro-batch that runs."""
         return self.micro if self.rounds is None else self.rounds.index
+
+    def keeps_graph(self, unit: int) -> bool:
+        return unit in self.kept_units
+
+    def saving(self, unit: int) -> contextlib.AbstractContextManager[Any]:
+        """Inside, autograd saves weights of the running unit as their places: their memory is
+        another's between forward and backward."""
+        places = _Places({e.block.index: e.tensor for e in self._running[unit].entries})
+        return torch.autograd.graph.saved_tensors_hooks(
+            places.pack, functools.partial(self._saved, unit)
+        )
+
+    def _saved(self, unit: int, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Place):
+            return packed  # type: ignore[no-any-return]
+        entries = self._running[unit].entries
+        whole = next((e.tensor for e in entries if e.block.index == packed.block), None)
+        if whole is None:
+            raise AssertionError("backward of a unit whose weights are not in place")
+        with torch.no_grad():
+            return whole.as_strided(
+                packed.shape, packed.stride, whole.storage_offset() + packed.offset
+            )
 
     def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
         if self.inputs is None:

@@ -41,11 +41,13 @@ class TrainFootprint:
     measured: bool
     inputs: tuple[int, ...] = ()
     """Of each unit, bytes of its input if that can leave RAM until backward; else 0."""
+    graphs: tuple[int, ...] = ()
+    """Of each unit, bytes that autograd keeps of its forward for backward."""
 
 
 def measure_training(
     model: Any, units: list[nn.Module], rows: int, length: int,
-    tables: Collection[nn.Parameter] = (),
+    tables: Collection[torch.Tensor] = (),
 ) -> TrainFootprint:  # fmt: skip
     """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed.
 
@@ -152,7 +154,7 @@ def any_unit_calls(
 
 
 def _measure(
-    model: Any, units: list[nn.Module], rows: int, length: int, tables: Collection[nn.Parameter]
+    model: Any, units: list[nn.Module], rows: int, length: int, tables: Collection[torch.Tensor]
 ) -> TrainFootprint:
     """Raises whatever an operation raises that cannot work without data."""
     calls = any_unit_calls(model, units, rows, length)
@@ -167,7 +169,8 @@ def _measure(
         shared: dict[int, int] = {}
         inputs: dict[int, int] = {}
         peak = 0
-        seen: dict[Any, int] = {}
+        seen: dict[Any, tuple[int, int]] = {}
+        graphs: dict[int, int] = {}
         for unit in units:
             if id(unit) not in calls:
                 continue
@@ -182,7 +185,8 @@ def _measure(
                     inputs[id(unit)] = min(tensor.nbytes, storage.nbytes())
             if key not in seen:
                 seen[key] = _unit_peak(unit, leaves, spec, weights)
-            peak = max(peak, seen[key])
+            peak = max(peak, seen[key][0])
+            graphs[id(unit)] = seen[key][1]
     return TrainFootprint(
         unit_bytes=peak + _expert_bytes(model, rows * length),
         boundary_bytes=sum(kept.values()),
@@ -193,10 +197,14 @@ def _measure(
         + rows * length * length * 4,
         measured=True,
         inputs=tuple(inputs.get(id(unit), 0) for unit in units),
+        graphs=tuple(graphs.get(id(unit), 0) for unit in units),
     )
 
 
-def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int]) -> int:
+def _unit_peak(
+    unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int]
+) -> tuple[int, int]:  # fmt: skip
+    """(most bytes of forward and backward, bytes that are kept between the two)"""
     inputs = [
         x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
         for x in leaves
@@ -210,6 +218,7 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
     try:
         with torch.enable_grad(), watch:
             out, _ = tree_flatten(unit(*args, **kwargs))
+            graph = watch.live()
             outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
             grads = [torch.empty_like(x) for x in outs]
             if outs:  # none of a frozen embedding's
@@ -217,7 +226,7 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
     finally:
         for handle in handles:
             handle.remove()
-    return watch.peak
+    return watch.peak, graph
 
 
 def _forget_rows(rows: RowGradient) -> None:

@@ -187,8 +187,10 @@ class Gradients:
             self._fetch(spec, held)
         if factor != 1.0 and piece in held.pieces:
             total = held.pieces[piece]
-            rows = isinstance(total, RowGradient)
-            held.pieces[piece] = total.scaled(factor) if rows else total * factor
+            if isinstance(total, RowGradient):
+                held.pieces[piece] = total.scaled(factor)
+            else:
+                held.pieces[piece] = total * factor
         return held
 
     def seal(self, block: int) -> None:
@@ -295,8 +297,9 @@ class Gradients:
             assert isinstance(value, torch.Tensor)
             return value
         value = held.pieces[piece]
-        rows = isinstance(value, RowGradient)
-        return value.dense(spec.pieces[piece].count) if rows else value.clone()
+        if isinstance(value, RowGradient):
+            return value.dense(spec.pieces[piece].count)
+        return value.clone()
 
     def discard(self, block: int, piece: int) -> None:
         """Drop a piece's gradient."""
@@ -361,8 +364,8 @@ class Gradients:
         cleared behind each where it is not zero."""
         dtype = self.dtype_of(block)
         if dtype not in self._zeros:
-            kind = np.float32 if dtype == "float32" else np.uint16
-            self._zeros[dtype] = np.zeros(largest_tile(self.layout), kind)
+            nbytes = largest_tile(self.layout) * DTYPE_BYTES[dtype]
+            self._zeros[dtype] = numbers(np.zeros(nbytes, np.uint8), dtype)
         whole = self._zeros[dtype][: high - low]
         parts = [
             (slice(at - low, at - low + len(part)), part) for at, part in rows.parts(low, high)

@@ -15,6 +15,7 @@ from offload.errors import StoreError
 from offload.models.meta import MetaModel
 from offload.models.params import parameters
 from offload.models.workspace import kernel_bytes
+from offload.train.footprint import TrainFootprint
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import workspace_bytes
 from offload.train.layout import TrainLayout
@@ -31,8 +32,8 @@ LARGEST_SAMPLE = 1 << 30
 
 
 def step_rates(
-    meta: MetaModel, modules: list[Any], form: HeadForm | None, options: TrainOptions,
-    states: Path, tables: Sequence[torch.Tensor],
+    meta: MetaModel, layout: TrainLayout, modules: list[Any], form: HeadForm | None,
+    options: TrainOptions, states: Path, tables: Sequence[torch.Tensor],
 ) -> StepRates | None:  # fmt: skip
     """Measure what a prediction needs; None where it cannot be. ``tables``: parameters whose
     gradients from lookups leave by rows."""
@@ -40,9 +41,12 @@ def step_rates(
         LARGEST_SAMPLE
     ):
         return None
-    micro = compute_seconds(meta.model, modules, form, options.batch_size, options.seq_len, tables)
-    if micro is None:
+    measured = compute_seconds(
+        meta.model, modules, form, options.batch_size, options.seq_len, tables
+    )
+    if measured is None:
         return None
+    micro, each = measured
     try:
         read, write = disk_mix(states.parent)
     except StoreError as error:
@@ -52,7 +56,30 @@ def step_rates(
     return StepRates(
         compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
         disk_read=read, disk_write=write, update=UPDATE_BYTES_S,
+        units={
+            unit.index: each[i] * options.grad_accum
+            for unit in layout.units
+            for i, module in enumerate(modules)
+            if unit.module is module
+        },
     )  # fmt: skip
+
+
+def graph_sizes(
+    layout: TrainLayout, modules: Sequence[Any], footprint: TrainFootprint, options: TrainOptions
+) -> dict[int, int]:  # fmt: skip
+    """``KeptGraphs.sizes``: of units between the first and the head whose weights are all in place
+    while they run (no fused experts), and whose forward adds no loss of its own."""
+    if options.router_aux_loss is not None:
+        return {}
+    measured = dict(zip(map(id, modules), footprint.graphs, strict=False))
+    inputs = dict(zip(map(id, modules), footprint.inputs, strict=False))
+    sizes = {
+        u.index: measured.get(id(u.module), 0)
+        for u in layout.units
+        if not u.groups and inputs.get(id(u.module), 0)
+    }
+    return {unit: size for unit, size in sizes.items() if size}
 
 
 def product_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:

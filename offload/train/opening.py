@@ -69,6 +69,8 @@ class Placement:
     """Updates run inside backward: compute waits while more gradients than these wait for them."""
     inputs: InputSpill | None = None
     """Units whose inputs go to the disk between forward and backward; None: all stay in RAM."""
+    kept: frozenset[int] = frozenset()
+    """Units whose graphs stay in RAM from forward to backward, which does not run them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,7 @@ def open_engine(
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
         engine.skip_untouched = options.skip_untouched
         engine.row_tables = options.row_tables
+        engine.kept_units = placement.kept
         engine.gradient_limit = placement.gradient_bytes
         if isinstance(weights, PackedWeights):
             engine.table_rows = weights.table_rows

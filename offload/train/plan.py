@@ -317,6 +317,8 @@ class StepRates:
     """Bytes per second, of reads and of writes under a mix of both."""
     update: float
     """Bytes per second of an update's pass over memory, on one thread."""
+    units: Mapping[int, float] = field(default_factory=dict)
+    """Unit -> seconds of its forwards in a step: what backward saves where its graph is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,10 +336,11 @@ class Prediction:
 def predict(plan: TrainPlan, rates: StepRates, update_bytes: int, *, clipping: bool) -> Prediction:
     """``update_bytes``: what all updates of a step read and write in memory."""
     lanes: dict[str, dict[str, float]] = {}
+    kept = sum(rates.units.get(unit, 0.0) for unit in plan.placement.kept)
     for phase, (read, written) in plan.phases.items():
         here = phase == ("forward" if clipping else "backward")
         lanes[phase] = {
-            "compute": rates.compute[phase],
+            "compute": rates.compute[phase] - (kept if phase == "backward" else 0.0),
             "ssd": read / rates.disk_read + written / rates.disk_write,
             "update": update_bytes / rates.update if here else 0.0,
         }

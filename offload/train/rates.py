@@ -42,8 +42,9 @@ bottleneck."""
 def compute_seconds(
     model: Any, units: Sequence[nn.Module], form: HeadForm | None, rows: int, length: int,
     tables: Sequence[torch.Tensor] = (),
-) -> dict[str, float] | None:  # fmt: skip
-    """Phase -> seconds of one micro-batch; None where a unit does not run on made-up inputs.
+) -> tuple[dict[str, float], tuple[float, ...]] | None:  # fmt: skip
+    """Phase -> seconds of one micro-batch, and each unit's seconds of forward; None where a unit
+    does not run on made-up inputs.
 
     ``tables``: parameters whose gradients from lookups leave by rows.
     """
@@ -51,7 +52,9 @@ def compute_seconds(
         calls = any_unit_calls(model, list(units), rows, length)
         known: dict[Any, tuple[float, float]] = {}
         forward = backward = 0.0
+        each: list[float] = []
         for unit in units:
+            each.append(0.0)
             if id(unit) not in calls:
                 continue
             leaves, spec = tree_flatten(calls[id(unit)])
@@ -60,13 +63,14 @@ def compute_seconds(
             if key not in known:
                 known[key] = _time_unit(unit, leaves, spec, tables)
             forward += known[key][0]
+            each[-1] = known[key][0]
             backward += known[key][1]
         if form is not None:
             backward += _time_head(form, next(model.parameters()).dtype, rows * length)
     except Exception as error:  # noqa: BLE001  a prediction must never stop a run
         logger.info("a step's computing cannot be measured: %s", error)
         return None
-    return {"forward": forward, "backward": backward}
+    return {"forward": forward, "backward": backward}, tuple(each)
 
 
 def _time_unit(

@@ -193,5 +193,6 @@ def lookup_tables(layout: TrainLayout) -> dict[str, bool]:
     return out
 
 
-def _sums_rows(module: nn.Embedding) -> bool:
+def _sums_rows(module: nn.Module) -> bool:
+    assert isinstance(module, nn.Embedding)
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

@@ -34,10 +34,12 @@ from offload.train.engine import Engine, NotFinite
 from offload.train.footprint import measure_training
 from offload.train.head_find import HeadForm, find_head
 from offload.train.identity import identity_of
+from offload.train.keeping import KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.loop import HEAD_ROWS, LanguageLoop
 from offload.train.lora import Adapters, inject
 from offload.train.needs import (
+    graph_sizes,
     head_in_slices,
     loss_bytes,
     product_bytes,
@@ -226,6 +228,9 @@ def _plan(
         sizes=input_sizes(layout, modules, footprint), at_once=vertical,
         micro_batches=options.grad_accum,
     )  # fmt: skip
+    graphs = KeptGraphs(
+        sizes=graph_sizes(layout, modules, footprint, options), at_once=vertical
+    )  # fmt: skip
     fixed = {
         "activations of a unit": footprint.unit_bytes,
         KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
@@ -258,7 +263,9 @@ def _plan(
             backwards=passes, first=first, always=always,
         )  # fmt: skip
         candidates += plans(make, needs, inputs)
-    rates = step_rates(meta, modules, form, options, states, tables)
+        if base is None:
+            candidates += plans_keeping(make, needs, graphs)
+    rates = step_rates(meta, layout, modules, form, options, states, tables)
     plan, prediction = candidates[0], None
     if rates is not None and base is not None:
         unpack = base.unpack_seconds(layout, options.grad_accum, passes)
