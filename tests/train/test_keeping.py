@@ -13,12 +13,13 @@ from families import write
 from run_support import Log, not_warmed, options_for, train, write_data, write_model
 
 from offload.errors import PlanError
-from offload.train import run as run_module
+from offload.train import preparing
 from offload.train.keeping import GRAPHS, KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout
 from offload.train.opening import Placement
 from offload.train.plan import Needs, StepRates, TrainPlan
-from offload.train.run import Run, prepare
+from offload.train.preparing import prepare
+from offload.train.run import Run
 from offload.train.vertical import Rounds
 
 
@@ -136,7 +137,7 @@ def test_shares() -> None:
 
 def test_a_run_keeps_what_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing that costs much is not done twice, and the result is the same."""
-    monkeypatch.setattr(run_module, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
     model = write_model(tmp_path / "model")
     data = write_data(tmp_path / "data.jsonl")
 
@@ -151,7 +152,7 @@ def test_a_run_keeps_what_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     seen: dict[str, Any] = {}
     for name, seconds in (("dear", 100.0), ("free", 0.0)):
-        monkeypatch.setattr(run_module, "step_rates", rates(seconds))
+        monkeypatch.setattr(preparing, "step_rates", rates(seconds))
         (tmp_path / name).mkdir()
         log = Log()
 
