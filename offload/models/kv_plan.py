@@ -33,6 +33,7 @@ class KvNeed:
     """What a model caches for ``context`` tokens of ``sequences`` sequences; sizes in bytes.
 
     Attributes:
+        together: of the sequences, in one forward pass.
         shapes: of the layers that are kept in blocks.
         other_bytes: of all others: windows, recurrent states.
         activation_bytes: of one more token at the end of the context.
@@ -41,6 +42,7 @@ class KvNeed:
     shapes: tuple[KvShape, ...]
     context: int
     sequences: int
+    together: int
     block_tokens: int
     other_bytes: int
     activation_bytes: int
@@ -52,7 +54,7 @@ class KvNeed:
     @property
     def gathered_bytes(self) -> int:
         """Of the largest layer in one piece, as the model's own attention takes it."""
-        return max(s.gathered_bytes(self.context, self.sequences) for s in self.shapes)
+        return max(s.gathered_bytes(self.context, self.together) for s in self.shapes)
 
     @property
     def whole_slots(self) -> int:
@@ -162,9 +164,10 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
     return KvNeed(
         shapes=shapes,
         context=context,
-        sequences=options.batch,
+        sequences=options.batch * options.sequences,
+        together=options.batch,
         block_tokens=options.kv_block_tokens,
-        other_bytes=other,
+        other_bytes=other * options.sequences,
         # Only a latent cache is expanded; attention reads plain keys and values where they are
         # (on meta it is another, which copies them, so that measuring it would say too much).
         activation_bytes=_last_token_bytes(model, context, options.batch)

@@ -161,6 +161,7 @@ def plan_packed(
     read = max(prompt, fast_check.tokens_to_check(options)) if due else prompt
     footprint = measure(model, read, options.batch)
     cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
+    cache *= options.sequences
     ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)
     kv = kv_plan.asked_for(need, options, model_name(pack.path))
@@ -409,11 +410,11 @@ def _reserves(
     rows = prompt * options.batch
     return {
         **cache_reserves(cache, n_layers, kv),
-        "activations": activation_bytes(footprint, kv),
+        "activations": activation_bytes(footprint, kv, options, prompt),
         "kernels' scratch": _scratch(pack, rows) + lean_bytes,
-        "logits": 4 * 4 * options.batch * vocabulary,
+        "logits": 4 * 4 * options.batch * options.sequences * vocabulary,
         "I/O staging": chunks * chunk,
-        "embedding rows": rows * width * 8 + ROWS_BYTES,
+        "embedding rows": max(rows, options.parked_rows(prompt)) * width * 8 + ROWS_BYTES,
         "model structure and slack": overhead,
         "tokenizer": options.tokenizer_bytes,
         "norms, routers, biases": kept,
