@@ -152,7 +152,6 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     prompt = options.prompt_tokens or options.context
     footprint = measure(meta.model, prompt, options.batch)
     cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
-    cache *= options.sequences
     ram = ram_budget(options)
     need = kv_plan.kv_need(meta.model, footprint, options, prompt)
     kv = kv_plan.asked_for(need, options, directory.name)
@@ -191,7 +190,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             chosen,
             options,
             footprint=footprint,
-            cache=cache,
+            cache=cache * options.sequences,
             prompt=prompt,
             device=device,
             overhead=overhead,

@@ -161,7 +161,6 @@ def plan_packed(
     read = max(prompt, fast_check.tokens_to_check(options)) if due else prompt
     footprint = measure(model, read, options.batch)
     cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
-    cache *= options.sequences
     ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)
     kv = kv_plan.asked_for(need, options, model_name(pack.path))
@@ -202,7 +201,7 @@ def plan_packed(
         return {
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
-                cache=cache, prompt=read, ram=ram, kept=kept, overhead=overhead,
+                cache=cache * options.sequences, prompt=read, ram=ram, kept=kept, overhead=overhead,
                 lean_bytes=decoder.scratch_bytes(max(options.context, prompt)), kv=kv,
             )
         }  # fmt: skip
