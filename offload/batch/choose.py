@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.blocks import Tier
 from offload.errors import PlanError
-from offload.models.kv_plan import KvPlan
+from offload.models import kv_plan
 from offload.models.load import Prepared
 from offload.scheduler.bounds import COMPUTE, READ, compute_seconds, traffic
 from offload.scheduler.costs import CostModel
@@ -84,10 +84,10 @@ class Choice:
 
 
 def choose(prepared: Prepared, *, jobs: int, asked: int | None = None) -> Choice:
-    """The number of sequences for ``jobs`` prompts; sets the plan's options to it.
+    """The number of sequences for ``jobs`` prompts, and the plan for it.
 
     Args:
-        prepared: a plan for one sequence, to be made anew with the options as they are then.
+        prepared: a plan for one sequence; made anew.
         asked: this number and no other.
 
     Raises:
@@ -115,6 +115,7 @@ def choose(prepared: Prepared, *, jobs: int, asked: int | None = None) -> Choice
     if best is None:
         raise AssertionError("the ladder has a first step")
     _set(prepared, best.sequences, best.pass_rows)
+    prepared.replan()
     return dataclasses.replace(best, why=_why(best, jobs, asked, more))
 
 
@@ -142,7 +143,7 @@ def _estimate(prepared: Prepared, count: int) -> Choice:
     _set(prepared, count, rows)
     request = prepared.ask(budget)
     plan = make_plan(request)
-    read = traffic(plan, count)[Tier.RAM] + _kv_read(prepared, count)
+    read = traffic(plan, count)[Tier.RAM] + _kv_read(prepared)
     costs: CostModel | None = request.costs
     if costs is None:
         return Choice(sequences=count, pass_rows=rows, read_bytes=read)
@@ -155,15 +156,11 @@ def _estimate(prepared: Prepared, count: int) -> Choice:
     )
 
 
-def _kv_read(prepared: Prepared, count: int) -> float:
+def _kv_read(prepared: Prepared) -> float:
     """Bytes of keys and values from the disk in a pass, at the end of the context. Raises
     PlanError: their budget is too small for so many."""
-    kv = prepared.kv
-    if kv is None:
-        return 0.0
-    need = dataclasses.replace(kv.need, sequences=count * kv.need.together)
-    planned = KvPlan(need=need, homes=need.homes(prepared.options.kv_ram or kv.homes.ram_bytes))
-    return float(planned.disk_bytes_per_token)
+    kv = kv_plan.beside(prepared.kv, prepared.options)
+    return 0.0 if kv is None else float(kv.disk_bytes_per_token)
 
 
 def _set(prepared: Prepared, sequences: int, pass_rows: int) -> None:

@@ -164,10 +164,10 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
     return KvNeed(
         shapes=shapes,
         context=context,
-        sequences=options.batch * options.sequences,
+        sequences=options.batch,
         together=options.batch,
         block_tokens=options.kv_block_tokens,
-        other_bytes=other * options.sequences,
+        other_bytes=other,
         # Only a latent cache is expanded; attention reads plain keys and values where they are
         # (on meta it is another, which copies them, so that measuring it would say too much).
         activation_bytes=_last_token_bytes(model, context, options.batch)
@@ -196,6 +196,18 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
             f"that attends to all tokens); drop --kv-ram"
         )
     return KvPlan(need=need, homes=need.homes(options.kv_ram))
+
+
+def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
+    """The same for as many sequences as run beside each other. Raises PlanError: too little."""
+    if plan is None or options.sequences == 1:
+        return plan
+    need = dataclasses.replace(
+        plan.need,
+        sequences=plan.need.sequences * options.sequences,
+        other_bytes=plan.need.other_bytes * options.sequences,
+    )
+    return KvPlan(need=need, homes=need.homes(options.kv_ram or plan.homes.ram_bytes))
 
 
 def least(need: KvNeed) -> KvPlan:

@@ -240,9 +240,7 @@ class _Step:
                 self._keep.append(value)
                 region.place(**{slot: value.data_ptr()})
 
-    def __call__(
-        self, hidden: torch.Tensor, position: int | None, store: KvCache
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
         self.attention.read(store)
         for region, slot, module in self._moving:
             region.place(**{slot: module.packed.data_ptr()})

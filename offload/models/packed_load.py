@@ -67,6 +67,7 @@ from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, RowEmbedding, Unit, unit_modules
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, minimum_budgets
 from offload.scheduler.policy import SCORED
 from offload.units import format_bytes
@@ -96,6 +97,9 @@ class PackedPrepared(Prepared):
         from offload.models.packed_opening import open_packed
 
         return open_packed(self, progress, wrap_store)
+
+    def _aligned(self, plan: Plan) -> Plan:
+        return plan  # bundles are as the kernels take them
 
     def check_kernels(self, model: Any) -> None:
         if fast_check.is_due(self.options, self.pack):
@@ -202,7 +206,8 @@ def plan_packed(
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
                 cache=cache * options.sequences, prompt=read, ram=ram, kept=kept, overhead=overhead,
-                lean_bytes=decoder.scratch_bytes(max(options.context, prompt)), kv=kv,
+                lean_bytes=decoder.scratch_bytes(max(options.context, prompt)),
+                kv=kv_plan.beside(kv, options),
             )
         }  # fmt: skip
 

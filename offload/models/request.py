@@ -65,7 +65,9 @@ def reserves_of(
     chunks, chunk = staging_shape(options, largest, ram, staged)
     shape = head_shape(meta.model)
     logits = 4 * 4 * options.batch * options.sequences * shape[0] if shape else 0
-    rows = max(prompt * options.batch, 2 * options.parked_rows(prompt)) * (shape[1] * 4 if shape else 0)
+    rows = max(prompt * options.batch, 2 * options.parked_rows(prompt)) * (
+        shape[1] * 4 if shape else 0
+    )
     compute = {
         **cache_reserves(cache, n_layers, kv),
         "activations": activation_bytes(footprint, kv, options, prompt),
@@ -95,9 +97,7 @@ def cache_reserves(cache: int, n_layers: int, kv: KvPlan | None) -> dict[str, in
     return {"KV cache": cache + cache // max(1, n_layers)}
 
 
-def activation_bytes(
-    footprint: Footprint, kv: KvPlan | None, options: Options, prompt: int
-) -> int:
+def activation_bytes(footprint: Footprint, kv: KvPlan | None, options: Options, prompt: int) -> int:
     """Of the prompt, or of a token at the end of a context that is much longer, while other
     sequences wait with theirs."""
     runs = max(footprint.activation_bytes, kv.need.activation_bytes if kv is not None else 0)
