@@ -51,6 +51,7 @@ def generate(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv_ram: flags.KvRam = None,
+    attention: flags.Attention = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -85,6 +86,7 @@ def generate(
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
+        attention=None if attention is None else attention.value,
         gpu=gpu,
         device=device,
         disk=disk,

@@ -40,6 +40,7 @@ class KvTiers:
         context: int = 0,
         engine: str | None = None,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
+        in_place: bool = False,
     ) -> None:
         """
         Args:
@@ -49,9 +50,11 @@ class KvTiers:
             slot_bytes: of a block of the largest layer; None: of the first layer that is cached.
             block_tokens: of that layer; others have as many or fewer.
             context: tokens that are expected, so that the buffer need not grow.
+            in_place: the model attends with attention "offload", which gathers nothing.
         """
         self.config = config
         self.ram = ram
+        self.in_place = in_place
         self._directory = directory
         self._slot_bytes = slot_bytes
         self._block_tokens = block_tokens
