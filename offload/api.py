@@ -23,6 +23,7 @@ def load(
     kernels: str | None = None,
     ram: str | int | None = None,
     kv_ram: str | int | None = None,
+    attention: str | None = None,
     gpu: str | int | None = None,
     disk: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
@@ -56,6 +57,9 @@ def load(
             as fit beside the least that weights need. ``model.generate`` then makes its own cache
             (``model.offload.new_cache()`` one to pass as ``past_key_values``), refuses a
             ``cache_implementation``, and one cache is alive at a time.
+        attention: ``"exact"``: the model's own, the default. ``"offload"``: our kernels, which read
+            blocks of keys and values where they are: the same bits for any ``kv_ram``, other
+            rounding than torch's, and no copy of a layer's keys and values in one piece.
         gpu: the budget of the device tier; with ``device="sim"`` only.
         disk: directory for private files (only used for weights that must be converted, and for
             keys and values that do not fit in RAM).
@@ -85,6 +89,7 @@ def load(
     """
     if train is not False:
         asked = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
+        asked["attention"] = attention
         given = [name for name, value in asked.items() if value is not None]
         if given or device not in ("auto", "cpu"):
             raise OffloadError(
@@ -107,6 +112,7 @@ def load(
         kernels=kernels,
         ram=ram,
         kv_ram=kv_ram,
+        attention=attention,
         gpu=gpu,
         disk=disk,
         dtype=dtype,

@@ -72,6 +72,7 @@ def chat(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    attention: flags.Attention = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -109,6 +110,7 @@ def chat(
 
     wanted = Wanted(
         ram=ram,
+        attention=None if attention is None else attention.value,
         gpu=gpu,
         device=device,
         disk=disk,

@@ -134,6 +134,22 @@ KvRam = Annotated[
         "same.",
     ),
 ]  # fmt: skip
+
+
+class AttentionName(enum.StrEnum):
+    """``--attention``."""
+
+    exact = "exact"
+    offload = "offload"
+
+
+Attention = Annotated[
+    AttentionName | None,
+    typer.Option(
+        help="exact: the model's own (default); offload: ours, which reads keys and values where "
+        "they are, RAM or disk; the same text for any --kv-ram, rounded otherwise than torch's."
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(parser=dtype, metavar="DTYPE", help="Compute dtype. Default: the checkpoint's."),

@@ -79,6 +79,7 @@ def generate(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv_ram: flags.KvRam = None,
+    attention: flags.Attention = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -117,6 +118,7 @@ def generate(
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
+        attention=None if attention is None else attention.value,
         gpu=gpu,
         device=device,
         disk=disk,

@@ -16,6 +16,7 @@ def plan(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv_ram: flags.KvRam = None,
+    attention: flags.Attention = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -58,6 +59,7 @@ def plan(
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
+        attention=None if attention is None else attention.value,
         gpu=gpu,
         device=device,
         disk=disk,

@@ -51,6 +51,7 @@ class Wanted:
     record_routing: Path | None = None
     kernels: str | None = None
     kv_ram: int | None = None
+    attention: str | None = None
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -72,6 +73,7 @@ class Wanted:
             record_routing=self.record_routing,
             kernels=self.kernels,
             kv_ram=self.kv_ram,
+            attention=self.attention,
         )
 
 

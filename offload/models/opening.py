@@ -155,7 +155,12 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
         caches=options.sequences,
         engine=options.engine,
         queue_depth=options.queue_depth,
+        in_place=kv.need.in_place,
     )
+    if kv.need.in_place:
+        from offload.models.block_attention import switch_on
+
+        switch_on(model)
     tiers.serve(model, handle.attachment.on_detach)
     handle.kv, handle.make_cache, handle.end_cache = tiers, tiers.new_cache, tiers.release
     weakref.finalize(model, tiers.close)

@@ -64,6 +64,9 @@ class Options:
     kernels: str | None = None
     """``"exact"``: torch's; ``"fast"``: ours, on a pack, and the error of unquantised weights is
     measured when it is opened. None: a pack's are ours, a checkpoint's torch's."""
+    attention: str | None = None
+    """``"exact"``: the model's own; ``"offload"``: our kernels over keys and values in blocks, with
+    other rounding. None: the model's own, or ours with fast kernels and blocks."""
     kv_ram: int | None = None
     """Bytes of RAM for keys and values in blocks; what does not fit streams from the disk. None:
     all are in RAM, or as many as fit beside the least that weights need."""
@@ -89,6 +92,10 @@ class Options:
                 f"--kv-ram is a part of --ram, and its {format_bytes(self.kv_ram)} are more than "
                 f"the {format_bytes(self.ram)} of all; lower it or raise --ram"
             )
+        if self.attention not in (None, "exact", "offload"):
+            raise OffloadError(f"attention {self.attention!r} is not one of exact, offload")
+        if self.attention == "offload" and self.device == "sim":
+            raise OffloadError("--attention offload computes on the CPU; drop it or --device sim")
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
 
