@@ -48,6 +48,7 @@ from offload.models.options import (
     check_device,
 )
 from offload.models.params import parameters
+from offload.models.prompt_plan import PromptPlan, plan_prompts
 from offload.models.recipes import (
     Recipes,
     align_pins,
@@ -92,6 +93,8 @@ class Prepared:
     """Where keys and values live, if they are kept in blocks."""
     kv_alone: KvPlan | None = None
     """The same of one sequence, where several run beside each other."""
+    prompts: PromptPlan | None = None
+    """The prompt cache, if there is one."""
     kernel_error: KernelError | None = None
 
     @property
@@ -198,6 +201,7 @@ def plan_model(
     kv = kv_plan.asked_for(need, options, directory.name)
     if kv is not None and kv.need.in_place:
         baseline += compiled_bytes(kv.need.kernels(), compiling)
+    prompts = plan_prompts(options, meta, footprint, prompt)
     notes: list[str] = []
     if options.ram is None:
         notes.append(
@@ -228,7 +232,7 @@ def plan_model(
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
-        return reserves_of(
+        found = reserves_of(
             meta,
             chosen,
             options,
@@ -243,6 +247,9 @@ def plan_model(
             staged=staged,
             kv=kv_plan.beside(kv, options),
         )
+        if prompts is not None:
+            found[Tier.RAM] |= prompts.reserves
+        return found
 
     reserves = set_aside(chosen, ram, recipes.staged)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
@@ -280,6 +287,8 @@ def plan_model(
     if kv is not None:
         plan = kv_plan.predicted(plan, kv, ask(ram).costs)
         notes.append(kv.note(options))
+    if prompts is not None:
+        notes.append(prompts.note)
     plan = align_pins(plan, chosen, recipes)
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
@@ -303,6 +312,7 @@ def plan_model(
         head_rows=head_rows,
         notes=notes + chosen.notes,
         kv=kv,
+        prompts=prompts,
     )
 
 
