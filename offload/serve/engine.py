@@ -89,7 +89,7 @@ class Engine:
         self._settings.prefill_chunk_size = prefill_chunk
         # Every request brings settings of its own, and what it leaves out must not come back:
         # transformers fills what is None from the model's.
-        model.generation_config = GenerationConfig()
+        self._models_own, model.generation_config = model.generation_config, GenerationConfig()
         self._changed = threading.Condition()
         self._queue: FairQueue[Handle] = FairQueue(max_queue)
         self._active: set[Handle] = set()
@@ -177,7 +177,7 @@ class Engine:
                     handle.sequence.cancel()
 
     def close(self) -> None:
-        """Drain, abandon, and wait for the thread to end. The model is not closed."""
+        """Drain, abandon, and wait for the thread to end; the model is as it was. Idempotent."""
         self.drain()
         self.abandon()
         with self._changed:
@@ -185,6 +185,7 @@ class Engine:
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join()
+        self._model.generation_config = self._models_own
 
     def stats(self) -> dict[str, Any]:
         """Figures for people and programs. Sizes in bytes, times in seconds."""
@@ -253,7 +254,7 @@ class Engine:
                     conductor.step()
                     self.counters.passes = conductor.counters.passes
                     self._publish()
-        except BaseException as error:  # noqa: BLE001  it is told to all, and raised by the server
+        except BaseException as error:
             logger.exception("the engine failed")
             self._fail(error)
 
@@ -292,9 +293,7 @@ class Engine:
 
     def _generate(self, handle: Handle, settings: Any) -> None:
         request = handle.request
-        plain: Decoder = (
-            IdDecoder() if self._tokenizer is None else TextDecoder(self._tokenizer)
-        )
+        plain: Decoder = IdDecoder() if self._tokenizer is None else TextDecoder(self._tokenizer)
         handle.run = decode.generate(
             self._model,
             request.prompt,

@@ -112,9 +112,7 @@ class Guard:
                 raise self._too_large(len(body))
             if not message.get("more_body", False):
                 break
-        first: list[Message] = [
-            {"type": "http.request", "body": bytes(body), "more_body": False}
-        ]
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if message["type"] == "http.disconnect":
             first = [message]
 
@@ -153,4 +151,3 @@ def is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-

@@ -63,9 +63,7 @@ def busy(waiting: int, retry_s: int) -> Problem:
 
 def stopping() -> Problem:
     """The server is about to end."""
-    return Problem(
-        503, "the server is shutting down", kind="server_error", code="shutting_down"
-    )
+    return Problem(503, "the server is shutting down", kind="server_error", code="shutting_down")
 
 
 def failed(why: str) -> Problem:

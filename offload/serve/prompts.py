@@ -63,9 +63,7 @@ class Prompts:
         """Raises Problem: text without a tokenizer, or an id that is not the model's."""
 
         def encode() -> list[int]:
-            asked = (
-                prompt.Asked(text=given) if isinstance(given, str) else prompt.Asked(ids=given)
-            )
+            asked = prompt.Asked(text=given) if isinstance(given, str) else prompt.Asked(ids=given)
             return prompt.encode(asked, self._tokenizer, raw=True, directory=self._directory)
 
         return await self._run(encode, "prompt")

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+)
 
 from offload.cli.sampling import Sampling
 
@@ -57,9 +64,7 @@ def _readable(text: str) -> str:
 Text = Annotated[str, BeforeValidator(_text_parts), AfterValidator(_readable)]
 Stops = Annotated[
     list[
-        Annotated[
-            str, StringConstraints(min_length=1, max_length=1000), AfterValidator(_readable)
-        ]
+        Annotated[str, StringConstraints(min_length=1, max_length=1000), AfterValidator(_readable)]
     ],
     BeforeValidator(_as_list),
     Field(max_length=MOST_STOPS),

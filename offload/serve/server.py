@@ -110,9 +110,7 @@ def run(
 class _Server(uvicorn.Server):
     """Says when it listens, leaves signals alone, and ends if the engine does."""
 
-    def __init__(
-        self, config: uvicorn.Config, engine: Engine, started: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine, started: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine, self._announce = engine, started
 
@@ -128,9 +126,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter) or self._engine.error is not None
 
 
-async def _serve(
-    server: _Server, engine: Engine, listening: socket.socket, grace_s: float
-) -> None:
+async def _serve(server: _Server, engine: Engine, listening: socket.socket, grace_s: float) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
