@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, cast
@@ -154,20 +153,35 @@ class Attachment:
         ]
         stand_ins = [parameters[attr] for parameters, attr, *_ in spots]
         recurrent = [m for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
-        tickets: list[tuple[int, int]] = []  # of the run under way: its thread and its ticket
+        tickets: dict[object, int] = {}  # of the runs under way: whose, and its ticket
+        bound = 0  # the ticket whose views are in place
         executor = self.executor
 
+        def unbind() -> None:
+            nonlocal bound
+            bound = 0
+            for (parameters, attr, *_), stand_in in zip(spots, stand_ins, strict=True):
+                parameters[attr] = stand_in
+            for rnn in recurrent:
+                _refresh_flat_weights(rnn)
+            tickets.clear()  # of a sequence that a Ctrl-C has ended
+
         def enter(module: nn.Module, args: Any) -> None:
-            thread = threading.get_ident()
-            if tickets and tickets[0][0] != thread:
+            nonlocal bound
+            road = executor.road()
+            who = road.who()
+            if who in tickets:
+                # Left by a Ctrl-C in its forward: torch runs no hooks after one.
+                leave(module, args, None)
+            elif tickets and road is executor:
                 raise UnsupportedModelError(
                     f"{unit.name} runs in two threads at once; a streamed model runs in one thread "
                     f"at a time"
                 )
-            if tickets:
-                # Left by a Ctrl-C in its forward: torch runs no hooks after one.
-                leave(module, args, None)
-            tickets.append((thread, executor.enter(unit.name, blocks)))
+            ticket = tickets[who] = road.enter(unit.name, blocks, unbind)
+            if bound == ticket:
+                return  # by another sequence
+            bound = ticket
             views = {b: executor.views(b) for b in blocks}
             for parameters, attr, block, name, grad in spots:
                 # As in the resident model: torch picks kernels by this flag, also without grad.
@@ -177,13 +191,13 @@ class Attachment:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             # Also called after an error, and then possibly without an ``enter``.
-            if not tickets:
+            road = executor.road()
+            ticket = tickets.pop(road.who(), None)
+            if ticket is None:
                 return
-            for (parameters, attr, *_), stand_in in zip(spots, stand_ins, strict=True):
-                parameters[attr] = stand_in
-            for rnn in recurrent:
-                _refresh_flat_weights(rnn)
-            executor.leave(tickets.pop()[1], blocks)
+            if road is executor:
+                unbind()
+            road.leave(ticket, blocks)
 
         self._without_grad(unit.module)
         self._hooks(unit.module, enter, leave)
@@ -254,8 +268,9 @@ class Attachment:
                 )
             out = x.new_empty((*x.shape[:-1], vocabulary))
             bias = module.bias
+            road = executor.road()
             for (a, b), block, step, streamed in parts:
-                ticket = executor.enter(step, (block,)) if streamed else 0
+                ticket = road.enter(step, (block,)) if streamed else 0
                 try:
                     weight = executor.views(block)[param.name]
                     weight.requires_grad_(param.tensor.requires_grad)
@@ -263,7 +278,7 @@ class Attachment:
                     out[..., a:b] = part
                 finally:
                     if streamed:
-                        executor.leave(ticket, (block,))
+                        road.leave(ticket, (block,))
             return out
 
         module.__dict__["forward"] = forward
@@ -292,7 +307,7 @@ class Attachment:
                 for i, row in enumerate(rows)
             ]
             flat = out.view(torch.uint8).view(-1).numpy()
-            executor.read_rows(block, spans, memoryview(cast(Any, flat)))
+            executor.road().read_rows(block, spans, memoryview(cast(Any, flat)))
             return out.to(device)
 
         table = row_table(param.name, param.tensor, device, read)

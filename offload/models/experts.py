@@ -6,7 +6,7 @@ when it is asked for, after the routing has announced all of them.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn import functional as F
@@ -15,10 +15,24 @@ from offload.errors import UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.params import Param
 from offload.runtime.executor import Executor
+from offload.runtime.road import Conducting, Road
 from offload.scheduler.policy import Scores
 
 GUESS_ROWS = 4
 """Tokens at once up to which the next layer's experts are guessed: a prompt uses most of them."""
+
+
+class Progress:
+    """How far one sequence has come in one MoE layer's run."""
+
+    __slots__ = ("current", "held", "open", "views", "wanted")
+
+    def __init__(self) -> None:
+        self.current: str | None = None  # the expert that the eager loop is at
+        self.views: dict[str, torch.Tensor] = {}
+        self.open = False  # between routing and the layer's end
+        self.wanted: list[int] = []
+        self.held: list[str] = []
 
 
 class ExpertSession:
@@ -31,9 +45,14 @@ class ExpertSession:
         self.executor = executor
         self.group = group
         self._after = after
-        self._current: str | None = None
-        self._views: dict[str, torch.Tensor] = {}
-        self._open = False
+        self._own = Progress()
+
+    def _at(self) -> tuple[Road, Progress]:
+        """Whom to ask, and how far the caller has come."""
+        road = self.executor.road()
+        if road is self.executor:
+            return road, self._own
+        return road, cast(Conducting, road).local(self, Progress)
 
     def begin(
         self,
@@ -43,34 +62,37 @@ class ExpertSession:
     ) -> None:
         """The layer routes to ``experts``; ``hidden`` [..., H] is what they are applied to, and
         ``scores`` what its router says, for eviction policies that listen."""
-        self._let_go()  # left by a Ctrl-C in the loop before
-        self._open = True
-        self.executor.route(self.group.name, [self.group.blocks[e] for e in experts], scores)
+        road, at = self._at()
+        self._let_go(road, at)  # left by a Ctrl-C in the loop before
+        at.open = True
+        road.route(self.group.name, [self.group.blocks[e] for e in experts], scores)
         if self._after is not None and hidden is not None:
             likely = guess(self._after, hidden, len(experts))
-            self.executor.guess(self._after.name, [self._after.blocks[e] for e in likely])
+            road.guess(self._after.name, [self._after.blocks[e] for e in likely])
 
     def get(self, expert: int, name: str) -> torch.Tensor:
         """A tensor of an expert. The loop has finished with the one before it."""
         if not 0 <= expert < self.group.n_experts:
             raise IndexError(f"expert {expert} of {self.group.n_experts} in {self.group.name}")
         block = self.group.blocks[expert]
-        if block != self._current:
-            self._let_go()
-            self._views = self.executor.acquire(block)
-            self._current = block
-        return self._views[name]
+        road, at = self._at()
+        if block != at.current:
+            self._let_go(road, at)
+            at.views = road.acquire(block)
+            at.current = block
+        return at.views[name]
 
     def end(self) -> None:
-        self._let_go()
-        if self._open:
-            self._open = False
-            self.executor.end_route()
+        road, at = self._at()
+        self._let_go(road, at)
+        if at.open:
+            at.open = False
+            road.end_route()
 
-    def _let_go(self) -> None:
-        if self._current is not None:
-            current, self._current, self._views = self._current, None, {}
-            self.executor.release(current)
+    def _let_go(self, road: Road, at: Progress) -> None:
+        if at.current is not None:
+            current, at.current, at.views = at.current, None, {}
+            road.release(current)
 
 
 class ExpertSource(Protocol):
@@ -200,4 +222,12 @@ def guess(group: ExpertGroup, hidden: torch.Tensor, n: int) -> list[int]:
     return best
 
 
-__all__ = ["GUESS_ROWS", "ExpertProxy", "ExpertSession", "check_expert_loop", "guess", "routing"]
+__all__ = [
+    "GUESS_ROWS",
+    "ExpertProxy",
+    "ExpertSession",
+    "Progress",
+    "check_expert_loop",
+    "guess",
+    "routing",
+]

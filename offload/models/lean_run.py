@@ -228,6 +228,8 @@ class _Step:
             self.mlp(x)
         if self.router is not None and self.experts is not None:
             ids, weights, normed = self.router(x)
+            if self.experts.session.waits:
+                normed = normed.copy()  # the router's own: another sequence may come meanwhile
             order = np.argsort(ids)  # every eager loop goes by ascending number
             out = self.experts.for_token(ids[order], weights[order], normed)
             if self.shared is not None:

@@ -24,9 +24,10 @@ from offload.errors import UnsupportedModelError
 from offload.io.pack_manifest import Layout
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup
-from offload.models.experts import ExpertSession
+from offload.models.experts import ExpertSession, Progress
 from offload.models.pack_reader import ExpertGroup as PackedGroup
 from offload.runtime.executor import Executor
+from offload.runtime.road import Road
 
 GLU_TOLERANCE = 1e-5
 """Relative: what a kernel's activation may differ from the module's own, in float32."""
@@ -147,15 +148,18 @@ class PackedSession(ExpertSession):
         """``at_once``: experts held together; the others' slots are left for what comes next.
         ``pinned``: all experts stay where they are, so that nobody has to be asked for them."""
         super().__init__(executor, group, after)
-        self._wanted: list[int] = []
         self._at_once = at_once
-        self._held: list[str] = []
         self._bases: npt.NDArray[np.int64] | None = None
         if pinned:
             self._bases = np.array([executor.address(b) for b in group.blocks], np.int64)
 
+    @property
+    def waits(self) -> bool:
+        """Whether experts may have to be waited for, while other sequences run."""
+        return self._bases is None
+
     def begin(self, experts: list[int], *args: Any) -> None:
-        self._wanted = experts
+        self._at()[1].wanted = experts
         if self._bases is None:
             super().begin(experts, *args)
         else:
@@ -164,27 +168,28 @@ class PackedSession(ExpertSession):
     def batches(self) -> Iterator[tuple[list[int], npt.NDArray[np.int64]]]:
         """Yields experts and the addresses of their bundles: the next one, waited for, and those
         behind it that are there already. They are let go when the next batch is asked for."""
-        wanted, blocks = self._wanted, self.group.blocks
+        road, mine = self._at()
+        wanted, blocks = mine.wanted, self.group.blocks
         at = 0
         while at < len(wanted):
             if self._bases is not None:
                 some = wanted[at : at + self._at_once]
                 bases = self._bases[some]
             else:
-                self._let_go()
+                self._let_go(road, mine)
                 names = [blocks[e] for e in wanted[at : at + self._at_once]]
-                found = self.executor.acquire_run(names, self._at_once)
-                self._held = names[: len(found)]
+                found = road.acquire_run(names, self._at_once)
+                mine.held = names[: len(found)]
                 some, bases = wanted[at : at + len(found)], np.array(found, np.int64)
             yield some, bases
             at += len(some)
-        self._let_go()
+        self._let_go(road, mine)
 
-    def _let_go(self) -> None:
-        super()._let_go()
-        if self._held:
-            held, self._held = self._held, []
-            self.executor.release_run(held)
+    def _let_go(self, road: Road, at: Progress) -> None:
+        super()._let_go(road, at)
+        if at.held:
+            held, at.held = at.held, []
+            road.release_run(held)
 
 
 def expert_layout_of(group: PackedGroup, module: Any) -> ExpertLayout:

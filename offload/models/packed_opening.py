@@ -89,7 +89,7 @@ class PackedAttachment(Attachment):
                 for first in range(0, len(wanted), together):
                     some = wanted[first : first + together]
                     spans = [rows.span(row, i * nbytes) for i, row in enumerate(some)]
-                    executor.read_rows(rows.block, spans, buffer)
+                    executor.road().read_rows(rows.block, spans, buffer)
                     for i, row in enumerate(some):
                         part = buffer[i * nbytes : (i + 1) * nbytes]
                         out[first + i] = torch.from_numpy(rows.decode(row, part))

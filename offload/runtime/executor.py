@@ -28,6 +28,7 @@ from offload.runtime.arena import Arena, Lease
 from offload.runtime.device import Device, Event
 from offload.runtime.interrupts import Shield
 from offload.runtime.order import OrderWatcher
+from offload.runtime.road import Conducting, Road
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
@@ -76,6 +77,8 @@ class Executor:
         self.device = device
         self.store = store
         self.stats = Stats()
+        self.conductor: Conducting | None = None
+        """Whoever runs several sequences on this executor, in its one thread."""
         self._watchdog_s = watchdog_s
         self._residency = Residency(plan)
         self._shield = Shield()
@@ -150,10 +153,25 @@ class Executor:
         for arena in self._arenas.values():
             arena.close()
 
+    # -- who asks -------------------------------------------------------------------------
+
+    def road(self) -> Road:
+        """Whom the caller has to ask for blocks: the conductor if it is one of its sequences."""
+        conductor = self.conductor
+        return conductor if conductor is not None and conductor.conducts() else self
+
+    def who(self) -> object:
+        """The calling thread."""
+        return threading.get_ident()
+
     # -- weights --------------------------------------------------------------------------
 
-    def enter(self, unit: str, blocks: Sequence[str]) -> int:
-        """A unit is about to run: wait until its blocks are there. Returns a ticket.
+    def enter(
+        self, unit: str, blocks: Sequence[str], let_go: Callable[[], None] | None = None
+    ) -> int:
+        """A unit is about to run: wait until its blocks are there. Returns a ticket, never 0.
+
+        ``let_go`` is for a road that is shared: here the blocks leave with ``leave``.
 
         Raises:
             StoreError: a block could not be read (the unit may be entered again later).

@@ -23,6 +23,7 @@ MAY_IMPORT = {  # package of offload -> other packages of offload it may import
     "runtime": LOWER,
     "kv": LOWER | {"runtime"},
     "models": LOWER | {"runtime", "kv"},
+    "batch": LOWER | {"runtime", "kv", "models"},
     "train": LOWER | {"runtime", "models"},
 }
 

@@ -1,0 +1,1 @@
+"""Many generations of one streamed model at once: weights are read once per pass for all."""

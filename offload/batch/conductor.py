@@ -1,0 +1,508 @@
+"""Many generations of one model in one thread, that read its weights once for all of them.
+
+Every sequence runs its own, unmodified ``model.generate`` in a greenlet: own cache, own logits
+processors, own end. Where its forward needs weights that are not in memory for good, it waits.
+When all wait, the conductor goes to the next such place in the order of the forward pass, fetches
+what is needed there once, lets everybody run who waits there, and moves on. So each sequence
+computes bit for bit what it would compute alone, whatever the architecture, and the weights that a
+pass reads serve all sequences. This is the zig-zag block schedule of FlexGen (Sheng et al., 2023,
+"High-Throughput Generative Inference of Large Language Models with a Single GPU", section 4), with
+sequences that come and go at every pass.
+
+Within a MoE layer the places are its experts, in ascending order: what is read is the union of what
+the sequences are routed to, each expert once.
+
+The road left: one padded batch. Its kernels have other shapes and so other rounding, a sequence's
+answer would depend on its neighbours, and the longest would hold up all.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+
+from offload.batch.order import Order
+from offload.batch.sequence import Cancelled, Sequence
+from offload.errors import ClosedError, OffloadError
+from offload.io.store import Span
+from offload.runtime.executor import Executor, Views
+from offload.scheduler.policy import Scores
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PASS, UNIT, ROUTE, EXPERT, RUN, ROWS = "pass", "unit", "route", "expert", "run", "rows"
+_IN_LAYER = (EXPERT, RUN)
+_START = (PASS, 1)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the conductor was made.
+
+    Attributes:
+        passes: rounds over the model; each reads what streams once.
+        forwards: forward passes of sequences in them.
+        rows: tokens that they read.
+        stops: places at which sequences have waited for each other.
+    """
+
+    passes: int = 0
+    forwards: int = 0
+    rows: int = 0
+    stops: int = 0
+
+
+class _Held:
+    """A unit that is held for those who are in it."""
+
+    def __init__(self, ticket: int, blocks: Listing[str]) -> None:
+        self.ticket, self.blocks = ticket, blocks
+        self.inside: set[Sequence] = set()
+        self.let_go: Callable[[], None] | None = None
+
+
+class Conductor:
+    """Runs sequences of one streamed model. For one thread, the one that calls ``step``.
+
+    ::
+
+        with Conductor(model) as conductor:
+            one = conductor.start(lambda: model.generate(ids, ...))
+            two = conductor.start(lambda: model.generate(other, ...), seed=1)
+            while conductor.step():
+                ...  # start more, cancel some
+            one.result, two.error
+
+    Sequences may be started at any time, also from ``on_end``; they join with the next pass. While
+    sequences are under way, the model may be used by nobody else between two steps but for calls
+    that read nothing of it (tokenizers, caches).
+    """
+
+    def __init__(self, model: Any, *, most_rows: int | None = None) -> None:
+        """
+        Args:
+            model: opened by ``offload``, resident or not.
+            most_rows: tokens of prompts that one pass reads at most, for the memory that their
+                activations take; one prompt always goes. None: no limit.
+
+        Raises:
+            OffloadError: the model has a conductor already, or is closed.
+        """
+        handle = model.offload
+        executor: Executor = handle.executor
+        if executor.closed:
+            raise ClosedError("this model has been closed; load it again")
+        if executor.conductor is not None:
+            raise OffloadError("this model has a conductor already; a model runs under one")
+        self.most_rows = most_rows
+        self.counters = Counters()
+        self._model, self._executor = model, executor
+        self._ranks = {
+            g.name: {block: i for i, block in enumerate(g.blocks)}
+            for g in handle.attachment.cut.groups
+        }
+        self._order = Order(_START)
+        self._cursor: tuple[int, int] = (0, -1)
+        self._new: list[Sequence] = []
+        self._sequences: list[Sequence] = []
+        self._running: Sequence | None = None
+        self._held: dict[str, _Held] = {}
+        self._routed: set[Sequence] = set()  # in the MoE layer whose experts are fetched
+        self._wanted: list[str] = []  # of that layer, by rank
+        self._guesses: dict[str, list[Listing[str]]] = {}
+        self._closed = False
+        before = model.register_forward_pre_hook(self._before_pass, with_kwargs=True)
+        after = model.register_forward_hook(self._after_pass, always_call=True)
+        self._hooks = [before, after]
+        executor.conductor = self
+
+    def __enter__(self) -> Conductor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- sequences ------------------------------------------------------------------------
+
+    def start(
+        self,
+        work: Callable[[], Any],
+        *,
+        seed: int | None = None,
+        on_end: Callable[[Sequence], None] | None = None,
+    ) -> Sequence:
+        """Run ``work`` beside the others from the next step on.
+
+        Args:
+            work: what one would call if one were alone, e.g. ``model.generate``; in this thread,
+                with autograd as it is now.
+            seed: of its random numbers: what ``torch.manual_seed`` would be given before the same
+                call alone. None: it draws none, as greedy decoding does.
+            on_end: called by the conductor when the sequence has ended in whatever way.
+
+        Raises:
+            ClosedError: the conductor is closed.
+        """
+        if self._closed:
+            raise ClosedError("the conductor is closed")
+        sequence = Sequence(work, seed, on_end)
+        self._new.append(sequence)
+        return sequence
+
+    def __len__(self) -> int:
+        """Sequences under way."""
+        return len(self._new) + len(self._sequences)
+
+    def step(self) -> bool:
+        """Go to the next place where sequences wait and let them run to their next ones. Takes as
+        long as one unit (a layer) takes for all of them. False: there are none.
+
+        What a sequence raises ends that sequence, and is its ``error``; only what is no
+        ``Exception`` (an interruption) comes out of here, and then the conductor is to be closed.
+        """
+        for sequence in self._take_new():
+            self._sequences.append(sequence)
+            self._resume(sequence)
+        for sequence in [s for s in self._sequences if s.cancelled]:
+            self._resume(sequence)
+        waiting = self._next()
+        if waiting:
+            self.counters.stops += 1
+            self._visit(waiting)
+        self._let_go()
+        return len(self) > 0
+
+    def run(self) -> None:
+        """Step until there are no sequences."""
+        while self.step():
+            pass
+
+    def close(self) -> None:
+        """End what is under way with ``Cancelled``, and give the model back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._new.clear()
+        try:
+            while self._sequences:
+                self._sequences[0].cancelled = True
+                self._resume(self._sequences[0])
+            if not self._executor.closed:
+                self._let_go()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._executor.conductor = None
+
+    # -- the conductor's way --------------------------------------------------------------
+
+    def _take_new(self) -> list[Sequence]:
+        new, self._new = self._new, []
+        return new
+
+    def _place(self, sequence: Sequence) -> tuple[int, int]:
+        return self._order[sequence.stop], sequence.rank
+
+    def _next(self) -> list[Sequence]:
+        """Those who wait at the next place: the first one behind the last."""
+        among: Iterable[Sequence] = self._routed or {
+            s for held in self._held.values() for s in held.inside
+        }
+        # What has begun within a layer is finished first; all others wait further on.
+        places = {s: self._place(s) for s in among or self._sequences}
+        if not places:
+            return []
+        ahead = [p for p in places.values() if p > self._cursor]
+        here = min(ahead or places.values())
+        self._cursor = here
+        return [s for s in self._sequences if places.get(s) == here]
+
+    def _visit(self, waiting: list[Sequence]) -> None:
+        first = waiting[0]
+        match first.call:
+            case "pass":
+                self._begin_pass(waiting)
+            case "unit":
+                self._open_unit(waiting)
+            case "route":
+                self._open_layer(waiting)
+            case "expert":
+                self._bring_expert(waiting)
+            case "run":
+                self._bring_run(waiting)
+            case "rows":
+                self._read_rows(waiting)
+            case other:
+                raise AssertionError(f"nobody waits at {other}")
+
+    def _begin_pass(self, waiting: list[Sequence]) -> None:
+        rows = 0
+        self.counters.passes += 1
+        for sequence in waiting:
+            new = sequence.rows if sequence.rows > 1 else 0
+            if new and rows and self.most_rows is not None and rows + new > self.most_rows:
+                continue  # with the next pass
+            rows += new
+            self.counters.forwards += 1
+            self.counters.rows += sequence.rows
+            self._resume(sequence)
+
+    def _open_unit(self, waiting: list[Sequence]) -> None:
+        unit, blocks, _ = waiting[0].payload
+        held = self._held.get(unit)
+        if held is None:
+            try:
+                held = _Held(self._executor.enter(unit, blocks), blocks)
+            except Exception as error:  # noqa: BLE001  theirs to handle
+                self._fail(waiting, error)
+                return
+            self._held[unit] = held
+        for sequence in waiting:
+            held.let_go = sequence.payload[2]
+            self._resume(sequence, held)
+
+    def _open_layer(self, waiting: list[Sequence]) -> None:
+        group = waiting[0].payload[0]
+        ranks = self._ranks[group]
+        wanted = sorted({b for s in waiting for b in s.payload[1]}, key=ranks.__getitem__)
+        scores = [s.payload[2] for s in waiting if s.payload[2] is not None]
+        try:
+            self._executor.route(group, wanted, _Joined(scores) if scores else None)
+        except Exception as error:  # noqa: BLE001  theirs to handle
+            self._fail(waiting, error)
+            return
+        self._wanted = wanted
+        self._routed = set(waiting)
+        for sequence in waiting:
+            self._resume(sequence, ranks)
+        for group, lists in self._guesses.items():
+            # The likeliest of each first: they compete for the same idle disk.
+            longest = max(map(len, lists))
+            mixed = [names[i] for i in range(longest) for names in lists if i < len(names)]
+            self._executor.guess(group, list(dict.fromkeys(mixed)))
+        self._guesses.clear()
+
+    def _bring_expert(self, waiting: list[Sequence]) -> None:
+        (expert,) = waiting[0].payload
+        try:
+            views = self._executor.acquire(expert)
+        except Exception as error:  # noqa: BLE001  theirs to handle
+            self._fail(waiting, error)
+            return
+        try:
+            for sequence in waiting:
+                self._resume(sequence, views)
+        finally:
+            self._executor.release(expert)
+
+    def _bring_run(self, waiting: list[Sequence]) -> None:
+        experts, most = waiting[0].payload
+        at = self._wanted.index(experts[0])
+        names = self._wanted[at : at + most]
+        try:
+            found = self._executor.acquire_run(names, most)
+        except Exception as error:  # noqa: BLE001  theirs to handle
+            self._fail(waiting, error)
+            return
+        there = dict(zip(names, found, strict=False))
+        try:
+            while waiting:
+                for sequence in waiting:
+                    mine: list[int] = []
+                    for expert in sequence.payload[0]:
+                        if expert not in there:
+                            break
+                        mine.append(there[expert])
+                    self._resume(sequence, mine)
+                waiting = [s for s in self._routed if s.call == RUN and s.payload[0][0] in there]
+        finally:
+            self._executor.release_run(list(there))
+
+    def _read_rows(self, waiting: list[Sequence]) -> None:
+        """The rows of all in one go: each waits for the disk only once."""
+        block = waiting[0].payload[0]
+        total = sum(len(s.payload[2]) for s in waiting)
+        together = memoryview(bytearray(total))
+        spans: list[Span] = []
+        at = 0
+        for sequence in waiting:
+            _, own, buffer = sequence.payload
+            spans += [Span(src, at + dst, nbytes) for src, dst, nbytes in own]
+            at += len(buffer)
+        try:
+            self._executor.read_rows(block, spans, together)
+        except Exception as error:  # noqa: BLE001  theirs to handle
+            self._fail(waiting, error)
+            return
+        at = 0
+        for sequence in waiting:
+            buffer = sequence.payload[2]
+            buffer[:] = together[at : at + len(buffer)]
+            at += len(buffer)
+            self._resume(sequence)
+
+    def _fail(self, waiting: list[Sequence], error: Exception) -> None:
+        for sequence in waiting:
+            self._resume(sequence, error=copy.copy(error))
+
+    def _resume(
+        self, sequence: Sequence, answer: Any = None, error: Exception | None = None
+    ) -> None:
+        self._running = sequence
+        try:
+            sequence.resume(answer, error)
+        finally:
+            self._running = None
+        if not sequence.done:
+            return
+        self._sequences.remove(sequence)
+        for held in self._held.values():
+            held.inside.discard(sequence)
+        self._leave_layer(sequence)
+        failure = sequence.error
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        if failure is not None and not isinstance(failure, Cancelled):
+            logger.info("a sequence has failed: %s", failure)
+        if sequence.on_end is not None:
+            sequence.on_end(sequence)
+
+    def _let_go(self) -> None:
+        """Of units that nobody is in any more."""
+        for unit in [name for name, held in self._held.items() if not held.inside]:
+            held = self._held.pop(unit)
+            if held.let_go is not None:
+                held.let_go()
+            self._executor.leave(held.ticket, held.blocks)
+
+    def _leave_layer(self, sequence: Sequence) -> None:
+        if sequence in self._routed:
+            self._routed.discard(sequence)
+            if not self._routed:
+                self._executor.end_route()
+
+    # -- the road, asked by sequences -----------------------------------------------------
+
+    def conducts(self) -> bool:
+        running = self._running
+        return running is not None and running.running
+
+    def who(self) -> object:
+        return self._current()
+
+    def local(self, key: object, make: Callable[[], T]) -> T:
+        kept = self._current().local
+        if key not in kept:
+            kept[key] = make()
+        return cast(T, kept[key])
+
+    def enter(
+        self, unit: str, blocks: Listing[str], let_go: Callable[[], None] | None = None
+    ) -> int:
+        sequence = self._current()
+        held: _Held = self._wait(UNIT, unit, (unit, blocks, let_go))
+        held.inside.add(sequence)
+        return held.ticket
+
+    def leave(self, ticket: int, blocks: Listing[str]) -> None:
+        sequence = self._current()
+        for held in self._held.values():
+            if held.ticket == ticket:
+                held.inside.discard(sequence)
+
+    def views(self, block: str) -> Views:
+        return self._executor.views(block)
+
+    def route(self, group: str, experts: Listing[str], scores: Scores | None = None) -> None:
+        ranks = self._wait(ROUTE, group, (group, experts, scores))
+        self._current().local[_RANKS] = ranks
+
+    def guess(self, group: str, experts: Listing[str]) -> None:
+        if experts:
+            self._guesses.setdefault(group, []).append(experts)
+
+    def acquire(self, expert: str) -> Views:
+        views: Views = self._wait_in_layer(EXPERT, expert, (expert,))
+        return views
+
+    def acquire_run(self, experts: Listing[str], most: int) -> list[int]:
+        found: list[int] = self._wait_in_layer(RUN, experts[0], (experts, most))
+        return found
+
+    def release(self, expert: str) -> None:
+        """The conductor does, when nobody waits for it any more."""
+
+    def release_run(self, experts: Listing[str]) -> None:
+        """As ``release``."""
+
+    def end_route(self) -> None:
+        self._leave_layer(self._current())
+
+    def read_rows(self, block: str, spans: Listing[Span], buffer: memoryview) -> None:
+        self._wait(ROWS, block, (block, spans, buffer))
+
+    def _current(self) -> Sequence:
+        if self._running is None:
+            raise AssertionError("asked by a sequence of this conductor only")
+        return self._running
+
+    def _wait(self, call: str, name: str, payload: Any = None) -> Any:
+        """Wait at a stop. A module that runs twice in a pass has two."""
+        sequence = self._current()
+        visit = sequence.visits[name] = sequence.visits.get(name, 0) + 1
+        stop = (name, visit) if call is PASS else (call, name, visit)
+        self._order.learn(stop, sequence.stop or _START)
+        sequence.call, sequence.stop, sequence.rank = call, stop, -1
+        sequence.payload = payload
+        return sequence.wait()
+
+    def _wait_in_layer(self, call: str, expert: str, payload: Any) -> Any:
+        """Wait for an expert, behind the stop of its layer's routing."""
+        sequence = self._current()
+        sequence.call, sequence.rank = call, sequence.local[_RANKS][expert]
+        sequence.payload = payload
+        return sequence.wait()
+
+    # -- forward passes -------------------------------------------------------------------
+
+    def _before_pass(self, module: Any, args: Any, kwargs: Any) -> None:
+        if not self.conducts():
+            return
+        sequence = self._current()
+        sequence.draw(False)
+        ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        sequence.rows = ids.shape[:2].numel() if isinstance(ids, torch.Tensor) else 1
+        sequence.visits.clear()
+        self._wait(PASS, PASS)
+
+    def _after_pass(self, module: Any, args: Any, output: Any) -> None:
+        if self.conducts():
+            self._current().draw(True)
+
+
+_RANKS = object()
+
+
+class _Joined:
+    """What a layer's router says of the tokens of several sequences."""
+
+    def __init__(self, parts: Listing[Scores]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Any:
+        for part in self._parts:
+            yield from part
+
+
+__all__ = ["Cancelled", "Conductor", "Counters", "Sequence"]
