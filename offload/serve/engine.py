@@ -76,6 +76,9 @@ class Engine:
             prefill_chunk: tokens of a prompt that are read in one pass, and of all prompts
                 together: who comes first reads first.
             tiers: bytes by tier and by what takes them, for ``stats``.
+
+        Raises:
+            OffloadError: the model is closed, or has another engine.
         """
         from transformers import GenerationConfig
 
@@ -83,7 +86,7 @@ class Engine:
         self._model = model
         self._tokenizer = tokenizer
         self._parallel = parallel
-        self._chunk = prefill_chunk
+        self._conductor = Conductor(model, most_rows=prefill_chunk)
         self._tiers = {tier: dict(parts) for tier, parts in (tiers or {}).items()}
         self._settings = copy.deepcopy(model.generation_config)
         self._settings.prefill_chunk_size = prefill_chunk
@@ -185,6 +188,7 @@ class Engine:
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join()
+        self._conductor.close()  # if it never ran
         self._model.generation_config = self._models_own
 
     def stats(self) -> dict[str, Any]:
@@ -249,8 +253,8 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            with Conductor(self._model, most_rows=self._chunk) as conductor:
-                while self._ready(conductor):
+            with self._conductor as conductor:
+                while self._ready():
                     conductor.step()
                     self.counters.passes = conductor.counters.passes
                     self._publish()
@@ -258,7 +262,7 @@ class Engine:
             logger.exception("the engine failed")
             self._fail(error)
 
-    def _ready(self, conductor: Conductor) -> bool:
+    def _ready(self) -> bool:
         """Start what there is room for; wait while nothing runs. False: it is time to end."""
         with self._changed:
             while not (self._active or self._queue):
@@ -273,10 +277,10 @@ class Engine:
                 self._active.add(handle)
                 starting.append(handle)
         for handle in starting:
-            self._start(conductor, handle)
+            self._start(handle)
         return True
 
-    def _start(self, conductor: Conductor, handle: Handle) -> None:
+    def _start(self, handle: Handle) -> None:
         handle.started = time.perf_counter()
         sampling = handle.request.sampling
         if sampling.temp > 0 and sampling.seed is None:
@@ -287,7 +291,7 @@ class Engine:
             sampling.apply(settings)
             self._generate(handle, settings)
 
-        handle.sequence = conductor.start(
+        handle.sequence = self._conductor.start(
             work, seed=sampling.seed, on_end=lambda sequence: self._ended(handle, sequence)
         )
 

@@ -1,4 +1,4 @@
-"""One streamed model and its reference for all tests of a module."""
+"""One streamed model and its reference for all tests; one engine at a time has the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def alone() -> Alone:
     return Alone()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model() -> Iterator[Any]:
     opened = open_streaming()
     yield opened

@@ -3,8 +3,9 @@ answers to the same."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,41 @@ def http_client(
 
 def openai_client(http: httpx.AsyncClient, key: str = "none") -> AsyncOpenAI:
     return AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0)
+
+
+def run(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]], **how: Any) -> Any:
+    """``work`` with a client of the application."""
+
+    async def main() -> Any:
+        async with http_client(app, **how) as http:
+            return await work(http)
+
+    return asyncio.run(main())
+
+
+def post(app: Any, path: str, body: Any, **how: Any) -> httpx.Response:
+    async def work(http: httpx.AsyncClient) -> httpx.Response:
+        return await http.post(path, json=body)
+
+    found: httpx.Response = run(app, work, **how)
+    return found
+
+
+def get(app: Any, path: str, **how: Any) -> httpx.Response:
+    async def work(http: httpx.AsyncClient) -> httpx.Response:
+        return await http.get(path)
+
+    found: httpx.Response = run(app, work, **how)
+    return found
+
+
+def refused(response: httpx.Response, status: int, *words: str) -> dict[str, Any]:
+    """Check OpenAI's shape of an error; returns it."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    for word in words:
+        assert word in error["message"], error
+    return error

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from serve_support import (
     CONTEXT,
     Alone,
-    Listener,
-    http_client,
+    get,
     make_engine,
     make_guarded,
     openai_client,
-    request,
+    post,
+    refused,
+    run,
 )
 
 from offload.serve.engine import Engine
-from offload.serve.prompts import Prompts
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
-KEYS = ("first key", "s3cret")
 
 
 @pytest.fixture(scope="module")
@@ -37,44 +35,6 @@ def served(model: Any, alone: Alone) -> Iterator[tuple[Any, Engine]]:
     yield app, engine
     engine.close()
     prompts.close()
-
-
-def run(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]], **how: Any) -> Any:
-    """``work`` with a client of the application."""
-
-    async def main() -> Any:
-        async with http_client(app, **how) as http:
-            return await work(http)
-
-    return asyncio.run(main())
-
-
-def post(app: Any, path: str, body: Any, **how: Any) -> httpx.Response:
-    async def work(http: httpx.AsyncClient) -> httpx.Response:
-        return await http.post(path, json=body)
-
-    found: httpx.Response = run(app, work, **how)
-    return found
-
-
-def get(app: Any, path: str, **how: Any) -> httpx.Response:
-    async def work(http: httpx.AsyncClient) -> httpx.Response:
-        return await http.get(path)
-
-    found: httpx.Response = run(app, work, **how)
-    return found
-
-
-def refused(response: httpx.Response, status: int, *words: str) -> dict[str, Any]:
-    """Check OpenAI's shape of an error; returns it."""
-    assert response.status_code == status, response.text
-    body = response.json()
-    assert body.keys() == {"error"}
-    error: dict[str, Any] = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    for word in words:
-        assert word in error["message"], error
-    return error
 
 
 def test_eight_at_once_answer_as_if_alone(served: Any, alone: Alone) -> None:
@@ -262,56 +222,6 @@ def test_a_body_without_a_length_is_cut_off(served: Any) -> None:
     assert sent < 20  # the rest was never asked for
 
 
-def test_keys(model: Any, alone: Alone) -> None:
-    engine = make_engine(model, alone.tokenizer)
-    app, prompts = make_guarded(engine, alone.tokenizer, KEYS)
-    try:
-        for path in ("/v1/models", "/stats", "/metrics"):
-            refused(get(app, path), 401, "needed")
-            refused(get(app, path, key="s3cre"), 401, "wrong")
-            for key in KEYS:
-                assert get(app, path, key=key).status_code == 200
-        refused(post(app, CHAT, {"messages": MESSAGES}, key="wrong"), 401)
-        assert get(app, "/health").status_code == 200
-        assert get(app, "/").status_code == 200
-
-        async def wrong(http: httpx.AsyncClient) -> None:
-            with pytest.raises(openai.AuthenticationError):
-                await openai_client(http, "wrong").models.list()
-
-        run(app, wrong)
-    finally:
-        engine.close()
-        prompts.close()
-
-
-def test_a_full_queue_is_said_with_a_time(model: Any, alone: Alone) -> None:
-    engine = make_engine(model, alone.tokenizer, parallel=1, max_queue=2)
-    app, prompts = make_guarded(engine, alone.tokenizer)
-    try:
-        waiting = [Listener(engine, request([5, 6], 2)) for _ in range(2)]
-        response = post(app, CHAT, {"messages": MESSAGES})
-        refused(response, 429, "2 requests")
-        assert int(response.headers["retry-after"]) >= 1
-
-        async def work(http: httpx.AsyncClient) -> None:
-            with pytest.raises(openai.RateLimitError):
-                await openai_client(http).chat.completions.create(
-                    model="tiny_moe", messages=MESSAGES
-                )  # type: ignore[arg-type]
-
-        run(app, work)
-        engine.start()
-        for listener in waiting:
-            listener.result()
-        assert post(app, CHAT, {"messages": MESSAGES, "max_tokens": 1}).status_code == 200
-    finally:
-        engine.close()
-        prompts.close()
-    refused(post(app, CHAT, {"messages": MESSAGES}), 503)
-    assert get(app, "/health").status_code == 503
-
-
 def test_models_figures_and_page(served: Any) -> None:
     app, engine = served
     post(app, CHAT, {"messages": MESSAGES, "max_tokens": 3})
@@ -341,13 +251,3 @@ def test_a_model_without_a_template(
     app, _ = served
     monkeypatch.setattr(alone.tokenizer, "chat_template", None)
     refused(post(app, CHAT, {"messages": MESSAGES}), 400, "/v1/completions")
-
-
-def test_prompts_close_twice(alone: Alone) -> None:
-    from serve_support import TINY
-
-    from offload.models.meta import read_config
-
-    prompts = Prompts(alone.tokenizer, directory=TINY, config=read_config(TINY), context=8)
-    prompts.close()
-    prompts.close()
