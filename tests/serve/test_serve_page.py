@@ -13,6 +13,9 @@ import pytest
 from process_support import Server
 from serve_support import WAIT_S, Alone
 
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = sync_api.expect
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 SCREENSHOTS = os.environ.get("OFFLOAD_SCREENSHOTS")
 """A directory to leave pictures of the page in, for people."""
@@ -33,29 +36,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def page(server: Server) -> Iterator[Any]:
     """An open page, and at its end: nothing was complained of or fetched from elsewhere."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no chromium on this machine")
     complaints: list[str] = []
+
+    def fetched(request: Any) -> None:
+        if not request.url.startswith((server.url, "data:")):
+            complaints.append(request.url)
+
+    def complained(message: Any) -> None:
+        # Browsers report every refusal, and looking at the figures without a key is one.
+        if message.type == "error" and "401" not in message.text:
+            complaints.append(message.text)
+
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:
             opened = browser.new_page(viewport={"width": 1200, "height": 760})
             opened.set_default_timeout(1000 * WAIT_S)
+            expect.set_options(timeout=1000 * WAIT_S)
             opened.on("pageerror", lambda error: complaints.append(str(error)))
-            opened.on(
-                "request",
-                lambda r: (
-                    None if r.url.startswith((server.url, "data:")) else complaints.append(r.url)
-                ),
-            )
-            opened.on(
-                "console",
-                # Without the key the first look at the figures is refused, which browsers report.
-                lambda m: (
-                    complaints.append(m.text) if m.type == "error" and "401" not in m.text else None
-                ),
-            )
+            opened.on("request", fetched)
+            opened.on("console", complained)
             opened.goto(server.url)
             yield opened
         finally:
@@ -90,23 +92,19 @@ def test_a_conversation(page: Any, alone: Alone) -> None:
     page.get_by_label("Message").press("Enter")
     page.get_by_role("button", name="Stop").wait_for()
     # It is written while it comes: a part of it is there before all of it.
-    page.wait_for_function(
-        "document.querySelector('.turn.model.busy .text')?.textContent.length > 0"
-    )
-    page.wait_for_function("Number(document.querySelector('#rate').textContent) > 0")
+    expect(page.locator(".turn.model.busy .text")).to_have_text(re.compile(r"\S"))
+    expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"))
     picture(page, "streaming")
     page.get_by_text("first token after").wait_for()
     messages = [{"role": "user", "content": "What is a list?"}]
     answer = alone.answer(alone.chat_ids(messages), 120)
     assert page.locator(".turn.model .text").text_content() == answer
-    page.wait_for_function(
-        f"Number(document.querySelector('#tokens').textContent.replace(/\\D/g, '')) == {before + 120}"
-    )
+    expect(page.locator("#tokens")).to_have_text(f"{before + 120:,}")
     # The second question is asked after the first and its answer.
     page.get_by_label("Tokens at most").fill("8")
     page.get_by_label("Message").fill("Why?")
     page.get_by_role("button", name="Send").click()
-    page.wait_for_function("document.querySelectorAll('.turn .note').length == 2")
+    expect(page.locator(".turn .note")).to_have_count(2)
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
     second = page.locator(".turn.model .text").nth(1).text_content()
     assert second == alone.answer(alone.chat_ids(messages), 8)
@@ -121,7 +119,7 @@ def test_stopping_and_errors(page: Any, server: Server) -> None:
     cancelled = server.stats()["requests"]["cancelled"]
     page.get_by_label("Message").fill("<b>What</b> is a list?")
     page.get_by_label("Message").press("Enter")
-    page.wait_for_function("document.querySelector('.turn.model .text')?.textContent.length > 0")
+    expect(page.locator(".turn.model .text")).to_have_text(re.compile(r"\S"))
     page.get_by_role("button", name="Stop").click()
     page.get_by_text("stopped", exact=True).wait_for()
     server.until("cancelled", cancelled + 1)
