@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from offload.cli import flags, output
-from offload.cli.prompt import read_prompt
+from offload.cli.prompt import Asked, read_prompt
 from offload.cli.sampling import Sampling
+from offload.errors import OffloadError
 
 
 def generate(
@@ -24,6 +25,33 @@ def generate(
     prompt_ids: Annotated[
         str | None,
         typer.Option(metavar="IDS", help="The prompt as token ids, e.g. 1,2,3; no tokenizer."),
+    ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch",
+            metavar="FILE",
+            help="Answer many prompts: a JSON object with prompt or messages per line, and if "
+            "wanted id, max_new_tokens, temperature, top_k, top_p, seed, stop. The weights are "
+            "read once for many of them; each answer is the same as alone.",
+        ),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Where the answers to --batch go, a JSON object per line, as they come. What is "
+            "there already is not done again.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Prompts of --batch at the same time. Default: what the plan finds fastest.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -70,8 +98,12 @@ def generate(
     comes from the checkpoint's generation_config.json, or is off. Without a prompt flag the prompt
     is read from stdin. If the tokenizer has a chat template, the prompt is put through it as a
     user's message, unless --raw. A checkpoint without a tokenizer takes --prompt-ids and gives ids.
+    With --batch nothing goes to stdout.
     """  # fmt: skip
-    asked = read_prompt(prompt, prompt_file, prompt_ids)
+    batched = _batch_flags(
+        batch, output_file, batch_size, [prompt, prompt_file, prompt_ids, record_routing]
+    )
+    asked = Asked() if batched else read_prompt(prompt, prompt_file, prompt_ids)
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
     output.check_target(json_file, "--json")
@@ -97,18 +129,47 @@ def generate(
         kernels=None if kernels is None else kernels.value,
         record_routing=record_routing,
     )
-    run_session(
-        Wish(
-            model=model,
-            quant=None if quant is None else quant.value,
-            asked=asked,
-            raw=raw,
-            max_new_tokens=max_new_tokens,
-            context=context,
-            sampling=sampling,
-            stops=tuple(stop or ()),
-            ignore_eos=ignore_eos,
-            wanted=wanted,
-            json_file=json_file,
-        )
+    wish = Wish(
+        model=model,
+        quant=None if quant is None else quant.value,
+        asked=asked,
+        raw=raw,
+        max_new_tokens=max_new_tokens,
+        context=context,
+        sampling=sampling,
+        stops=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        wanted=wanted,
+        json_file=json_file,
     )
+    if batched is None:
+        run_session(wish)
+        return
+    from offload.cli.batch import Files, run
+
+    run(Files(batch=batched[0], output=batched[1], size=batch_size), wish)
+
+
+def _batch_flags(
+    batch: Path | None, target: Path | None, size: int | None, others: list[object]
+) -> tuple[Path, Path] | None:
+    """The two files of a batch; None without one.
+
+    Raises:
+        OffloadError: flags that contradict each other or cannot take effect.
+    """
+    if batch is None:
+        for flag, value in (("--output", target), ("--batch-size", size)):
+            if value is not None:
+                raise OffloadError(f"{flag} is for --batch FILE; add it, or drop {flag}")
+        return None
+    if target is None:
+        raise OffloadError("--batch needs --output FILE for the answers")
+    names = ("-p", "--prompt-file", "--prompt-ids", "--record-routing")
+    for flag, value in zip(names, others, strict=True):
+        if value is not None:
+            raise OffloadError(f"{flag} and --batch contradict each other; drop one")
+    output.check_target(target, "--output")
+    if target.exists() and target.samefile(batch if batch.exists() else target.parent):
+        raise OffloadError("--output would write into --batch; give another file")
+    return batch, target

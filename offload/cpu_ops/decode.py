@@ -246,6 +246,25 @@ class AttentionHalf(_Region):
         unit = math.lcm(plan.dim, plan.o.format.block)
         a[Attention.MERGE_HEADS] = unit // plan.dim
 
+    def read(self, cache: KvCache) -> None:
+        """Go on with another sequence's cache, of the same shape as the first one.
+
+        Raises:
+            OffloadError: it has another one.
+        """
+        if cache is self._cache:
+            return
+        mine = self._cache
+        if (cache.heads, cache.dim, cache.capacity, cache.kind) != (
+            mine.heads, mine.dim, mine.capacity, mine.kind
+        ):  # fmt: skip
+            raise OffloadError(
+                f"this layer reads caches of {mine.heads} heads of {mine.dim} and {mine.capacity} "
+                f"tokens, and got {cache.heads} of {cache.dim} and {cache.capacity}"
+            )
+        self._cache = cache
+        self._a[Attention.KEYS], self._a[Attention.VALUES] = cache.places(self._layer)
+
     def __call__(self, x: Floats, position: int | None = None) -> Floats:
         """Add to ``x`` [H] and store the token's key and value. Returns ``x``.
 

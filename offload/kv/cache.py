@@ -37,6 +37,10 @@ class Backing(Protocol):
 
     def table(self, layer: int, shape: KvShape, sequences: int) -> LayerTable: ...
 
+    def lives(self) -> list[Life]:
+        """Of all caches, in the order in which they take turns at every layer."""
+        ...
+
     def gather_buffers(
         self, shape: KvShape, sequences: int, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -59,11 +63,12 @@ class Life:
             )
 
     def behind(self, index: int) -> Iterator[Block]:
-        """The blocks that are read after those of a layer."""
-        order = [
-            [u.block for u in n.table.uses()] if n.table is not None else [] for n in self.layers
-        ]
-        return upcoming(order, index)
+        """The blocks that are read after those of a layer: of the caches behind this one, then of
+        all at the layers behind it."""
+        turns = self.backing.lives()
+        layers = [life.layers[i] for i in range(len(self.layers)) for life in turns]
+        order = [[u.block for u in n.table.uses()] if n.table is not None else [] for n in layers]
+        return upcoming(order, index * len(turns) + turns.index(self))
 
     def release(self) -> None:
         """Give all blocks back; the cache cannot be used any more."""

@@ -73,6 +73,8 @@ class BlockStore:
         self._layers = homes.layers
         self._shared = homes.slots - homes.window
         self._sequences = homes.sequences
+        self.others = 0
+        """Sequences of other caches, whose newest blocks need slots, too."""
         self._resident: list[dict[Block, None]] = [{} for _ in range(homes.layers)]
         self._quota = homes.resident
         self._writing: dict[Block, None] = {}
@@ -86,6 +88,7 @@ class BlockStore:
 
     def expect(self, sequences: int) -> None:
         """As many are cached at once: each needs a slot of each layer for its newest block."""
+        sequences += self.others
         if sequences != self._sequences:
             self._sequences = sequences
             self._quota = shares(self._shared - self._layers * sequences, self._layers)

@@ -38,6 +38,7 @@ class KvTiers:
         slot_bytes: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
         context: int = 0,
+        caches: int = 1,
         engine: str | None = None,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
     ) -> None:
@@ -49,6 +50,7 @@ class KvTiers:
             slot_bytes: of a block of the largest layer; None: of the first layer that is cached.
             block_tokens: of that layer; others have as many or fewer.
             context: tokens that are expected, so that the buffer need not grow.
+            caches: that live at the same time, for sequences that run beside each other.
         """
         self.config = config
         self.ram = ram
@@ -58,7 +60,8 @@ class KvTiers:
         self._context = context
         self._engine_name, self._queue_depth = engine, queue_depth
         self._layers = sum(in_blocks for _, in_blocks in layer_makers(config))
-        self._current: Life | None = None
+        self._caches = caches
+        self._lives: list[Life] = []
         self._closed = False
         self._engine: Any = None
         self._spill: Spill | None = None
@@ -68,20 +71,32 @@ class KvTiers:
         self.store: BlockStore | None = None
 
     def new_cache(self) -> TieredCache:
-        """An empty cache, to be given as ``past_key_values``. The one before it loses its memory.
+        """An empty cache, to be given as ``past_key_values``. If there are as many as may live
+        (one, unless more were asked for), the oldest loses its memory; ``release`` gives one's
+        back before.
 
         Raises:
             ClosedError: the model is closed.
         """
         if self._closed:
             raise ClosedError("the KV cache's model is closed")
-        if self._current is not None:
-            self._current.release()
+        while len(self._lives) >= self._caches:
+            self._lives.pop(0).release()
         if self.store is not None:
             self.store.retry()
         cache = TieredCache(self.config, self)
-        self._current = cache.life
+        self._lives.append(cache.life)
         return cache
+
+    def release(self, cache: TieredCache) -> None:
+        """A cache is not needed any more. No-op if its memory has gone already."""
+        if cache.life in self._lives:
+            self._lives.remove(cache.life)
+            cache.life.release()
+
+    def lives(self) -> list[Life]:
+        """Of all caches, oldest first."""
+        return self._lives
 
     def table(self, layer: int, shape: KvShape, sequences: int) -> LayerTable:
         """An empty table of a layer. Raises PlanError: the budget is too small for it."""
@@ -100,7 +115,10 @@ class KvTiers:
     def _start(self, shape: KvShape, sequences: int) -> None:
         size = self._slot_bytes or BlockLayout(shape, self._block_tokens).nbytes
         homes = place(
-            slots=self.ram // size, slot_bytes=size, layers=self._layers, sequences=sequences
+            slots=self.ram // size,
+            slot_bytes=size,
+            layers=self._layers,
+            sequences=sequences * self._caches,
         )
         engine = (
             make_engine(self._engine_name, self._queue_depth)
@@ -111,6 +129,7 @@ class KvTiers:
         self.pool = Pool(homes.slots, size)
         self._spill = Spill(self._directory, size, engine)
         self.store = BlockStore(self.pool, self._spill, homes)
+        self.store.others = sequences * (self._caches - 1)
 
     def gather_buffers(
         self, shape: KvShape, sequences: int, tokens: int
@@ -199,8 +218,8 @@ class KvTiers:
         if self._closed:
             return
         self._closed = True
-        if self._current is not None:
-            self._current.live = False
+        for life in self._lives:
+            life.live = False
         if self._engine is not None:
             self._engine.close()
         for part in (self._spill, self.pool, self._buffer):

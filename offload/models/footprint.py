@@ -49,6 +49,14 @@ class Footprint:
     measured: bool
     layers: tuple[CachedLayer, ...] = ()
     """Of the cache, if it is transformers' own and could be measured."""
+    parked_bytes: int | None = None
+    """Alive between two modules, at most: what a sequence keeps while it waits for another. None:
+    as much as ``activation_bytes``."""
+
+    def parked(self, rows: int, measured_rows: int) -> int:
+        """Bytes of ``rows`` tokens that wait, if this was measured with ``measured_rows``."""
+        most = self.activation_bytes if self.parked_bytes is None else self.parked_bytes
+        return -(-most * rows // max(1, measured_rows))
 
 
 class LiveBytes(TorchDispatchMode):
@@ -61,6 +69,8 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
         self._total = 0
         self.peak = 0
+        self.parked = 0
+        """The most that was alive when a module began."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -81,6 +91,12 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self._total)
         return out
 
+    def park(self, *_: Any) -> None:
+        """A module begins: another sequence may run meanwhile. Takes any arguments: a hook."""
+        if self._total > self.parked:
+            self._purge()
+            self.parked = max(self.parked, self._total)
+
     def _purge(self) -> None:
         for key in [k for k, (_, ref) in self._live.items() if ref.expired()]:
             self._total -= self._live.pop(key)[0]
@@ -95,7 +111,8 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
     try:
         held: list[Any] = []
         peak, cache = meta_forward(model, tokens, batch, held=held)
-        return Footprint(int(peak * 1.05), cache, True, _layers(model, held[0]))
+        parked = max(0, held[1] - cache)
+        return Footprint(int(peak * 1.05), cache, True, _layers(model, held[0]), parked)
     except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = (
@@ -121,7 +138,7 @@ def meta_forward(
     """Run one forward on meta; returns (peak bytes of activations, bytes of the cache).
 
     ``decode``: then run one more token with the cache, whose code may be another than a prompt's.
-    ``held`` gets the cache.
+    ``held`` gets the cache, and what was alive at most when a module began, the cache included.
     Raises whatever an operation raises that cannot work without data.
     """
     with contextlib.ExitStack() as stack:
@@ -161,11 +178,16 @@ def _run(
     with torch.no_grad(), buffers_on_meta(model):
         weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         watch = LiveBytes(weights)
-        with watch:
-            out = model(**kwargs)
+        hooks = [m.register_forward_pre_hook(watch.park) for m in _places(model)]
+        try:
+            with watch:
+                out = model(**kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
         cache = _cache_bytes(getattr(out, "past_key_values", None))
         if held is not None:
-            held.append(getattr(out, "past_key_values", None))
+            held += [getattr(out, "past_key_values", None), watch.parked]
         if decode and model.can_generate():
             kept = [n for n in ("past_key_values", "cache_params") if getattr(out, n, None)]
             if not kept:
@@ -175,6 +197,16 @@ def _run(
             last = "decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"
             model(**{**kwargs, last: ids[:, :1], kept[0]: getattr(out, kept[0])})
     return watch.peak - cache, cache
+
+
+def _places(model: Any) -> list[Any]:
+    """Where a sequence may have to wait for weights: layers, products, experts."""
+    groups = {id(g.module) for g in expert_groups(model)}
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, (torch.nn.Linear, torch.nn.ModuleList)) or id(m) in groups
+    ]
 
 
 def _cache_bytes(cache: Any) -> int:

@@ -39,6 +39,7 @@ class OffloadHandle:
     """After ``wrap``: the model's own parameters, waiting for their data."""
     closed: bool = False
     make_cache: Callable[[], Any] | None = None
+    end_cache: Callable[[Any], None] | None = None
     kv: KvTiers | None = None
     """The blocks of keys and values, if they are kept so."""
     kernel_error: KernelError | None = None
@@ -46,13 +47,20 @@ class OffloadHandle:
     def new_cache(self) -> Any:
         """An empty KV cache for one sequence, to be given as ``past_key_values``; of a packed model
         the one that its decode kernels read, and where keys and values are kept in blocks, one of
-        those: the last one made owns the memory."""
+        those: the last one made owns the memory, or as many as the model was opened for
+        (``sequences``)."""
         if self.make_cache is not None:
             return self.make_cache()
         from transformers import DynamicCache
 
         model: Any = self.attachment.model
         return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+    def release_cache(self, cache: Any) -> None:
+        """A cache of ``new_cache`` is not needed any more: the next one gets its memory, and no
+        other one loses its own."""
+        if self.end_cache is not None:
+            self.end_cache(cache)
 
     def stats(self) -> dict[str, Any]:
         """Figures since the model was loaded. Sizes in bytes, times in seconds.

@@ -33,6 +33,7 @@ class KvNeed:
     """What a model caches for ``context`` tokens of ``sequences`` sequences; sizes in bytes.
 
     Attributes:
+        together: of the sequences, in one forward pass.
         shapes: of the layers that are kept in blocks.
         other_bytes: of all others: windows, recurrent states.
         activation_bytes: of one more token at the end of the context.
@@ -41,6 +42,7 @@ class KvNeed:
     shapes: tuple[KvShape, ...]
     context: int
     sequences: int
+    together: int
     block_tokens: int
     other_bytes: int
     activation_bytes: int
@@ -52,7 +54,7 @@ class KvNeed:
     @property
     def gathered_bytes(self) -> int:
         """Of the largest layer in one piece, as the model's own attention takes it."""
-        return max(s.gathered_bytes(self.context, self.sequences) for s in self.shapes)
+        return max(s.gathered_bytes(self.context, self.together) for s in self.shapes)
 
     @property
     def whole_slots(self) -> int:
@@ -163,6 +165,7 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         shapes=shapes,
         context=context,
         sequences=options.batch,
+        together=options.batch,
         block_tokens=options.kv_block_tokens,
         other_bytes=other,
         # Only a latent cache is expanded; attention reads plain keys and values where they are
@@ -193,6 +196,18 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
             f"that attends to all tokens); drop --kv-ram"
         )
     return KvPlan(need=need, homes=need.homes(options.kv_ram))
+
+
+def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
+    """The same for as many sequences as run beside each other. Raises PlanError: too little."""
+    if plan is None or options.sequences == 1:
+        return plan
+    need = dataclasses.replace(
+        plan.need,
+        sequences=plan.need.sequences * options.sequences,
+        other_bytes=plan.need.other_bytes * options.sequences,
+    )
+    return KvPlan(need=need, homes=need.homes(options.kv_ram or plan.homes.ram_bytes))
 
 
 def least(need: KvNeed) -> KvPlan:

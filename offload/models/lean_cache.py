@@ -82,11 +82,12 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class LeanCache(Cache):  # type: ignore[misc]
-    """The cache of one sequence. A model has one at a time: a new one takes its memory."""
+    """The cache of one sequence. A model has one at a time, unless it was opened for several: a new
+    one takes the oldest one's memory."""
 
     def __init__(self, store: KvCache) -> None:
         super().__init__(layers=[LeanCacheLayer(store, i) for i in range(store.layers)])
-        self.live = True
+        self.store, self.live = store, True
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         self.check_live()

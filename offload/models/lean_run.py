@@ -121,11 +121,22 @@ def _format_of(pack: PackedModel, path: str, name: str) -> Format:
 class LeanRun:
     """The lean layers of an open model. ``detach`` of its attachment removes them."""
 
-    def __init__(self, model: Any, lean: LeanModel, attachment: Attachment, capacity: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        lean: LeanModel,
+        attachment: Attachment,
+        capacity: int,
+        caches: int = 1,
+    ) -> None:
+        """``caches``: that live at the same time, each for ``capacity`` tokens."""
         first = next(iter(lean.layers.values())).plan.attention
         self._model = model
-        self._store = KvCache(len(lean.layers), first.key_heads, first.dim, capacity)
-        self._cache: LeanCache | None = None
+        self._shape = len(lean.layers), first.key_heads, first.dim, capacity
+        self._store = KvCache(*self._shape)
+        self._free = [self._store]
+        self._most = caches
+        self._caches: list[LeanCache] = []
         scratch = Scratch.of([found.plan for found in lean.layers.values()], capacity)
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
@@ -143,12 +154,22 @@ class LeanRun:
 
     def new_cache(self) -> LeanCache:
         """An empty cache for one sequence, to give to ``model`` or ``generate`` as
-        ``past_key_values``. The one before it loses its memory."""
-        if self._cache is not None:
-            self._cache.live = False
-        self._store.crop(0)
-        self._cache = LeanCache(self._store)
-        return self._cache
+        ``past_key_values``. If there are as many as may live (one, unless more were asked for), the
+        oldest loses its memory; ``release`` gives one's back before."""
+        while len(self._caches) >= self._most:
+            self.release(self._caches[0])
+        # Only memory where tokens were stored counts, so a used one goes first.
+        store = self._free.pop() if self._free else KvCache(*self._shape)
+        store.crop(0)
+        self._caches.append(LeanCache(store))
+        return self._caches[-1]
+
+    def release(self, cache: LeanCache) -> None:
+        """A cache is not needed any more. No-op if its memory has gone already."""
+        if cache in self._caches:
+            self._caches.remove(cache)
+            cache.live = False
+            self._free.append(cache.store)
 
     def _generate(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if "past_key_values" not in kwargs and self._fits(args, kwargs):
@@ -219,7 +240,8 @@ class _Step:
                 self._keep.append(value)
                 region.place(**{slot: value.data_ptr()})
 
-    def __call__(self, hidden: torch.Tensor, position: int | None) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
+        self.attention.read(store)
         for region, slot, module in self._moving:
             region.place(**{slot: module.packed.data_ptr()})
         x = hidden.detach().float().reshape(-1).numpy().copy()
@@ -245,7 +267,8 @@ def _forward(
     if isinstance(cache, LeanCache) and hidden_states.shape[:2] == (1, 1):
         cache.check_live()
         positions = kwargs.get("position_ids")
-        return step(hidden_states, None if positions is None else int(positions.reshape(-1)[0]))
+        position = None if positions is None else int(positions.reshape(-1)[0])
+        return step(hidden_states, position, cache.store)
     return inner(hidden_states, *args, **kwargs)
 
 

@@ -90,12 +90,35 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
     kv: KvPlan | None = None
     """Where keys and values live, if they are kept in blocks."""
+    kv_alone: KvPlan | None = None
+    """The same of one sequence, where several run beside each other."""
     kernel_error: KernelError | None = None
 
     @property
     def minimum(self) -> Mapping[Tier, int]:
         """The smallest budgets in bytes that this model, context and cut can run in."""
         return least_budgets(self.ask)
+
+    def replan(self) -> None:
+        """Make the plan anew after ``options.sequences`` or ``pass_rows`` have changed.
+
+        Raises:
+            PlanError: it does not fit.
+        """
+        ram = self.plan.budgets[Tier.RAM]
+        if self.kv_alone is None:
+            self.kv_alone = self.kv
+        before = None if self.kv is None else self.kv.note(self.options)
+        kv = kv_plan.beside(self.kv_alone, self.options)
+        plan = plan_within(self.ask, ram, self.meta.directory.name)
+        self.request = self.ask(ram)
+        if kv is not None:
+            plan = kv_plan.predicted(plan, kv, self.request.costs)
+            self.notes = [kv.note(self.options) if n == before else n for n in self.notes]
+        self.plan, self.kv = self._aligned(plan), kv
+
+    def _aligned(self, plan: Plan) -> Plan:
+        return align_pins(plan, self.cut, self.recipes)
 
     def open(self, progress: Progress | None = None, wrap_store: Any = None) -> Any:
         """Load what is pinned and return the model, ready to run."""
@@ -190,7 +213,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             chosen,
             options,
             footprint=footprint,
-            cache=cache,
+            cache=cache * options.sequences,
             prompt=prompt,
             device=device,
             overhead=overhead,
@@ -198,7 +221,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             kept=sum(made.values()),
             workspace=workspace,
             staged=staged,
-            kv=kv,
+            kv=kv_plan.beside(kv, options),
         )
 
     reserves = set_aside(chosen, ram, recipes.staged)

@@ -152,11 +152,12 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
         slot_bytes=kv.homes.slot_bytes,
         block_tokens=kv.need.block_tokens,
         context=kv.need.context,
+        caches=options.sequences,
         engine=options.engine,
         queue_depth=options.queue_depth,
     )
     tiers.serve(model, handle.attachment.on_detach)
-    handle.kv, handle.make_cache = tiers, tiers.new_cache
+    handle.kv, handle.make_cache, handle.end_cache = tiers, tiers.new_cache, tiers.release
     weakref.finalize(model, tiers.close)
 
 

@@ -42,6 +42,11 @@ class Options:
     prompt_tokens: int | None = None
     context: int = DEFAULT_CONTEXT
     batch: int = 1
+    sequences: int = 1
+    """Generations that run beside each other, each with a cache of its own (``offload.batch``)."""
+    pass_rows: int | None = None
+    """Tokens of several sequences' prompts that one pass over the model reads at most, and so keeps
+    activations of; one prompt always goes. None: one prompt."""
     engine: str | None = None
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
@@ -68,6 +73,13 @@ class Options:
     """Set aside for the model's Python objects and for slack; None: measured."""
     tokenizer_bytes: int = 0
     """What this process already holds for the caller and the budget has to cover."""
+
+    def parked_rows(self, prompt: int) -> int:
+        """Tokens whose activations wait while another sequence runs."""
+        if self.sequences == 1:
+            return 0
+        most = max(prompt, self.pass_rows or 0)
+        return min(most, (self.sequences - 1) * prompt) + self.sequences
 
     def __post_init__(self) -> None:
         check_device(self)

@@ -67,6 +67,7 @@ from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, RowEmbedding, Unit, unit_modules
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, minimum_budgets
 from offload.scheduler.policy import SCORED
 from offload.units import format_bytes
@@ -96,6 +97,9 @@ class PackedPrepared(Prepared):
         from offload.models.packed_opening import open_packed
 
         return open_packed(self, progress, wrap_store)
+
+    def _aligned(self, plan: Plan) -> Plan:
+        return plan  # bundles are as the kernels take them
 
     def check_kernels(self, model: Any) -> None:
         if fast_check.is_due(self.options, self.pack):
@@ -201,8 +205,9 @@ def plan_packed(
         return {
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
-                cache=cache, prompt=read, ram=ram, kept=kept, overhead=overhead,
-                lean_bytes=decoder.scratch_bytes(max(options.context, prompt)), kv=kv,
+                cache=cache * options.sequences, prompt=read, ram=ram, kept=kept, overhead=overhead,
+                lean_bytes=decoder.scratch_bytes(max(options.context, prompt)),
+                kv=kv_plan.beside(kv, options),
             )
         }  # fmt: skip
 
@@ -409,11 +414,11 @@ def _reserves(
     rows = prompt * options.batch
     return {
         **cache_reserves(cache, n_layers, kv),
-        "activations": activation_bytes(footprint, kv),
+        "activations": activation_bytes(footprint, kv, options, prompt),
         "kernels' scratch": _scratch(pack, rows) + lean_bytes,
-        "logits": 4 * 4 * options.batch * vocabulary,
+        "logits": 4 * 4 * options.batch * options.sequences * vocabulary,
         "I/O staging": chunks * chunk,
-        "embedding rows": rows * width * 8 + ROWS_BYTES,
+        "embedding rows": max(rows, options.parked_rows(prompt)) * width * 8 + ROWS_BYTES,
         "model structure and slack": overhead,
         "tokenizer": options.tokenizer_bytes,
         "norms, routers, biases": kept,

@@ -128,10 +128,11 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         attachment = PackedAttachment(
             prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder
         )
-        make_cache = None
+        make_cache = end_cache = None
         if prepared.lean.layers:
             tokens = max(options.context, options.prompt_tokens or 0)
-            make_cache = LeanRun(meta.model, prepared.lean, attachment, tokens).new_cache
+            run = LeanRun(meta.model, prepared.lean, attachment, tokens, options.sequences)
+            make_cache, end_cache = run.new_cache, run.release
             take_over(meta.model, list(prepared.lean.layers), make_cache, attachment)
     except BaseException:
         if recorder is not None:
@@ -155,6 +156,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         baseline_rss=prepared.baseline_rss,
         notes=tuple(prepared.notes),
         make_cache=make_cache,
+        end_cache=end_cache,
     )
     finish_model(model, meta.directory)
     serve_blocks(prepared, model, handle)

@@ -64,11 +64,13 @@ def reserves_of(
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
     chunks, chunk = staging_shape(options, largest, ram, staged)
     shape = head_shape(meta.model)
-    logits = 4 * 4 * options.batch * shape[0] if shape else 0
-    rows = prompt * options.batch * (shape[1] * 4 if shape else 0)
+    logits = 4 * 4 * options.batch * options.sequences * shape[0] if shape else 0
+    rows = max(prompt * options.batch, 2 * options.parked_rows(prompt)) * (
+        shape[1] * 4 if shape else 0
+    )
     compute = {
         **cache_reserves(cache, n_layers, kv),
-        "activations": activation_bytes(footprint, kv),
+        "activations": activation_bytes(footprint, kv, options, prompt),
         "matrix workspace": workspace_bytes(matrices(chosen), workspace)
         + kernel_bytes(
             (t for g in chosen.groups for t in chosen.blocks[g.blocks[0]].tensors), prompt, ram
@@ -95,9 +97,11 @@ def cache_reserves(cache: int, n_layers: int, kv: KvPlan | None) -> dict[str, in
     return {"KV cache": cache + cache // max(1, n_layers)}
 
 
-def activation_bytes(footprint: Footprint, kv: KvPlan | None) -> int:
-    """Of the prompt, or of a token at the end of a context that is much longer."""
-    return max(footprint.activation_bytes, kv.need.activation_bytes if kv is not None else 0)
+def activation_bytes(footprint: Footprint, kv: KvPlan | None, options: Options, prompt: int) -> int:
+    """Of the prompt, or of a token at the end of a context that is much longer, while other
+    sequences wait with theirs."""
+    runs = max(footprint.activation_bytes, kv.need.activation_bytes if kv is not None else 0)
+    return runs + footprint.parked(options.parked_rows(prompt), prompt * options.batch)
 
 
 def request_of(

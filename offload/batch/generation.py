@@ -1,0 +1,137 @@
+"""One sequence's generation, as it is run alone and beside others: the same call, the same tokens.
+
+Nothing here knows of a conductor. ``generate`` is what a sequence's ``work`` calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+OnToken = Callable[[int], bool]
+"""Gets each new token; True ends the generation behind it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen: greedily at ``temperature`` 0. Above, what is None comes from
+    the checkpoint's generation settings, or is off."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def apply(self, settings: Any) -> None:
+        """Write it into a transformers ``GenerationConfig``."""
+        settings.num_beams = settings.num_return_sequences = 1
+        settings.do_sample = self.temperature > 0
+        if not settings.do_sample:
+            settings.temperature = settings.top_k = settings.top_p = settings.min_p = None
+            return
+        settings.temperature = self.temperature
+        # 0 and not None: transformers would fill a top-k of 50 in.
+        settings.top_k = self.top_k or settings.top_k or 0
+        settings.top_p = self.top_p or settings.top_p or 1.0
+        settings.min_p = settings.min_p if self.min_p is None else self.min_p
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came out of one generation.
+
+    Attributes:
+        tokens: new ones, with the one that ended it.
+        finish_reason: ``"stop"``: ``on_token`` said so; ``"eos"``: the model; ``"length"``.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+
+
+class _Tap:
+    """A stopping criterion that passes each new token on: a streamer would end a run one token
+    late, because transformers asks its criteria before it hands a token to a streamer."""
+
+    def __init__(self, out: Generation, on_token: OnToken | None, start: int) -> None:
+        self._out, self._on_token, self._seen = out, on_token, start
+        self.hit = False
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        """``input_ids``: (1, S) int64, the new token last. Returns (1,) bool: stop now."""
+        for token in input_ids[0, self._seen :].tolist():
+            self._out.tokens.append(token)
+            if self._on_token is not None and self._on_token(token):
+                self.hit = True
+        self._seen = input_ids.shape[1]
+        return torch.full((1,), self.hit, dtype=torch.bool, device=input_ids.device)
+
+
+def generate(
+    model: Any,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    ignore_eos: bool = False,
+    on_token: OnToken | None = None,
+    cache: Any = None,
+    **more: Any,
+) -> Generation:
+    """Generate from one prompt with settings of its own; ``model.generation_config`` stays.
+
+    Random numbers come from torch's default generator: seed it before (``torch.manual_seed``), or
+    give ``Conductor.start`` the seed.
+
+    Args:
+        model: opened by ``offload``.
+        prompt_ids: at least one.
+        cache: that holds the first tokens of the prompt already, fewer than all; None: a fresh one,
+            whose memory is given back at the end.
+        more: for ``model.generate`` (e.g. ``prefill_chunk_size``).
+
+    Raises:
+        OffloadError: e.g. a read failed.
+    """
+    from transformers import StoppingCriteriaList
+
+    settings = copy.deepcopy(model.generation_config)
+    (sampling or Sampling()).apply(settings)
+    settings.max_new_tokens, settings.max_length = max_new_tokens, None
+    settings.return_dict_in_generate = False
+    settings.cache_implementation = None  # the plan's cache, whatever the checkpoint wishes
+    if ignore_eos:
+        settings.eos_token_id = None
+    if settings.pad_token_id is None:
+        settings.pad_token_id = 0  # one sequence: nothing is padded, but its absence is warned of
+    ends = settings.eos_token_id
+    eos = set(ends) if isinstance(ends, list) else {ends}
+    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
+    out = Generation()
+    tap = _Tap(out, on_token, len(prompt_ids))
+    own = cache is None and model.offload.make_cache is not None
+    if own:
+        cache = model.offload.new_cache()
+    if cache is not None:
+        more["past_key_values"] = cache
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            stopping_criteria=StoppingCriteriaList([tap]),
+            **more,
+        )
+    finally:
+        if own:
+            model.offload.release_cache(cache)
+    last = out.tokens[-1] if out.tokens else None
+    out.finish_reason = "stop" if tap.hit else "eos" if last in eos else "length"
+    return out
+
+
+__all__ = ["Generation", "OnToken", "Sampling", "generate"]

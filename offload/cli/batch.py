@@ -1,0 +1,343 @@
+"""``offload generate --batch``: many prompts from a file, their answers into another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.batch.answers import Answers, key_of
+from offload.batch.choose import Choice, choose
+from offload.batch.generation import Generation, OnToken
+from offload.batch.generation import Sampling as TokenSampling
+from offload.batch.jobs import Defaults, Job, read_jobs
+from offload.batch.runner import Tally, Task, run_batch
+from offload.cli import console, decode, output, prompt, report, view
+from offload.cli.planning import context_limit, find_model, fit_context, make_plan
+from offload.cli.session import Wish, measured_tokenizer, open_model, say_kernel_error
+from offload.cli.session import stop_between_units as stop_between
+from offload.cli.signals import raise_received, signals_wait
+from offload.cli.text import StopFilter, TextDecoder
+from offload.errors import OffloadError
+from offload.models.load import Prepared
+from offload.models.meta import model_class, read_config
+from offload.models.naming import model_name
+from offload.units import format_bytes
+
+TICK_S = 0.2
+"""Between two looks at the progress."""
+
+SHARES = 10
+"""Lines of progress where there is no terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """The flags that only a batch has."""
+
+    batch: Path
+    output: Path
+    size: int | None
+
+
+def run(files: Files, wish: Wish) -> None:
+    """Check, plan, load, answer, report. The model is closed whatever happens.
+
+    Raises:
+        OffloadError: anything for the user to change; prompts that failed.
+    """
+    options = wish.wanted.options()
+    if wish.wanted.threads is not None:
+        torch.set_num_threads(wish.wanted.threads)
+    jobs = read_jobs(files.batch, _defaults(wish))
+    directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
+    config = read_config(directory)
+    decode.check_can_generate(model_class(config), model_name(directory))
+    tokenizer, tokenizer_bytes = measured_tokenizer(directory)
+    if tokenizer is None:
+        raise OffloadError(
+            f"{model_name(directory)} has no tokenizer, which --batch needs; copy its files there"
+        )
+    model_facts = [*facts_of(directory), wish.wanted.dtype, wish.wanted.kernels]
+    tasks, keys, context = _tasks(jobs, wish, tokenizer, directory, config, model_facts)
+    with Answers(files.output, keys) as answers:
+        todo = [task for task in tasks if task.index not in answers.done]
+        _say_found(answers, len(tasks))
+        if not todo:
+            return
+        prepared = make_plan(
+            directory,
+            wish.wanted,
+            options,
+            prompt_tokens=max(len(t.ids) for t in todo),
+            context=context,
+            tokenizer_bytes=tokenizer_bytes,
+        )
+        choice = choose(prepared, jobs=len(todo), asked=files.size)
+        view.show_summary(console.err(), prepared)
+        console.note(choice_text(choice), "batch")
+        with signals_wait():
+            _answer(wish, prepared, choice, jobs, todo, keys, answers, tokenizer)
+    raise_received()
+
+
+def _defaults(wish: Wish) -> Defaults:
+    flags = wish.sampling
+    return Defaults(
+        sampling=TokenSampling(
+            temperature=flags.temp, top_k=flags.top_k, top_p=flags.top_p, min_p=flags.min_p
+        ),
+        max_new_tokens=wish.max_new_tokens,
+        stops=wish.stops,
+    )
+
+
+def facts_of(directory: Path) -> list[Any]:
+    """What tells one checkpoint from another without reading its weights: the names and sizes of
+    its files, and the text of its configuration."""
+    files = sorted(p for p in directory.iterdir() if p.is_file())
+    small = [p for p in files if p.suffix == ".json" and p.stat().st_size < 2**20]
+    return [
+        [[p.name, p.stat().st_size] for p in files if not p.name.startswith(".")],
+        [key_of(p.read_text("utf-8", "replace")) for p in small],
+    ]
+
+
+def _tasks(
+    jobs: Sequence[Job],
+    wish: Wish,
+    tokenizer: Any,
+    directory: Path,
+    config: Any,
+    model_facts: list[Any],
+) -> tuple[list[Task], list[str], int]:
+    """Every prompt in tokens, the hash of all that decides its answer, and the longest context."""
+    tasks: list[Task] = []
+    keys: list[str] = []
+    longest = 0
+    limit = context_limit(config)
+    for job in jobs:
+        try:
+            ids = _ids(job, tokenizer, raw=wish.raw, directory=directory)
+            prompt.check_ids(ids, config)
+            new, context = fit_context(
+                prompt=len(ids),
+                new_tokens=job.max_new_tokens,
+                context=wish.context,
+                limit=limit,
+            )
+        except OffloadError as error:
+            raise OffloadError(f"line {job.line}: {error}") from error
+        sampling = job.sampling
+        how = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p]
+        facts = [model_facts, ids, new, how, list(job.stops), wish.ignore_eos]
+        seed = None
+        if sampling.temperature > 0:
+            # Without a seed: one that a later run, which continues this one, finds again.
+            own = job.seed if wish.sampling.seed is None else wish.sampling.seed + job.index
+            drawn = int(key_of([facts, job.index]), 16) if own is None else own
+            seed = (drawn if job.seed is None else job.seed) % 2**63
+        keys.append(key_of([facts, seed]))
+        longest = max(longest, context)
+        tasks.append(
+            Task(
+                index=job.index,
+                ids=tuple(ids),
+                max_new_tokens=new,
+                sampling=sampling,
+                seed=seed,
+                ignore_eos=wish.ignore_eos,
+            )
+        )
+    return tasks, keys, longest
+
+
+def _ids(job: Job, tokenizer: Any, *, raw: bool, directory: Path) -> list[int]:
+    if job.messages is None:
+        return prompt.encode(prompt.Asked(text=job.prompt), tokenizer, raw=raw, directory=directory)
+    if not getattr(tokenizer, "chat_template", None):
+        raise OffloadError(
+            f"{model_name(directory)} has no chat template for messages; give a prompt instead"
+        )
+    return prompt.template_ids(job.messages, tokenizer, directory, way_out="give a prompt instead")
+
+
+def _say_found(answers: Answers, total: int) -> None:
+    if answers.torn:
+        console.note(f"cut off {answers.torn} bytes of a line that a stop had left unfinished")
+    if answers.done:
+        left = total - len(answers.done)
+        ends = f"{left} to go" if left else "nothing to do"
+        console.note(f"{len(answers.done)} of {total} prompts are answered already: {ends}")
+
+
+def choice_text(choice: Choice) -> str:
+    """The number of sequences and what is expected, in a line."""
+    many = choice.sequences > 1
+    said = f"{choice.sequences} prompt{'s' if many else ''} at once ({choice.why})"
+    if choice.tok_s is not None:
+        said += f", predicted {view.figure(choice.tok_s)} tok/s, set by {choice.bound}"
+    said += f"; a pass reads {format_bytes(round(choice.read_bytes))} from disk"
+    if choice.compute_s is not None and choice.read_s is not None:
+        said += (
+            f" in {choice.read_s:.3g} s and computes "
+            f"{1e3 * choice.compute_s / choice.sequences:.3g} ms for each"
+        )
+    return said
+
+
+def _answer(
+    wish: Wish,
+    prepared: Prepared,
+    choice: Choice,
+    jobs: Sequence[Job],
+    todo: list[Task],
+    keys: Sequence[str],
+    answers: Answers,
+    tokenizer: Any,
+) -> None:
+    model = open_model(prepared)
+    texts: dict[int, _Text] = {}
+    tally = Tally(len(todo))
+    start = end = model.offload.stats()
+
+    def tap(task: Task) -> OnToken:
+        texts[task.index] = text = _Text(tokenizer, jobs[task.index].stops)
+        return text.push
+
+    def on_answer(task: Task, found: Generation) -> None:
+        text = texts.pop(task.index)
+        answer = {
+            "id": jobs[task.index].id,
+            "text": text.finish(),
+            "prompt_tokens": len(task.ids),
+            "new_tokens": len(found.tokens),
+            "finish_reason": found.finish_reason,
+        }
+        if task.seed is not None:
+            answer["seed"] = task.seed
+        answers.add(task.index, keys[task.index], answer)
+
+    def on_step(now: Tally) -> None:
+        nonlocal tally
+        tally = now
+        raise_received()
+        tell(now)
+
+    try:
+        stop_between(prepared)
+        say_kernel_error(prepared, model)
+        start = model.offload.stats()
+        with console.share_progress("answering") as bar:
+            tell = _Progress(bar)
+            tally = run_batch(
+                model,
+                todo,
+                sequences=choice.sequences,
+                pass_rows=choice.pass_rows,
+                tap=tap,
+                on_answer=on_answer,
+                on_step=on_step,
+            )
+    finally:
+        end = model.offload.stats()
+        model.offload.close()
+        if tally.passes:
+            read = end["disk_read_bytes"] - start["disk_read_bytes"]
+            console.note(stats_line(tally, end, read), "stats")
+            output.write_json(wish.json_file, _json(tally, prepared, choice, end, read))
+    if tally.failed:
+        index, why = min(tally.failed.items())
+        missing = tally.total - tally.done
+        raise OffloadError(
+            f"{missing} of {tally.total} prompts have no answer; the first that failed (line "
+            f"{jobs[index].line}): {why}; the same command tries them again"
+        ) from why
+
+
+class _Text:
+    """The text of one answer as it comes."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._decoder, self._filter = TextDecoder(tokenizer), StopFilter(stops)
+        self._pieces: list[str] = []
+
+    def push(self, token: int) -> bool:
+        self._pieces.append(self._filter.push(self._decoder.push(token)))
+        return self._filter.hit
+
+    def finish(self) -> str:
+        self._pieces += [self._filter.push(self._decoder.finish()), self._filter.finish()]
+        return "".join(self._pieces)
+
+
+class _Progress:
+    """A bar on a terminal, a line for each tenth elsewhere."""
+
+    def __init__(self, bar: Callable[[str, float], None]) -> None:
+        self._bar = bar
+        self._next_s = 0.0
+        self._said = 0
+
+    def __call__(self, tally: Tally) -> None:
+        now = time.perf_counter()
+        share = tally.done * SHARES // tally.total
+        if console.err().is_terminal:
+            if now >= self._next_s:
+                self._next_s = now + TICK_S
+                self._bar(progress_text(tally), tally.done / tally.total)
+        elif self._said < share < SHARES:
+            self._said = share
+            console.note(progress_text(tally), "progress")
+
+
+def progress_text(tally: Tally) -> str:
+    """``12/100 prompts, 34.5 tok/s, 67 s left``."""
+    parts = [f"{tally.done}/{tally.total} prompts"]
+    if tally.tok_s is not None:
+        parts.append(f"{view.figure(tally.tok_s)} tok/s")
+    if tally.eta_s is not None:
+        parts.append(f"{tally.eta_s:.0f} s left")
+    return ", ".join(parts)
+
+
+def stats_line(tally: Tally, end: decode.Snapshot, read_bytes: int) -> str:
+    """All that counts, separated by dots. ``read_bytes``: from the disk since the start."""
+    parts = [
+        f"{tally.done} of {tally.total} prompts in {tally.seconds:.2f} s",
+        f"{report.rate_text(tally.tok_s)} ({tally.new_tokens} new tokens, {tally.prompt_tokens} "
+        f"of prompts)",
+        f"{tally.passes} passes for {tally.forwards} forwards",
+    ]
+    if read_bytes and tally.new_tokens:
+        parts.append(f"{read_bytes / 2**20 / tally.new_tokens:.3g} MiB/token from disk")
+    parts.append(report.memory_text(end))
+    return " · ".join(parts)
+
+
+def _json(
+    tally: Tally, prepared: Prepared, choice: Choice, end: decode.Snapshot, read_bytes: int
+) -> dict[str, Any]:
+    return {
+        "prompts": tally.total,
+        "answered": tally.done,
+        "failed": len(tally.failed),
+        "prompt_tokens": tally.prompt_tokens,
+        "new_tokens": tally.new_tokens,
+        "seconds": tally.seconds,
+        "tok_s": tally.tok_s,
+        "passes": tally.passes,
+        "forwards": tally.forwards,
+        "most_at_once": tally.most,
+        "read_bytes": read_bytes,
+        "batch": choice.to_json(),
+        "plan": view.plan_json(prepared),
+        "end": end,
+    }
+
+
+__all__ = ["Files", "run"]
