@@ -30,31 +30,24 @@ from typing import Any
 
 import torch
 
-from offload.blocks import ALIGN, align_up
 from offload.errors import ClosedError, OffloadError, StoreError, UnsupportedModelError
 from offload.kv.prefix_folder import STEP_NS, PrefixFolder, open_directory
 from offload.kv.prefix_format import (
-    PIECE_ALIGN,
     DamagedGroupError,
     Group,
-    Piece,
     finish,
-    footer_bytes,
     group_names,
     parse,
     root_of,
 )
 from offload.kv.prefix_layers import Restorer, cached_tokens, check_layers, recording
-from offload.runtime.memory import HostMemory
+from offload.kv.prefix_slots import Slot, room_in
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 SLOTS = 2
 """Buffers: one is filled while the other is on its way."""
-
-MOST_TIMES = 8
-"""A file of more than so many times the bytes that a group is expected to have is damaged."""
 
 WAIT_S = 120.0
 """So long a disk may take for one group before it is given up."""
@@ -126,9 +119,9 @@ class PrefixCache:
         self._say = say
         self._writes = True
         self._closed = False
-        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
-            self._slots.put(_Slot(group_bytes))
+            self._slots.put(Slot(group_bytes))
         self._thread = ThreadPoolExecutor(1, "prompt-cache")
         self._written: list[Future[None]] = []
         self._used_ns = 0
@@ -202,7 +195,7 @@ class PrefixCache:
         restorer = Restorer(cache, (stop - first) * self.chunk)
         found = damaged = read = 0
         compute_s = 0.0
-        ahead: list[Future[tuple[_Slot, Group | None]]] = []
+        ahead: list[Future[tuple[Slot, Group | None]]] = []
         try:
             for i in range(first, stop):
                 # The next one is read while this one is copied.
@@ -236,14 +229,14 @@ class PrefixCache:
         return found, damaged, read, compute_s
 
     def _read(
-        self, slot: _Slot, ids: Sequence[int], name: str, index: int
-    ) -> tuple[_Slot, Group | None]:
+        self, slot: Slot, ids: Sequence[int], name: str, index: int
+    ) -> tuple[Slot, Group | None]:
         """On the thread: a group, checked; None: it is not there any more. The slot comes back in
         any case: with an error, in the queue."""
         at = index * self.chunk
         try:
             try:
-                area = self._folder.read(name, partial_room(slot, self.group_bytes))
+                area = self._folder.read(name, room_in(slot, self.group_bytes))
                 if area is None:
                     return slot, None
                 tokens = ids[at : at + self.chunk]
@@ -262,7 +255,7 @@ class PrefixCache:
             self._slots.put(slot)
             raise
 
-    def _return(self, future: Future[tuple[_Slot, Group | None]]) -> None:
+    def _return(self, future: Future[tuple[Slot, Group | None]]) -> None:
         if not future.cancelled() and future.exception() is None:
             self._slots.put(future.result()[0])
 
@@ -310,7 +303,7 @@ class PrefixCache:
         self._written = [f for f in self._written if not f.done()]
         self._written.append(self._thread.submit(self._write, slot, group, used_ns))
 
-    def _write(self, slot: _Slot, group: Group, used_ns: int) -> None:
+    def _write(self, slot: Slot, group: Group, used_ns: int) -> None:
         """On the thread. Never raises: nobody waits for it."""
         try:
             if not self._writes:
@@ -341,7 +334,7 @@ class PrefixCache:
         self._used_ns = max(self._used_ns + STEP_NS, time.time_ns())
         self._mine = set(names)
 
-    def _take(self) -> _Slot | None:
+    def _take(self) -> Slot | None:
         """A buffer that nothing uses; None: the disk hangs."""
         try:
             return self._slots.get(timeout=WAIT_S)
@@ -349,7 +342,7 @@ class PrefixCache:
             self._give_up(f"the prompt cache's disk takes more than {WAIT_S:.0f} s; it is not used")
             return None
 
-    def _wait(self, future: Future[tuple[_Slot, Group | None]]) -> tuple[_Slot, Group | None]:
+    def _wait(self, future: Future[tuple[Slot, Group | None]]) -> tuple[Slot, Group | None]:
         try:
             return future.result(timeout=WAIT_S)
         except TimeoutError:
@@ -388,70 +381,6 @@ class _HungError(StoreError):
     """A read does not come back."""
 
 
-class _Slot:
-    """A buffer that holds one group; it grows to what one needs."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = HostMemory(align_up(nbytes) + ALIGN, "prompt cache")
-        self.pieces: list[Piece] = []
-        self.filled = 0
-
-    def clear(self) -> None:
-        self.pieces, self.filled = [], 0
-
-    def put(self, layer: int, part: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor behind the last one."""
-        piece = Piece(
-            layer=layer,
-            part=part,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            offset=align_up(self.filled, PIECE_ALIGN),
-        )
-        self._grow(piece.offset + piece.nbytes)
-        self.memory.tensor()[self.filled : piece.offset].zero_()
-        _view(self.memory, piece).copy_(tensor.detach())
-        self.pieces.append(piece)
-        self.filled = piece.offset + piece.nbytes
-
-    def parts(self, group: Group) -> dict[int, dict[str, torch.Tensor]]:
-        """The tensors of the group that was read into it, in place."""
-        found: dict[int, dict[str, torch.Tensor]] = {}
-        for piece in group.pieces:
-            found.setdefault(piece.layer, {})[piece.part] = _view(self.memory, piece)
-        return found
-
-    def room(self, payload: int, pieces: int, tokens: int) -> memoryview:
-        """All of it, with room for the footer behind the pieces."""
-        self._grow(align_up(payload) + footer_bytes(pieces, tokens))
-        return self.memory.view()
-
-    def whole(self, nbytes: int) -> memoryview:
-        """Its first bytes, to be overwritten."""
-        self.filled = 0
-        self._grow(nbytes)
-        return self.memory.view()[:nbytes]
-
-    def _grow(self, nbytes: int) -> None:
-        if nbytes <= self.memory.nbytes:
-            return
-        larger = HostMemory(align_up(max(nbytes, self.memory.nbytes * 5 // 4)), "prompt cache")
-        larger.tensor()[: self.filled].copy_(self.memory.tensor()[: self.filled])
-        self.memory.close()
-        self.memory = larger
-
-
-def partial_room(slot: _Slot, expected: int) -> Callable[[int], memoryview]:
-    """Room in a slot for a file, if that is no larger than a group can be."""
-
-    def room(nbytes: int) -> memoryview:
-        if nbytes % ALIGN or not 0 < nbytes <= MOST_TIMES * (align_up(expected) + 64 * ALIGN):
-            raise DamagedGroupError(f"it has {nbytes} bytes")
-        return slot.whole(nbytes)
-
-    return room
-
-
 def check_limit(chunk: int, limit: int, group_bytes: int) -> None:
     """Raises OffloadError: the limit is below one group, or a chunk is too short."""
     if chunk < 2:
@@ -461,13 +390,7 @@ def check_limit(chunk: int, limit: int, group_bytes: int) -> None:
         )
     if limit < group_bytes:
         raise OffloadError(
-            f"--prompt-cache-limit {format_bytes(limit)} is below one group: the keys and values of "
+            f"--prompt-cache-limit {format_bytes(limit)} is below one group: keys and values of "
             f"{chunk} tokens take {format_bytes(group_bytes)}; raise it, or lower "
             f"--prompt-cache-chunk"
         )
-
-
-def _view(memory: HostMemory, piece: Piece) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    raw = memory.tensor()[piece.offset : piece.offset + piece.nbytes]
-    return raw.view(dtype).view(piece.shape)

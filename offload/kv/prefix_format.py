@@ -1,7 +1,7 @@
 """What a stored group of keys and values looks like in its file, and what it is called. Pure.
 
-A *group* is what one pass over ``chunk`` tokens of a prompt left in the cache, all layers of it: the
-unit of reuse, one file, one read and one write. Its name is a chained hash: of everything that
+A *group* is what one pass over ``chunk`` tokens of a prompt left in the cache, all layers of it:
+the unit of reuse, one file, one read and one write. Its name is a chained hash: of everything that
 changes a number (``root``), and of all tokens up to its end. So a name stands for a prefix, two
 prompts share the files of what they have in common, and whatever differs (model, dtype, version,
 processor) has other names and is never found.

@@ -1,4 +1,4 @@
-"""What a pass leaves in a cache, layer by layer, and how a fresh cache is brought to the same state.
+"""What a pass leaves in a cache, layer by layer, and how another is brought to the same state.
 
 Layers that keep tokens are recorded by what ``update`` is given: the pass's own keys and values,
 whatever the layer makes of them. Given the same again, it is in the same state: a full layer, a
@@ -218,3 +218,23 @@ def cached_tokens(cache: Any) -> int:
     if len(lengths) > 1:
         raise UnsupportedModelError(f"its layers hold {sorted(lengths)} tokens")
     return lengths.pop() if lengths else 0
+
+
+def crop_to(cache: Any, tokens: int) -> bool:
+    """Take all tokens but the first so many off a cache; False, and nothing is done: a window or a
+    running state cannot go back."""
+    surplus = []
+    for layer in cache.layers:
+        if not _keeps_tokens(layer):
+            continue
+        more = layer.get_seq_length() - tokens
+        window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
+        if more < 0 or (more and window is not None and layer.get_seq_length() >= window):
+            return False
+        surplus.append((layer, more))
+    if any(more for _, more in surplus) and any(type(n) in _STATES for n in cache.layers):
+        return False
+    for layer, more in surplus:
+        if more:
+            layer.crop(-more)
+    return True
