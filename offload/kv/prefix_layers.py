@@ -221,8 +221,10 @@ def cached_tokens(cache: Any) -> int:
 
 
 def crop_to(cache: Any, tokens: int) -> bool:
-    """Take all tokens but the first so many off a cache; False, and nothing is done: a window or a
-    running state cannot go back."""
+    """Take all tokens but the first so many off a cache; False, and nothing is done: a window that
+    has forgotten or a running state cannot go back (nor can anybody tell where that one is)."""
+    if any(type(layer) in _STATES for layer in cache.layers):
+        return False
     surplus = []
     for layer in cache.layers:
         if not _keeps_tokens(layer):
@@ -232,8 +234,6 @@ def crop_to(cache: Any, tokens: int) -> bool:
         if more < 0 or (more and window is not None and layer.get_seq_length() >= window):
             return False
         surplus.append((layer, more))
-    if any(more for _, more in surplus) and any(type(n) in _STATES for n in cache.layers):
-        return False
     for layer, more in surplus:
         if more:
             layer.crop(-more)

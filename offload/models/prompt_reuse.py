@@ -18,9 +18,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers.cache_utils import Cache
 
+from offload.errors import UnsupportedModelError
 from offload.kv.prefix_cache import PrefixCache, Reuse
-from offload.kv.prefix_layers import crop_to
+from offload.kv.prefix_layers import cached_tokens, crop_to
 from offload.models.prompt_plan import PromptPlan, live_facts
 
 logger = logging.getLogger(__name__)
@@ -141,12 +143,23 @@ class PromptReuse:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
             return None
         given = kwargs.get("past_key_values")
-        if (given is not None and given not in self._exact) or not self._plain(ids, kwargs):
+        if not self._plain(ids, kwargs):
             return None
         if given is not None:
-            return given
+            return given if self._on_grid(given) else None
         # Before the first group there is nothing to reuse, and none would be stored.
         return self.new_cache() if self.prefixes.whole(ids.shape[1]) else None
+
+    def _on_grid(self, cache: Any) -> bool:
+        """Whether it is one of ours, and holds what it had when the last pass on the grid ended."""
+        exact = self._exact.get(cache) if isinstance(cache, Cache) else None
+        if exact is None:
+            return False
+        try:
+            return cached_tokens(cache) == len(exact)
+        except UnsupportedModelError as error:
+            logger.debug("a cache is not gone on with: %s", error)
+            return False
 
     def _plain(self, ids: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         asked = kwargs.get("generation_config")
