@@ -19,6 +19,7 @@ from offload.cli.report import (
 )
 from offload.models.load import Prepared
 from offload.scheduler.plan import Plan
+from offload.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
