@@ -72,6 +72,10 @@ def chat(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    kv_ram: flags.KvRam = None,
+    prompt_cache: flags.PromptCache = None,
+    prompt_cache_limit: flags.PromptCacheLimit = None,
+    prompt_cache_chunk: flags.PromptCacheChunk = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -89,8 +93,8 @@ def chat(
     At a terminal: messages with line editing; /help lists commands; Ctrl-C stops an answer and not
     the program, Ctrl-D leaves. In a pipe every line is a message (or all of stdin with --once);
     there are no commands, and stdout carries the answers and nothing else. Only what is new since
-    the last turn is read by the model. Sampling is as in 'offload generate'. --verbose adds
-    figures after each answer.
+    the last turn is read by the model; with --prompt-cache, since the last run with the same
+    beginning. Sampling is as in 'offload generate'. --verbose adds figures after each answer.
     """  # fmt: skip
     if system is not None and system_file is not None:
         raise OffloadError("--system and --system-file contradict each other; give one")
@@ -109,6 +113,10 @@ def chat(
 
     wanted = Wanted(
         ram=ram,
+        kv_ram=kv_ram,
+        prompt_cache=prompt_cache,
+        prompt_cache_limit=prompt_cache_limit,
+        prompt_cache_chunk=prompt_cache_chunk,
         gpu=gpu,
         device=device,
         disk=disk,

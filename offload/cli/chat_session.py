@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.cli import chat_report, console, decode, output, session, view
-from offload.cli.chat_cache import KeptCache, can_reuse
+from offload.cli.chat_cache import KeptCache, StoredCache, can_reuse
 from offload.cli.chat_history import Conversation, Overflow
 from offload.cli.chat_input import Source
 from offload.cli.chat_shell import Shell
@@ -139,8 +139,10 @@ def _load_and_talk(
         session.stop_between_units(prepared)
         session.say_kernel_error(prepared, model)
         sampling = wish.sampling.apply(model.generation_config)
-        cache = KeptCache(model.offload.new_cache) if wish.reuse else None
-        if cache is not None and (why := can_reuse(model, terms.context)) is not None:
+        cache = cache_for(model, wish.reuse)
+        # On a grid keys are those of a run that reads everything, whatever rotates them.
+        keeps = type(cache) is KeptCache
+        if keeps and (why := can_reuse(model, terms.context)) is not None:
             console.note(f"every turn reads the whole conversation: {why}")
             cache = None
         talk = Talk(model, terms, conversation, cache=cache, show=_show)
@@ -165,6 +167,14 @@ def _load_and_talk(
         model.offload.close()
         if talk is not None:
             _report(talk, prepared, wish, sampling, end, ended)
+
+
+def cache_for(model: Any, reuse: bool) -> KeptCache | None:
+    """What is kept between turns, and between runs if there is a prompt cache."""
+    if model.offload.prompts is not None:
+        # Without --reuse, each turn finds what it read before on the disk.
+        return StoredCache(model.offload.prompts) if reuse else None
+    return KeptCache(model.offload.new_cache) if reuse else None
 
 
 def _show(text: str) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.cli.signals import Interrupted, raise_received
 from offload.cli.text import Decoder, StopFilter
 from offload.errors import OffloadError
+
+if TYPE_CHECKING:
+    from offload.kv.prefix_cache import Reuse
 
 Snapshot = dict[str, Any]
 """What ``model.offload.stats()`` returns."""
@@ -28,6 +31,8 @@ class Run:
     prompt_tokens: int
     reused_tokens: int = 0
     """Of them: held by the KV cache already, so that only the others were read."""
+    reuse: Reuse | None = None
+    """What the prompt cache gave; None: there is none, or it was not asked."""
     at_start: Snapshot
     at_first: Snapshot | None = None
     at_end: Snapshot
@@ -177,6 +182,7 @@ def generate(
             **more,
         )
         run.at_end = model.offload.stats()
+        take_reuse(run, model)
         last = run.token_ids[-1] if run.token_ids else None
         run.finished = "stop" if tap.hit else "eos" if last in eos else "length"
         tap.finish()
@@ -186,8 +192,17 @@ def generate(
     finally:
         if run.finished in ("failed", "interrupted"):
             run.at_end = model.offload.stats()
+            take_reuse(run, model)
         on_end(run)
     return run
+
+
+def take_reuse(run: Run, model: Any) -> None:
+    """Write down what the prompt cache gave to the last generation."""
+    prompts = getattr(model.offload, "prompts", None)
+    if prompts is not None and prompts.last is not None:
+        run.reuse = prompts.last
+        run.reused_tokens = prompts.last.tokens
 
 
 def check_can_generate(model_class: Any, name: str) -> None:

@@ -134,6 +134,30 @@ KvRam = Annotated[
         "same.",
     ),
 ]  # fmt: skip
+PromptCache = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Keep the keys and values of prompts there, and do not read again what another run "
+        "has read: a system prompt, a document, a conversation. The text is the same on every "
+        "run with it.",
+    ),
+]  # fmt: skip
+PromptCacheLimit = Annotated[
+    int | None,
+    typer.Option(
+        parser=size, metavar="SIZE",
+        help="Of all that is in --prompt-cache; what was not used for longest goes. Default: 8GiB.",
+    ),
+]  # fmt: skip
+PromptCacheChunk = Annotated[
+    int | None,
+    typer.Option(
+        min=2, metavar="N",
+        help="Tokens of a pass over the prompt with --prompt-cache, and the grid that reuse ends "
+        "on. More is better where weights stream, less where prompts are short. Default: 256.",
+    ),
+]  # fmt: skip
 Dtype = Annotated[
     str | None,
     typer.Option(parser=dtype, metavar="DTYPE", help="Compute dtype. Default: the checkpoint's."),

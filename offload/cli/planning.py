@@ -17,6 +17,7 @@ from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import read_header
+from offload.kv.prefix_folder import open_directory
 from offload.models.choose import model_directory
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
 from offload.models.recipes import spill_directory
@@ -51,6 +52,9 @@ class Wanted:
     record_routing: Path | None = None
     kernels: str | None = None
     kv_ram: int | None = None
+    prompt_cache: Path | None = None
+    prompt_cache_limit: int | None = None
+    prompt_cache_chunk: int | None = None
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -60,6 +64,16 @@ class Wanted:
         """
         if self.disk is not None:
             spill_directory(self.disk)
+        more = {
+            name: value
+            for name in ("prompt_cache_limit", "prompt_cache_chunk")
+            if (value := getattr(self, name)) is not None
+        }
+        if more and self.prompt_cache is None:
+            flag = "--" + next(iter(more)).replace("_", "-")
+            raise OffloadError(f"{flag} needs a prompt cache; add --prompt-cache DIR or drop it")
+        if self.prompt_cache is not None:
+            open_directory(self.prompt_cache)
         return Options(
             ram=self.ram,
             gpu=self.gpu,
@@ -72,6 +86,8 @@ class Wanted:
             record_routing=self.record_routing,
             kernels=self.kernels,
             kv_ram=self.kv_ram,
+            prompt_cache=self.prompt_cache,
+            **more,
         )
 
 

@@ -136,6 +136,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
         "converted_bytes": prepared.recipes.convert_bytes(prepared.cut.blocks),
         "streamed_bytes_per_token": plan.streamed_bytes_per_pass,
         "kv": None if prepared.kv is None else prepared.kv.to_json(),
+        "prompt_cache": None if prepared.prompts is None else prepared.prompts.to_json(),
         "expected_hit_rate": plan.expected_hit_rate,
         "guesses": plan.guesses,
         "expert_policy": plan.expert_policy,

@@ -85,6 +85,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
     is_croppable = True
     is_compileable = False
     supports_early_init = False
+    appends_exactly = True
+    """Whatever pieces tokens come in; see ``offload.kv.prefix_layers``."""
 
     def __init__(self, life: Life, index: int) -> None:
         """``index``: among the layers that are kept in blocks."""
@@ -137,6 +139,15 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
             table.gather(keys, values, self._life.behind(self._index))
         table.append(key_states, value_states)
         return keys, values
+
+    def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """``update`` for what nobody attends to yet: nothing is gathered."""
+        self._life.check_live()
+        if self.table is None:
+            self.lazy_initialization(key_states, value_states)
+        if self.table is None:
+            raise AssertionError("lazy_initialization makes it")
+        self.table.append(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

@@ -68,6 +68,12 @@ class Options:
     """Bytes of RAM for keys and values in blocks; what does not fit streams from the disk. None:
     all are in RAM, or as many as fit beside the least that weights need."""
     kv_block_tokens: int = BLOCK_TOKENS
+    prompt_cache: str | Path | None = None
+    """A directory for keys and values of prompts, so that what was read once is not read again."""
+    prompt_cache_limit: int = 8 * 2**30
+    """Bytes of all that is in it."""
+    prompt_cache_chunk: int = BLOCK_TOKENS
+    """Tokens of a pass over a prompt where there is a prompt cache; hits end on this grid."""
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
@@ -128,9 +134,12 @@ def parse_options(
     ram: str | int | None = None,
     gpu: str | int | None = None,
     kv_ram: str | int | None = None,
+    prompt_cache_limit: str | int | None = None,
     **others: Any,
 ) -> Options:
     """Options from sizes as people write them."""
+    if prompt_cache_limit is not None:
+        others["prompt_cache_limit"] = parse_bytes(prompt_cache_limit)
     return Options(
         ram=None if ram is None else parse_bytes(ram),
         gpu=None if gpu is None else parse_bytes(gpu),

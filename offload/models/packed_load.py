@@ -56,6 +56,7 @@ from offload.models.options import (
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedLinear, expert_layout_of
 from offload.models.params import Param, Place, parameters
+from offload.models.prompt_plan import plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import (
     activation_bytes,
@@ -194,6 +195,8 @@ def plan_packed(
         pack.path,
     )
 
+    prompts = plan_prompts(options, meta, footprint, read)
+
     def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
         if overhead is None:
@@ -202,7 +205,7 @@ def plan_packed(
         overhead += listening_bytes(options, chosen, prompt * options.batch)
         if due:
             overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
-        return {
+        found = {
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
                 cache=cache * options.sequences, prompt=read, ram=ram, kept=kept, overhead=overhead,
@@ -210,6 +213,9 @@ def plan_packed(
                 kv=kv_plan.beside(kv, options),
             )
         }  # fmt: skip
+        if prompts is not None:
+            found[Tier.RAM] |= prompts.reserves
+        return found
 
     policy = policy_of(options, chosen)
     check_recordable(options, chosen)
@@ -240,6 +246,8 @@ def plan_packed(
     if kv is not None:
         plan = kv_plan.predicted(plan, kv, ask(ram).costs)
         notes.append(kv.note(options))
+    if prompts is not None:
+        notes.append(prompts.note)
     if not decoder.layers:
         notes.append(f"single tokens run through transformers' own layers: {decoder.why_not}")
     if not footprint.measured:
@@ -257,6 +265,7 @@ def plan_packed(
         head_rows=None,
         notes=notes,
         kv=kv,
+        prompts=prompts,
         pack=pack,
         resident=resident,
         lean=decoder,
