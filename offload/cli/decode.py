@@ -133,6 +133,7 @@ def generate(
     show: Callable[[str], None],
     on_end: Callable[[Run], None],
     cache: Any = None,
+    settings: Any = None,
 ) -> Run:
     """Generate from one prompt with ``model.generation_config`` as it is.
 
@@ -142,6 +143,7 @@ def generate(
         on_end: gets the run in any case, before an exception goes on.
         cache: a transformers ``Cache`` that holds the first tokens of the prompt already, fewer
             than all of them, and will hold all but the last new token; None: a fresh one.
+        settings: a ``GenerationConfig`` in place of the model's, for one of several runs at once.
 
     Raises:
         OffloadError: e.g. a read failed in the middle.
@@ -149,7 +151,11 @@ def generate(
     """
     from transformers import StoppingCriteriaList
 
-    settings = model.generation_config
+    more: dict[str, Any] = {}
+    if settings is None:
+        settings = model.generation_config
+    else:
+        more["generation_config"] = settings
     settings.max_new_tokens, settings.max_length = max_new_tokens, None
     settings.return_dict_in_generate = False
     if ignore_eos:
@@ -160,7 +166,6 @@ def generate(
     eos = set(ends) if isinstance(ends, list) else {ends}
     start = model.offload.stats()
     run = Run(prompt_tokens=len(prompt_ids), at_start=start, at_end=start, finished="failed")
-    more: dict[str, Any] = {}
     if cache is not None:
         run.reused_tokens = cache.get_seq_length()
         # A checkpoint's own wish for a kind of cache contradicts one that is there.
