@@ -203,6 +203,21 @@ Stop = Annotated[
     typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware", metavar="NAME|FILE",
+        help="Of another machine: rtx4090-desktop, rtx3060-laptop, h200, cpu-laptop, or a file "
+        "that 'offload probe --json' has written. Default: this one.",
+    ),
+]  # fmt: skip
+DiskSpace = Annotated[
+    int | None,
+    typer.Option(
+        "--disk-space", parser=size, metavar="SIZE",
+        help="Budget of the disk for the model. Default: as much as it takes.",
+    ),
+]  # fmt: skip
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON, too."),

@@ -19,6 +19,8 @@ def plan(
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
+    disk_space: flags.DiskSpace = None,
+    hardware: flags.HardwareName = None,
     dtype: flags.Dtype = None,
     context: flags.Context = None,
     prompt_tokens: Annotated[
@@ -37,7 +39,8 @@ def plan(
 
     What lives where, every line of the budget, the predicted speed with its spread, the bound and
     what sets it, and the reason for each choice. A long prompt needs room for activations that
-    'generate' with a short one leaves to weights: see --prompt-tokens.
+    'generate' with a short one leaves to weights: see --prompt-tokens. With --hardware the plan is
+    for a machine that is not here.
     """
     output.check_json_target(json_file)
     from offload.cli import libraries
@@ -45,16 +48,20 @@ def plan(
     libraries.set_up(verbose=verbose)
     import torch
 
-    from offload.cli import console, view
+    from offload.cli import console, machines, view
     from offload.cli.planning import (
         Wanted,
         context_limit,
         default_context,
         find_model,
+        first_token,
         make_plan,
     )
     from offload.models.meta import read_config
 
+    machine = None if hardware is None else machines.load(hardware)
+    if machine is not None and not predict:
+        raise OffloadError("--hardware is there to predict from; drop it or --no-predict")
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
@@ -68,6 +75,7 @@ def plan(
         expert_policy=expert_policy,
         routing=routing,
         kernels=None if kernels is None else kernels.value,
+        hardware=machine,
     )
     options = wanted.options()
     if threads is not None:
@@ -81,5 +89,12 @@ def plan(
     prepared = make_plan(
         directory, wanted, options, prompt_tokens=prompt_tokens or room, context=room
     )
-    view.show_plan(console.out(), prepared)
-    output.write_json(json_file, view.plan_json(prepared))
+    machines.check_space(disk_space, prepared.plan)
+    if machine is not None:
+        prepared.notes.append(
+            f"planned for {machine.name}, not for this machine; what Python takes per layer was "
+            "measured here"
+        )
+    first = first_token(prepared)
+    view.show_plan(console.out(), prepared, first)
+    output.write_json(json_file, view.plan_json(prepared, first))

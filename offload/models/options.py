@@ -46,6 +46,9 @@ class Options:
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
     hardware: Hardware | None = None
+    elsewhere: bool = False
+    """Whether ``hardware`` is another machine, and nothing will run here: its card, if the plan has
+    three tiers, is what computes."""
     guess: bool = True
     """Whether experts may be read on a guess into disk time that nothing else can use; without,
     only experts that were routed to are ever read. The results are the same."""
