@@ -218,6 +218,20 @@ DiskSpace = Annotated[
         help="Budget of the disk for the model. Default: as much as it takes.",
     ),
 ]  # fmt: skip
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE",
+        help="Write what every lane did when, as a Chrome trace: open it in ui.perfetto.dev.",
+    ),
+]  # fmt: skip
+TracePlot = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace-plot", metavar="FILE",
+        help="The same as a picture (PNG): does I/O hide behind compute? Needs matplotlib.",
+    ),
+]  # fmt: skip
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON, too."),

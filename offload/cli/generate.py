@@ -10,6 +10,7 @@ import typer
 from offload.cli import flags, output
 from offload.cli.prompt import read_prompt
 from offload.cli.sampling import Sampling
+from offload.cli.tracing import Tracing, check_trace
 
 
 def generate(
@@ -60,6 +61,8 @@ def generate(
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
     record_routing: flags.RecordRouting = None,
+    trace: flags.Trace = None,
+    trace_plot: flags.TracePlot = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -76,6 +79,7 @@ def generate(
     flags.check_stops(stop)
     output.check_target(json_file, "--json")
     output.check_target(record_routing, "--record-routing")
+    check_trace(trace, trace_plot)
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
@@ -97,6 +101,7 @@ def generate(
         kernels=None if kernels is None else kernels.value,
         record_routing=record_routing,
     )
+    tracing = Tracing(trace, trace_plot)
     run_session(
         Wish(
             model=model,
@@ -110,5 +115,6 @@ def generate(
             ignore_eos=ignore_eos,
             wanted=wanted,
             json_file=json_file,
+            tracing=tracing,
         )
     )

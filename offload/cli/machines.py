@@ -75,8 +75,8 @@ def check_space(space: int | None, plan: Plan) -> None:
     if space is not None and plan.weight_bytes > space:
         need = plan.weight_bytes
         raise PlanError(
-            f"the model takes {need} bytes ({format_bytes(need)}) of the disk, {need - space} bytes "
-            f"more than --disk-space {format_bytes(space)}; raise it, or use a smaller --quant"
+            f"the model takes {need} bytes ({format_bytes(need)}) of the disk, {need - space} "
+            f"bytes more than --disk-space {format_bytes(space)}; raise it or use a smaller --quant"
         )
 
 

@@ -15,6 +15,7 @@ from offload.cli.planning import Wanted, context_limit, find_model, fit_context,
 from offload.cli.sampling import Sampling
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import IdDecoder, TextDecoder
+from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
@@ -38,6 +39,7 @@ class Wish:
     ignore_eos: bool
     wanted: Wanted
     json_file: Path | None
+    tracing: Tracing
 
 
 def run_session(wish: Wish) -> None:
@@ -47,6 +49,7 @@ def run_session(wish: Wish) -> None:
         OffloadError: anything for the user to change.
     """
     options = wish.wanted.options()
+    options.recorder = wish.tracing.recorder
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
@@ -71,10 +74,11 @@ def run_session(wish: Wish) -> None:
         options,
         prompt_tokens=len(ids),
         context=context,
-        tokenizer_bytes=tokenizer_bytes,
+        tokenizer_bytes=tokenizer_bytes + wish.tracing.ring_bytes,
     )
     view.show_summary(console.err(), prepared)
-    with signals_wait():
+    describe_run(wish.tracing, prepared)
+    with wish.tracing, signals_wait():
         _load_and_run(wish, prepared, ids, new_tokens, tokenizer)
     raise_received()
 
@@ -108,6 +112,13 @@ def _load_and_run(
         model.offload.close()
         if runs and not pipe_gone:
             _report(runs[0], prepared, wish, sampling)
+
+
+def describe_run(tracing: Tracing, prepared: Prepared) -> None:
+    """What a trace says of the run beside its spans."""
+    if tracing.recorder is not None:
+        tracing.title = f"offload: {model_name(prepared.meta.directory)}"
+        tracing.facts |= view.plan_json(prepared)
 
 
 def stop_between_units(prepared: Prepared) -> None:

@@ -30,10 +30,10 @@ def title(prepared: Prepared) -> Text:
     """What is run: name, family, dtype, size, where it computes."""
     meta, plan = prepared.meta, prepared.plan
     where = "a simulated device" if plan.compute_tier is Tier.DEVICE else "RAM"
-    hardware = prepared.options.hardware
-    if prepared.options.elsewhere and plan.compute_tier is Tier.DEVICE:
-        assert hardware is not None and hardware.card is not None  # or --gpu is refused
-        where = hardware.card.name
+    options = prepared.options
+    card = options.hardware.card if options.hardware is not None and options.elsewhere else None
+    if card is not None and plan.compute_tier is Tier.DEVICE:
+        where = card.name
     return Text.assemble(
         (model_name(meta.directory), "bold"),
         f": {meta.model.config.model_type}, {str(meta.dtype).removeprefix('torch.')}, "

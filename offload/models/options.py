@@ -12,6 +12,7 @@ import torch
 from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
 from offload.kv.shape import BLOCK_TOKENS
+from offload.runtime.timeline import Recorder
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.policy import NAMES
 from offload.units import format_bytes, parse_bytes
@@ -59,6 +60,8 @@ class Options:
     """For the policy ``pinned``: a recorded routing, whose most used experts stay."""
     record_routing: str | Path | None = None
     """A file to record into what every layer routes to, published when the model is closed."""
+    recorder: Recorder | None = None
+    """Of what the lanes do when; its ring counts as ``tokenizer_bytes`` do."""
     kernels: str | None = None
     """``"exact"``: torch's; ``"fast"``: ours, on a pack, and the error of unquantised weights is
     measured when it is opened. None: a pack's are ours, a checkpoint's torch's."""

@@ -51,7 +51,7 @@ def parse(data: object, where: str) -> Hardware:
             may=(*_MAYBE_RATES, *_NUMBERS, "card", "version"),
         )
         for name in (*_RATES, *_MAYBE_RATES):
-            if d.get(name) is not None:
+            if name in _RATES or d.get(name) is not None:
                 _check_rate(d[name], name, BYTES_PER_S)
         _check_tables(d, "")
         if d.get("card") is not None:

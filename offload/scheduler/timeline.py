@@ -78,6 +78,16 @@ class Timeline:
             self.dropped,
         )
 
+    def shifted(self, by_s: float) -> Timeline:
+        """The same, later."""
+        return Timeline(
+            {
+                lane: [s._replace(start_s=s.start_s + by_s, end_s=s.end_s + by_s) for s in spans]
+                for lane, spans in self.lanes.items()
+            },
+            self.dropped,
+        )
+
     def busy_s(self, *lanes: str) -> float:
         """Seconds in which at least one of the lanes worked."""
         return sum(end - start for start, end in self._union(lanes))

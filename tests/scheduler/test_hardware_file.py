@@ -80,7 +80,7 @@ def test_a_wrong_file_is_refused_by_the_name_of_its_field(
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    with pytest.raises(OffloadError, match="my.json is no hardware file: ") as error:
+    with pytest.raises(OffloadError, match=r"my\.json is no hardware file: ") as error:
         parse(data, "my.json")
     assert said in str(error.value)
 
