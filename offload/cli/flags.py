@@ -218,6 +218,14 @@ DiskSpace = Annotated[
         help="Budget of the disk for the model. Default: as much as it takes.",
     ),
 ]  # fmt: skip
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE",
+        help="Obey the plan that 'offload plan --plan-out' has written: same model, budgets and "
+        "machine.",
+    ),
+]  # fmt: skip
 Trace = Annotated[
     Path | None,
     typer.Option(

@@ -61,6 +61,7 @@ def generate(
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
     record_routing: flags.RecordRouting = None,
+    plan: flags.PlanFile = None,
     trace: flags.Trace = None,
     trace_plot: flags.TracePlot = None,
     json_file: flags.JsonFile = None,
@@ -100,6 +101,7 @@ def generate(
         routing=routing,
         kernels=None if kernels is None else kernels.value,
         record_routing=record_routing,
+        plan=plan,
     )
     tracing = Tracing(trace, trace_plot)
     run_session(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,6 +33,10 @@ def plan(
     guess: flags.Guess = True,
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
+    plan_out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan, for 'offload generate --plan' to obey."),
+    ] = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -43,12 +48,14 @@ def plan(
     for a machine that is not here.
     """
     output.check_json_target(json_file)
+    output.check_target(plan_out, "--plan-out")
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
     import torch
 
-    from offload.cli import console, machines, view
+    from offload.cli import console, machines, session, view
+    from offload.cli.frozen import REPLAY_ROOM, frozen_json
     from offload.cli.planning import (
         Wanted,
         context_limit,
@@ -86,8 +93,17 @@ def plan(
         raise OffloadError(
             f"--prompt-tokens {prompt_tokens} is more than the context of {room}; raise --context"
         )
+    beside = 0
+    if plan_out is not None:
+        # Of the run that will obey it; what only shows a plan has no tokenizer.
+        beside = session.measured_tokenizer(directory)[1] + REPLAY_ROOM
     prepared = make_plan(
-        directory, wanted, options, prompt_tokens=prompt_tokens or room, context=room
+        directory,
+        wanted,
+        options,
+        prompt_tokens=prompt_tokens or room,
+        context=room,
+        tokenizer_bytes=beside,
     )
     machines.check_space(disk_space, prepared.plan)
     if machine is not None:
@@ -97,4 +113,7 @@ def plan(
         )
     first = first_token(prepared)
     view.show_plan(console.out(), prepared, first)
+    if plan_out is not None:
+        output.write_json(plan_out, frozen_json(prepared), "--plan-out")
+        console.note(f"{plan_out}, for 'offload generate --plan'", "plan")
     output.write_json(json_file, view.plan_json(prepared, first))

@@ -14,6 +14,7 @@ import torch
 
 from offload.cli.compiling import compiling_notice
 from offload.cli.console import byte_progress, note, share_progress
+from offload.cli.frozen import Frozen
 from offload.cli.machines import check_fits, default_ram
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
@@ -54,6 +55,8 @@ class Wanted:
     record_routing: Path | None = None
     kernels: str | None = None
     kv_ram: int | None = None
+    plan: Path | None = None
+    """A frozen plan to obey."""
     hardware: Hardware | None = None
     """Of another machine: plan for that, run nothing."""
 
@@ -148,15 +151,21 @@ def make_plan(
     prompt_tokens: int,
     context: int,
     tokenizer_bytes: int = 0,
+    frozen: Frozen | None = None,
 ) -> Prepared:
-    """Plan the checkpoint in ``directory``; see ``offload.models.load.prepare`` for the errors."""
+    """Plan the checkpoint in ``directory``; see ``offload.models.load.prepare`` for the errors.
+
+    ``frozen``: the plan to obey.
+    """
     options.prompt_tokens, options.context = prompt_tokens, context
     options.tokenizer_bytes = tokenizer_bytes
-    if wanted.predict and wanted.hardware is None:
+    if wanted.predict and wanted.hardware is None and frozen is None:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
         options.hardware = on_these_files(find_hardware(directory), directory)
     with compiling_notice() as compiling:
         prepared = prepare(directory, options, compiling)
+    if frozen is not None:
+        frozen.apply(prepared)
     spills = prepared.kv is not None and prepared.kv.blocks[1]
     if wanted.disk is not None and not prepared.recipes.convert and not spills:
         prepared.notes.append(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offload.cli import console, decode, output, prompt, report, view
+from offload.cli.frozen import Frozen
 from offload.cli.planning import Wanted, context_limit, find_model, fit_context, make_plan
 from offload.cli.sampling import Sampling
 from offload.cli.signals import raise_received, signals_wait
@@ -62,19 +63,21 @@ def run_session(wish: Wish) -> None:
         )
     ids = prompt.encode(wish.asked, tokenizer, raw=wish.raw, directory=directory)
     prompt.check_ids(ids, config)
+    frozen = None if wish.wanted.plan is None else Frozen(wish.wanted.plan)
     new_tokens, context = fit_context(
         prompt=len(ids),
         new_tokens=wish.max_new_tokens,
-        context=wish.context,
+        context=wish.context if frozen is None else frozen.context(wish.context),
         limit=context_limit(config),
     )
     prepared = make_plan(
         directory,
         wish.wanted,
         options,
-        prompt_tokens=len(ids),
+        prompt_tokens=len(ids) if frozen is None else frozen.prompt_tokens(len(ids)),
         context=context,
         tokenizer_bytes=tokenizer_bytes + wish.tracing.ring_bytes,
+        frozen=frozen,
     )
     view.show_summary(console.err(), prepared)
     describe_run(wish.tracing, prepared)

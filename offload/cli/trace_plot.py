@@ -32,6 +32,9 @@ _WIDTH = 4000
 """Gaps between spans of less than one part in so many of the time are drawn over: a picture has no
 room for them, and a million rectangles take minutes."""
 
+_LEAST = 1500
+"""A bar is at least one part in so many wide: about a pixel, or nobody would see it."""
+
 
 def draw(path: Path, timeline: Timeline, title: str) -> None:
     """Draw the lanes; the last passes only, where there are many.
@@ -47,6 +50,7 @@ def draw(path: Path, timeline: Timeline, title: str) -> None:
     shown, what = _latest(timeline)
     start, end = shown.start_s, shown.end_s
     scale, unit = (1.0, "s") if end - start >= 10 else (1e3, "ms")
+    least = (end - start) / _LEAST
     lanes = [lane for lane in LANES if shown.lanes.get(lane)]
     figure, axes = plt.subplots(figsize=(14, 1.4 + 0.55 * len(lanes)), layout="constrained")
     for row, lane in enumerate(lanes):
@@ -54,7 +58,7 @@ def draw(path: Path, timeline: Timeline, title: str) -> None:
         if lane != PASSES:
             bars = _joined(bars, (end - start) / _WIDTH)
         axes.broken_barh(
-            [((a - start) * scale, (b - a) * scale) for a, b in bars],
+            [((a - start) * scale, max(b - a, least) * scale) for a, b in bars],
             (row - 0.4, 0.8),
             facecolors=_COLOURS[lane],
             edgecolor="white" if lane == PASSES else None,
