@@ -155,11 +155,26 @@ def arrange(spans: Iterable[Span], dropped: int = 0) -> Timeline:
     lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
     for span in spans:
         lanes.setdefault(span.lane, []).append(span)
-    for found in lanes.values():
-        found.sort(key=lambda s: (s.end_s, s.start_s))
-        free = float("-inf")
-        for i, span in enumerate(found):
-            if span.start_s < free:
-                found[i] = span._replace(start_s=free)
-            free = max(free, span.end_s)
-    return Timeline({lane: found for lane, found in lanes.items() if found}, dropped)
+    return Timeline({lane: _laid(found) for lane, found in lanes.items() if found}, dropped)
+
+
+def _laid(spans: list[Span]) -> list[Span]:
+    out: list[Span] = []
+    together: list[Span] = []  # without a gap
+    end = float("-inf")
+
+    def lay() -> None:
+        start = together[0].start_s
+        for span in sorted(together, key=lambda s: s.end_s):
+            out.append(span._replace(start_s=start))
+            start = span.end_s
+        together.clear()
+
+    for span in sorted(spans, key=lambda s: s.start_s):
+        if together and span.start_s >= end:
+            lay()
+        together.append(span)
+        end = max(end, span.end_s)
+    if together:
+        lay()
+    return out
