@@ -94,7 +94,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         if wrap_store is not None:
             store = wrap_store(store)
         device = make_device(options, plan.budgets.get(Tier.DEVICE))
-        executor = Executor(plan, store, device)
+        executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = Attachment(
             meta.model,

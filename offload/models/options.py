@@ -12,6 +12,7 @@ import torch
 from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
 from offload.kv.shape import BLOCK_TOKENS
+from offload.runtime.timeline import Recorder
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.policy import NAMES
 from offload.units import format_bytes, parse_bytes
@@ -51,6 +52,9 @@ class Options:
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
     hardware: Hardware | None = None
+    elsewhere: bool = False
+    """Whether ``hardware`` is another machine, and nothing will run here: its card, if the plan has
+    three tiers, is what computes."""
     guess: bool = True
     """Whether experts may be read on a guess into disk time that nothing else can use; without,
     only experts that were routed to are ever read. The results are the same."""
@@ -61,6 +65,8 @@ class Options:
     """For the policy ``pinned``: a recorded routing, whose most used experts stay."""
     record_routing: str | Path | None = None
     """A file to record into what every layer routes to, published when the model is closed."""
+    recorder: Recorder | None = None
+    """Of what the lanes do when; its ring counts as ``tokenizer_bytes`` do."""
     kernels: str | None = None
     """``"exact"``: torch's; ``"fast"``: ours, on a pack, and the error of unquantised weights is
     measured when it is opened. None: a pack's are ours, a checkpoint's torch's."""
