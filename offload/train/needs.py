@@ -12,6 +12,7 @@ from offload.blocks import TensorSpec
 from offload.errors import StoreError
 from offload.models.meta import MetaModel
 from offload.models.params import parameters
+from offload.models.request import expert_top_k
 from offload.models.workspace import kernel_bytes
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import workspace_bytes
@@ -65,6 +66,19 @@ def product_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
         for shape in experts or dense
     ]
     return kernel_bytes(specs, 3 * tokens, ram)
+
+
+def touched_shares(meta: MetaModel, layout: TrainLayout, options: TrainOptions) -> dict[int, float]:
+    """Block of an expert -> how likely a step's tokens reach it, T tokens that each choose k of E
+    evenly: 1 - (1 - k/E)^T. Routers that are not even reach fewer."""
+    top = expert_top_k(meta.model.config.get_text_config())
+    tokens = options.batch_size * options.seq_len * options.grad_accum
+    return {
+        block: 1.0 - (1.0 - min(1.0, top / len(ids))) ** tokens
+        for unit in layout.units
+        for ids in unit.experts.values()
+        for block in ids
+    }
 
 
 def sum_dtype(options: TrainOptions) -> str | None:

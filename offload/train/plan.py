@@ -36,6 +36,8 @@ class Needs:
     """In which gradients are summed; None: in their weights'."""
     fetched_bytes: int = 0
     """Of fused experts that a unit needs beside its own weights: two at a time."""
+    updated: Mapping[int, float] = field(default_factory=dict)
+    """Block -> share of the steps that update it, where that is not all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +266,7 @@ def traffic(
     updates run inside backward, and forward reads its weights.
     """
     weights = {"forward": 0, "backward": 0}
-    states_read = states_written = spilled = 0
+    states_read = states_written = spilled = 0.0
     ring = placement.weights_bytes - sum(layout.blocks[b].nbytes for b in placement.pinned)
     for block in layout.blocks:
         b = block.index
@@ -274,20 +276,21 @@ def traffic(
         if not block.trained:
             continue
         copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
+        share = needs.updated.get(b, 1.0)
         if b not in placement.resident:
             states = slot_bytes(layout, needs, b)
-            states_read += states - copy
-            states_written += states - (copy if b in placement.pinned else 0)
+            states_read += share * (states - copy)
+            states_written += share * (states - (copy if b in placement.pinned else 0))
         if b in placement.spilled:
-            spilled += grad_bytes(layout, needs, b)
+            spilled += share * grad_bytes(layout, needs, b)
     # Around both turns of a step the ring has what comes next.
     weights = {phase: max(0, n - backwards * ring // 2) for phase, n in weights.items()}
-    reads = {**weights, "forward" if clipping else "backward": 0}
+    reads: dict[str, float] = dict(weights)
     update = "forward" if clipping else "backward"
-    reads[update] = weights[update] + states_read + spilled
-    writes = {"forward": 0, "backward": spilled}
+    reads[update] += states_read + spilled
+    writes = {"forward": 0.0, "backward": spilled}
     writes[update] += states_written
-    return {phase: (reads[phase], writes[phase]) for phase in ("forward", "backward")}
+    return {phase: (round(reads[phase]), round(writes[phase])) for phase in writes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

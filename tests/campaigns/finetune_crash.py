@@ -57,10 +57,10 @@ class Finetune(Trial):
         from run_support import train, write_data, write_model
         from tqdm import tqdm
 
-        from offload.train import run
+        from offload.train import preparing
 
         torch.set_num_threads(1)
-        run.step_rates = lambda *_: None  # type: ignore[assignment]  # would measure for seconds
+        preparing.step_rates = lambda *_: None  # type: ignore[assignment]  # would measure for seconds
         tqdm.monitor_interval = 0  # its thread would not survive the fork
         self._models = {
             "llama": write_model(place / "llama", "llama"),
@@ -117,9 +117,9 @@ def _run(options: Any, on_disk: bool, killer: Killer) -> None:
     """In a child: one run, from its options to its output."""
     from run_support import everything_on_disk, not_warmed, train
 
-    from offload.train import run
+    from offload.train import preparing
 
-    run.warm_training = not_warmed  # type: ignore[assignment]
+    preparing.warm_training = not_warmed  # type: ignore[assignment]
     stand_around(killer)
     train(options, change=everything_on_disk if on_disk else lambda _: None)
 

@@ -32,7 +32,8 @@ from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_manifest import load
 from offload.io.tile_store import TileStore
 from offload.train import commits as run_commits
-from offload.train import run
+from offload.train import preparing
+from offload.train.run import Run
 from offload.train.metrics import Listeners
 from offload.train.reports import StepReport
 
@@ -53,22 +54,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stays in RAM, so that every part of a tile is read and written."""
-    real = run.prepare
+    real = preparing.prepare
 
-    def prepare(options: Any) -> run.Run:
+    def prepare(options: Any) -> Run:
         made = real(options)
         everything_on_disk(made)
         return made
 
-    monkeypatch.setattr(run, "warm_training", not_warmed)
-    monkeypatch.setattr(run, "step_rates", lambda *_: None)
-    monkeypatch.setattr(run, "prepare", prepare)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
+    monkeypatch.setattr(preparing, "prepare", prepare)
 
 
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "warm_training", not_warmed)
+        patch.setattr(preparing, "warm_training", not_warmed)
         yield
 
 
