@@ -54,13 +54,14 @@ class Finetune(Trial):
 
     def warm(self, place: Path) -> None:
         import torch
-        from run_support import train, write_data, write_model
+        from run_support import not_warmed, train, write_data, write_model
         from tqdm import tqdm
 
         from offload.train import preparing
 
         torch.set_num_threads(1)
         preparing.step_rates = lambda *_: None  # type: ignore[assignment]  # would measure for seconds
+        preparing.warm_training = not_warmed  # type: ignore[assignment]  # the runs below warm
         tqdm.monitor_interval = 0  # its thread would not survive the fork
         self._models = {
             "llama": write_model(place / "llama", "llama"),
@@ -115,11 +116,8 @@ class Finetune(Trial):
 
 def _run(options: Any, on_disk: bool, killer: Killer) -> None:
     """In a child: one run, from its options to its output."""
-    from run_support import everything_on_disk, not_warmed, train
+    from run_support import everything_on_disk, train
 
-    from offload.train import preparing
-
-    preparing.warm_training = not_warmed  # type: ignore[assignment]
     stand_around(killer)
     train(options, change=everything_on_disk if on_disk else lambda _: None)
 

@@ -289,7 +289,7 @@ class Record:
             "python": platform.python_version(),
         }  # fmt: skip
         runs = json.loads(file.read_text())["runs"] if file.exists() else []
-        self._others = [run for run in runs if self._key.items() - run.items()]
+        self._others = [run for run in runs if any(run.get(k) != v for k, v in self._key.items())]
 
     def write(self, summary: Summary, seconds: float) -> None:
         mine = {
