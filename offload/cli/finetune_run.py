@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,7 @@ def _prepare(options: TrainOptions) -> Run:
 
     if options.method == "lora" and (options.quant is not None or is_gguf(options.model)):
         find_model(options.model, options.quant)  # packed here, where it can be seen
+    gc.freeze()  # as in ``planning.make_plan``
     run: Run = prepare(options)
     return run
 

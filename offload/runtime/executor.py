@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +28,7 @@ from offload.runtime.device import Device, Event
 from offload.runtime.interrupts import Shield
 from offload.runtime.order import OrderWatcher
 from offload.runtime.road import Conducting, Road
+from offload.runtime.stats import Stats
 from offload.runtime.timeline import Recorder, Story
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import Scores
@@ -44,29 +44,6 @@ _SIGNAL_S = 0.25
 
 Views = dict[str, torch.Tensor]
 """A block's tensors by name, on the device that computes; valid while the block is held."""
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counters since the start; sizes in bytes, times in seconds."""
-
-    disk_read_bytes: int = 0
-    payload_read_bytes: int = 0
-    copied_bytes: int = 0
-    h2d_bytes: int = 0
-    row_reads: int = 0
-    stall_s: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    guessed: int = 0
-    guessed_right: int = 0
-    passes: int = field(default=0)
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of routed experts that did not have to be read from disk; None if none was."""
-        total = self.hits + self.misses
-        return self.hits / total if total else None
 
 
 class Executor:
@@ -259,20 +236,7 @@ class Executor:
         """Wait for a routed expert and hold it."""
         with self._shield, self._changed:
             self._check_open()
-            began = time.perf_counter()
-            while True:
-                seen = self._progress
-                there, todo = self._residency.acquire(expert)
-                self._submit(todo)
-                if there:
-                    break
-                self._raise_failures([expert])
-                if self.story is not None:
-                    self.story.waits(expert)
-                self._wait("an expert", [expert], seen)
-            self.stats.stall_s += time.perf_counter() - began
-            if self.story is not None:
-                self.story.expert(expert)
+            self._await_expert(expert)
             self._begin_use((expert,))
             return self.views(expert)
 
@@ -283,20 +247,7 @@ class Executor:
         with self._shield, self._changed:
             self._check_open()
             first = experts[0]
-            began = time.perf_counter()
-            while True:
-                seen = self._progress
-                there, todo = self._residency.acquire(first)
-                self._submit(todo)
-                if there:
-                    break
-                self._raise_failures([first])
-                if self.story is not None:
-                    self.story.waits(first)
-                self._wait("an expert", [first], seen)
-            self.stats.stall_s += time.perf_counter() - began
-            if self.story is not None:
-                self.story.expert(first)
+            self._await_expert(first)
             leases = self._leases[self.plan.compute_tier]
             held = [first]
             for expert in experts[1:most]:
@@ -556,6 +507,23 @@ class Executor:
             self._changed.notify_all()
 
     # -- waiting (under the lock) ---------------------------------------------------------
+
+    def _await_expert(self, expert: str) -> None:
+        """Hold a routed expert, as soon as it is there."""
+        began = time.perf_counter()
+        while True:
+            seen = self._progress
+            there, todo = self._residency.acquire(expert)
+            self._submit(todo)
+            if there:
+                break
+            self._raise_failures([expert])
+            if self.story is not None:
+                self.story.waits(expert)
+            self._wait("an expert", [expert], seen)
+        self.stats.stall_s += time.perf_counter() - began
+        if self.story is not None:
+            self.story.expert(expert)
 
     def _forgive(self, blocks: Iterable[str]) -> None:
         """Who asks anew gets a new attempt: an old failure was that of a prefetch (logged), or has

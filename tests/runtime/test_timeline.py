@@ -187,7 +187,7 @@ def test_a_trace_file_is_a_chrome_trace(tmp_path: Path) -> None:
     flow = [(e["ph"], names[e["tid"]]) for e in events if e["ph"] in "stf"]
     # One journey: the second read of the block goes nowhere any more.
     assert flow == [("s", "disk read"), ("t", "RAM to device"), ("f", "experts")]
-    with pytest.raises(OffloadError, match="--trace .* cannot be written"):
+    with pytest.raises(OffloadError, match=r"--trace .* cannot be written"):
         trace_file.write(tmp_path / "no" / "t.json", timeline, "", {})
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 

@@ -343,12 +343,12 @@ def test_two_runs_on_one_disk(model: Path, data: Path, tmp_path: Path) -> None:
 def test_kills_at_any_moment(tmp_path: Path) -> None:
     """A sample of the campaign: other moments would be another seed's."""
     script = Path(__file__).parents[1] / "campaigns" / "finetune_crash.py"
-    words = ["--points", "5", "--seed", "4", "--directory", str(tmp_path)]
+    words = ["--points", "3", "--seed", "4", "--directory", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), *words],
         capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 points" in done.stdout
+    assert "3 points" in done.stdout
     assert "0 failures" in done.stdout
     assert not list(tmp_path.iterdir())

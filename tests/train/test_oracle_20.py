@@ -38,7 +38,7 @@ TINY_MOE = ROOT / "examples" / "tiny_moe"
 MODELS = ("llama", "qwen3_moe", "tiny_moe")
 PLACES = ("disk", "least", "half", "ram")
 CLIPS = (0.3, 0.0)
-ACCUMULATE = (1, 3, 8)
+ACCUMULATE = (1, 3, 5)
 METHODS = ("full", "lora")
 BETWEEN = ("nothing", "everything", "commits", "evaluations")
 
