@@ -156,18 +156,6 @@ def test_the_disk_of_the_states_is_full(
     assert weights_of(tmp_path / "out") == wanted
 
 
-def test_a_disk_that_is_full_at_the_end_takes_the_only_commit(
-    finetune: Any, small: Path, tmp_path: Path, wanted: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    flags = ("--disk", small / "states", "--save-every", 100)
-    with monkeypatch.context() as patch:
-        behind(patch, 4, lambda: fill(small))
-        assert finetune(*flags).code == 0
-    assert len(commits(small / "states")) == 1
-    assert weights_of(tmp_path / "out") == wanted
-
-
 def test_the_disk_of_the_output_is_full(
     finetune: Any, small: Path, tmp_path: Path, wanted: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
