@@ -38,6 +38,9 @@ UPDATE_BYTES_S = 8e9
 """Of one thread's Adam beside computing threads; no more than a guess, and seldom the
 bottleneck."""
 
+ROUTER_ELEMENTS = 2**21
+"""The largest matrix that is filled with random numbers: routers are no larger."""
+
 
 def compute_seconds(
     model: Any, units: Sequence[nn.Module], form: HeadForm | None, rows: int, length: int,
@@ -77,13 +80,7 @@ def _time_unit(
     unit: nn.Module, leaves: list[Any], spec: Any, tables: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
     """(seconds forward, seconds forward and backward), each the best of two."""
-    real = copy.deepcopy(unit).to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*real.parameters(), *real.buffers()):
-            if tensor.is_floating_point():
-                tensor.fill_(0.01)
-            else:
-                tensor.zero_()
+    real = made_up(unit)
     by_rows = {
         id(now.weight): _drop
         for was, now in zip(unit.modules(), real.modules(), strict=True)
@@ -117,12 +114,31 @@ def _drop(rows: RowGradient) -> None:
     del rows
 
 
+def made_up(unit: nn.Module) -> nn.Module:
+    """A copy of a unit on meta with some weights. Small matrices are random: routers are among
+    them, and equal rows would send all tokens to the same few experts, where real ones use most of
+    them, each at a cost of its own."""
+    real: nn.Module = copy.deepcopy(unit).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)  # torch's own numbers are the run's
+    with torch.no_grad():
+        for tensor in (*real.parameters(), *real.buffers()):
+            if not tensor.is_floating_point():
+                tensor.zero_()
+            elif tensor.dim() == 2 and tensor.numel() <= ROUTER_ELEMENTS:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
+            else:
+                tensor.fill_(0.01)
+    return real
+
+
 def _real(like: torch.Tensor) -> torch.Tensor:
     if like.dtype == torch.bool:
         return torch.ones(like.shape, dtype=like.dtype)  # a mask that hides nothing
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
-    return torch.rand(like.shape).to(like.dtype)
+    # Of both signs: a common part would send most tokens to the same experts.
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
 def _time_head(form: HeadForm, dtype: torch.dtype, tokens: int) -> float:

@@ -139,32 +139,20 @@ def test_the_disk_of_the_states_is_full(
     finetune: Any, small: Path, tmp_path: Path, wanted: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch, step: int,
 ) -> None:  # fmt: skip
-    """All of the data file was reserved, and one manifest: so the step and its commit go through;
-    the next commit does not."""
+    """All of the data file was reserved, and one manifest: so the step goes through, and its commit
+    unless the one before has just used that; the next one does not."""
     flags = ("--disk", small / "states")
     with monkeypatch.context() as patch:
         behind(patch, step, lambda: fill(small))
         result = finetune(*flags)
     refused(result, "commit-", "No space left on device", "free some space")
     assert not (tmp_path / "out").exists()
-    made = list(range(1, step + 1))[-KEEP:]
-    assert commits(small / "states") == made
+    made = commits(small / "states")
+    assert made in (list(range(1, max(2, step))), list(range(1, step + 1)))
     refused(finetune(*flags, "--resume"), "space")  # still full: and still nothing is lost
     assert commits(small / "states") == made
     (small / "filler").unlink()
     assert finetune(*flags, "--resume").code == 0
-    assert weights_of(tmp_path / "out") == wanted
-
-
-def test_a_disk_that_is_full_at_the_end_takes_the_only_commit(
-    finetune: Any, small: Path, tmp_path: Path, wanted: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    flags = ("--disk", small / "states", "--save-every", 100)
-    with monkeypatch.context() as patch:
-        behind(patch, 4, lambda: fill(small))
-        assert finetune(*flags).code == 0
-    assert len(commits(small / "states")) == 1
     assert weights_of(tmp_path / "out") == wanted
 
 

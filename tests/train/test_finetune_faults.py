@@ -312,8 +312,9 @@ def test_a_step_that_is_not_finite_harms_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "head_loss", third)
         log = Log()
-        with pytest.raises(NotFinite, match="step 3"):
+        with pytest.raises(NotFinite, match="step 3") as raised:
             train(options, log)
+    assert isinstance(raised.value.__cause__, NotFinite)  # where it was found
     torn = where == "gradient" and not clip
     assert log.commits == ([] if torn else [2])
     resumed = train(again(options))

@@ -79,8 +79,13 @@ def covering() -> list[Case]:
 
 
 def quick(case: Case) -> bool:
-    """Not the trained example: its 128 experts and 100 MB of states a step are for the sweep."""
+    """Not the trained example: its 128 experts and 100 MB of states a step are for the sweep, but
+    for one case."""
     return case.model != "tiny_moe"
+
+
+REAL_TEXT = Case("tiny_moe", "disk", 0.3, 1, "full", "evaluations", "usual")
+"""A trained model, real text, a real router; all states and gradients on the disk."""
 
 
 def product() -> list[Case]:
@@ -177,6 +182,11 @@ def check(
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_twenty_steps(case: Case, given: Any, oracles: Any, tmp_path: Path) -> None:
     check(case, given, oracles, tmp_path)
+
+
+@pytest.mark.slow
+def test_twenty_steps_on_real_text(given: Any, oracles: Any, tmp_path: Path) -> None:
+    check(REAL_TEXT, given, oracles, tmp_path)
 
 
 @pytest.mark.sweep

@@ -3,6 +3,7 @@ values that the pack holds: bit for bit, at every placement."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "offload" / "packs"
 
 
-def command(place: Path, data: Path, *more: object, ram: str = "512MiB") -> int:
+def command(
+    place: Path, data: Path, *more: object, ram: str = "512MiB", quant: str | None = "q4"
+) -> int:
     from offload.cli.main import main
 
     words = [
-        "finetune", "--model", EXAMPLE, "--method", "lora", "--quant", "q4", "--data", data,
+        "finetune", "--model", EXAMPLE, "--method", "lora", "--data", data,
+        *(() if quant is None else ("--quant", quant)),
         "--output", place / "out", "--disk", place / "disk", "--ram", ram, "--seq-len", 32,
         "--max-steps", 3, "--batch-size", 2, "--threads", 1, "--no-tensorboard", *more,
     ]  # fmt: skip
@@ -121,6 +125,38 @@ def test_the_command_line_packs_trains_and_resumes(
         AutoModelForCausalLM.from_pretrained(EXAMPLE), tmp_path / "one" / "out"
     )
     assert any(p.abs().max() > 0 for n, p in loaded.named_parameters() if "lora_B" in n)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_on_a_gguf_file(
+    own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Converted once, into the user's cache; the adapter says that the converted file is its base.
+    Its own weights are not trained, and that is said before anything is converted."""
+    pytest.importorskip("gguf")
+    from gguf_fixtures import Kind, write_gguf
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("offload.train.preparing.warm_training", not_warmed)
+    monkeypatch.setattr("offload.train.preparing.step_rates", lambda *_: None)
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
+    file = write_gguf(
+        tmp_path / "tiny-Q8_0.gguf", model, Kind.Q8_0, tokenizer=(EXAMPLE, "gpt-2")
+    )  # fmt: skip
+    words = ("--model", file, "--max-steps", 2)
+    data = write_data(tmp_path / "train.jsonl")
+    assert command(tmp_path / "full", data, *words, "--method", "full", quant=None) == 2
+    assert "give --method lora" in capsys.readouterr().err
+    assert not own_cache.exists()
+    assert command(tmp_path / "one", data, *words, quant=None) == 0
+    assert "packed (q8_0" in capsys.readouterr().err
+    (converted,) = own_cache.iterdir()
+    config = json.loads((tmp_path / "one" / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(converted)
+    factors = load_file(tmp_path / "one" / "out" / "adapter_model.safetensors")
+    assert any(value.any() for name, value in factors.items() if "lora_B" in name)
+    assert (tmp_path / "one" / "out" / "tokenizer.json").is_file()
 
 
 def lora_options(model: Path, data: Path, place: Path, **more: Any) -> TrainOptions:

@@ -26,7 +26,10 @@ from offload.errors import OffloadError
 from offload.models.expert_groups import expert_groups
 from offload.train import preparing
 from offload.train.layout import Piece
+from offload.train.needs import touched_shares
+from offload.train.plan import Needs, grad_bytes, slot_bytes, traffic
 from offload.train.preparing import prepare
+from offload.train.updates import Updater
 
 STEPS = 4
 
@@ -166,3 +169,37 @@ def test_nothing_to_skip(tmp_path: Path, short: Any) -> None:
         prepare(dataclasses.replace(short("a"), model=str(dense)))
     with pytest.raises(OffloadError, match="--skip-untouched-experts cannot take effect with --me"):
         prepare(short("b", method="lora"))
+
+
+def test_the_plan_counts_the_experts_that_even_routing_reaches(
+    directory: Path, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "m", "qwen3_moe", num_local_experts=12)
+    data = write_data(tmp_path / "train.jsonl")
+    options = options_for(
+        model, data, tmp_path, seq_len=3, batch_size=1, skip_untouched_experts=True
+    )
+    run = prepare(options)
+    run.close()
+    everything_on_disk(run)
+    top = run.meta.model.config.num_experts_per_tok
+    share = 1 - (1 - top / 12) ** 3  # three tokens
+    shares = touched_shares(run.meta, run.layout, options)
+    assert 0 < share < 1
+    assert set(shares) == set(run.layout.expert_blocks())
+    assert list(shares.values()) == pytest.approx([share] * len(shares))
+
+    def moved(updated: dict[int, float]) -> dict[str, tuple[int, int]]:
+        needs = Needs(
+            fixed={}, kinds=Updater.kinds(run.layout, "fp32"), grad_dtype=None, updated=updated
+        )
+        where = run.plan.placement
+        return traffic(run.layout, needs, where, clipping=True, backwards=1)
+
+    every, some = moved({}), moved(shares)
+    needs = Needs(fixed={}, kinds=Updater.kinds(run.layout, "fp32"), grad_dtype=None)
+    slots = sum(slot_bytes(run.layout, needs, b) for b in shares)
+    spilled = sum(grad_bytes(run.layout, needs, b) for b in shares)
+    assert every["forward"][1] - some["forward"][1] == pytest.approx((1 - share) * slots, abs=2)
+    assert every["backward"][1] - some["backward"][1] == pytest.approx((1 - share) * spilled, abs=2)
+    assert run.plan.phases.keys() == some.keys()
