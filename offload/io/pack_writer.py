@@ -191,10 +191,13 @@ class PackDirectory:
                 f"{self.path} exists and is not a packed model (it has {first}); nothing in it "
                 "was touched, choose another directory"
             )
-        self._reserve()
-        if JOURNAL not in names:
+        self._check_space()
+        fresh = JOURNAL not in names
+        if fresh:
+            # Before the bundles: what a kill leaves behind must be known for ours.
             line = json.dumps(self._job.header()) + "\n"
             _replace(self._lock, JOURNAL, line.encode())
+        self._reserve(fresh)
         self._journal = os.open(
             JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, dir_fd=self._lock
         )
@@ -242,11 +245,14 @@ class PackDirectory:
     def _blocks(self) -> Sequence[Block]:
         return self._job.manifest.blocks
 
-    def _reserve(self) -> None:
-        """Check the free space for everything, then take it."""
-        missing, made = self._job.extra_bytes, []
-        names = [bundle_name(i) for i in range(len(self._job.manifest.files))]
-        for name, nbytes in zip(names, self._job.manifest.files, strict=True):
+    @property
+    def _bundles(self) -> list[tuple[str, int]]:
+        return [(bundle_name(i), n) for i, n in enumerate(self._job.manifest.files)]
+
+    def _check_space(self) -> None:
+        """Refuse to begin what the disk has no room for."""
+        missing = self._job.extra_bytes
+        for name, nbytes in self._bundles:
             try:
                 missing += max(0, nbytes - os.stat(name, dir_fd=self._lock).st_blocks * 512)
             except FileNotFoundError:
@@ -260,8 +266,12 @@ class PackDirectory:
                 f"({missing} bytes) more, {format_bytes(free)} ({free} bytes) are free; free "
                 f"{format_bytes(missing - free)} or choose another disk"
             )
+
+    def _reserve(self, fresh: bool) -> None:
+        """Take the space for everything. ``fresh``: without it, nothing of this pack stays."""
+        made = [JOURNAL] if fresh else []
         try:
-            for name, nbytes in zip(names, self._job.manifest.files, strict=True):
+            for name, nbytes in self._bundles:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
                 new = not os.path.lexists(self.path / name)
                 fd = os.open(name, flags, 0o600, dir_fd=self._lock)
@@ -276,7 +286,7 @@ class PackDirectory:
                     os.close(fd)
             os.fsync(self._lock)
         except BaseException as e:
-            for name in made:  # this call's own, still without a byte
+            for name in reversed(made):  # this call's own, still without a byte; the journal last
                 os.unlink(name, dir_fd=self._lock)
             self._remove_if_empty()
             if isinstance(e, OSError):
