@@ -23,7 +23,7 @@ def measured_once() -> Iterator[None]:
     def once(model: Any, tokens: int, batch: int = 1) -> Footprint:
         config = model.config
         dtypes = tuple((name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters())
-        ways = config._attn_implementation, getattr(config, "_experts_implementation", None)
+        ways = (getattr(config, f"_{of}_implementation", None) for of in ("attn", "experts"))
         key = (type(model), config.to_json_string(use_diff=False), dtypes, *ways, tokens, batch)
         if key not in _found:
             _found[key] = measure(model, tokens, batch)
