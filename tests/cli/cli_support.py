@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -32,3 +36,29 @@ def refused(result: Result, *words: str) -> str:
     for word in words:
         assert word in result.errors[0], result.errors[0]
     return result.errors[0]
+
+
+# A parent that ignores SIGINT (a shell's background job) would hand that on.
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from offload.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def process(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, killed if it still runs afterwards."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", START, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()

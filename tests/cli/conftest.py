@@ -13,6 +13,7 @@ import pytest
 import torch
 from cli_support import Cli, Result
 from left_threads import threads_left
+from measured_once import measured_once
 from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -39,6 +40,12 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Measurements and private files of a test stay its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Iterator[None]:
+    with measured_once():
+        yield
 
 
 @pytest.fixture

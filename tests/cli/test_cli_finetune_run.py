@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import Cli, Result, refused
+from cli_support import Cli, Result, process, refused
 from families import tiny_config, write
 from run_support import WORDS, weights_of, write_data, write_model, write_tokenizer
 from safetensors.torch import load_file, save_file
@@ -269,36 +267,20 @@ def test_a_model_that_is_no_language_model(
 
 # -- signals and processes ------------------------------------------------------------------
 
-START = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from offload.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 @contextmanager
 def started(model: Path, data: Path, place: Path, *more: object) -> Iterator[Any]:
     """A process that trains for long and has taken a step."""
-    words = words_for(model, data, place, *more, steps=100000)
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, *map(str, words)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
+    with process(*words_for(model, data, place, *more, steps=100000)) as training:
+        assert training.stderr is not None
         seen = []
-        for line in process.stderr:
+        for line in training.stderr:
             seen.append(line)
             if "loss" in line and "step" in line:
                 break
         else:
             raise AssertionError("".join(seen))
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+        yield training
 
 
 def test_a_signal_commits_and_the_run_goes_on(model: Path, data: Path, tmp_path: Path) -> None:
@@ -306,10 +288,10 @@ def test_a_signal_commits_and_the_run_goes_on(model: Path, data: Path, tmp_path:
     for signum, word, more in (
         (signal.SIGINT, "interrupted", ()), (signal.SIGTERM, "terminated", ("--resume",)),
     ):  # fmt: skip
-        with started(model, data, tmp_path, *more) as process:
-            process.send_signal(signum)
-            out, err = process.communicate(timeout=120)
-        assert process.returncode == 128 + signum, err
+        with started(model, data, tmp_path, *more) as training:
+            training.send_signal(signum)
+            out, err = training.communicate(timeout=120)
+        assert training.returncode == 128 + signum, err
         assert err.splitlines()[-1] == word
         assert "Traceback" not in err
         assert out == ""
@@ -322,14 +304,14 @@ def test_a_signal_commits_and_the_run_goes_on(model: Path, data: Path, tmp_path:
 
 
 def test_two_at_once_on_one_disk(model: Path, data: Path, tmp_path: Path, cli: Cli) -> None:
-    with started(model, data, tmp_path, "--save-every", 1) as process:
+    with started(model, data, tmp_path, "--save-every", 1) as training:
         more = words_for(model, data, tmp_path, "--resume", steps=100000)
         refused(cli(*more), "in use")
         refused(cli(*words_for(model, data, tmp_path, steps=100000)), "another run")
-        assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
+        assert training.poll() is None
+        training.send_signal(signal.SIGKILL)
     # Killed without a word: what it had committed is there.
-    with started(model, data, tmp_path, "--resume") as process:
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    with started(model, data, tmp_path, "--resume") as training:
+        training.send_signal(signal.SIGINT)
+        _, err = training.communicate(timeout=120)
+    assert training.returncode == 130, err

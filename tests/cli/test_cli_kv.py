@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cli_support import Cli, Result, refused
+from cli_support import Cli, Result, process, refused
 from disk_support import fill, small_filesystem
 
 from offload.io.safetensors import read_header
@@ -104,42 +100,16 @@ def test_a_full_disk(cli: Cli, dense: Path, full: Path) -> None:
     assert sorted(p.name for p in full.iterdir() if p.name != "lost+found") == ["filler"]
 
 
-START = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from offload.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@contextmanager
-def spilling(model: Path, disk: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that generates for long, with spilled blocks from the prompt on."""
-    words = ["generate", "-m", str(model), "--prompt-ids", IDS, "-n", "1300", "--ignore-eos"]
-    words += ["--no-predict", "-t", "1", "--kv-ram", "1500KiB", "--disk", str(disk)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_no_file_is_left(dense: Path, tmp_path: Path, signum: int, code: int) -> None:
     disk = tmp_path / "disk"
-    with spilling(dense, disk) as process:
-        assert process.stdout is not None
-        assert process.stdout.read(1)
-        process.send_signal(signum)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    words = ["generate", "-m", dense, "--prompt-ids", IDS, "-n", 1300, "--ignore-eos", "-t", 1]
+    with process(*words, "--no-predict", "--kv-ram", "1500KiB", "--disk", disk) as spilling:
+        assert spilling.stdout is not None
+        assert spilling.stdout.read(1)
+        spilling.send_signal(signum)
+        _, err = spilling.communicate(timeout=60)
+    assert spilling.returncode == code, err
     assert "Traceback" not in err
     assert list(disk.iterdir()) == []
 

@@ -6,56 +6,36 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import Cli
+from cli_support import Cli, process
 
 from offload.cli import session
 from offload.cli.signals import Interrupted, raise_received, signals_raise, signals_wait
 from offload.models import load
 
-# A parent that ignores SIGINT (a shell's background job) would hand that on.
-START = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from offload.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 @contextmanager
 def started(model: Path, disk: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that generates for long, with converted weights in ``disk``."""
-    words = ["generate", "-m", str(model), "-p", "the disk", "-n", "1900", "--ignore-eos"]
-    words += ["--no-predict", "-t", "1", "--dtype", "float32", "--disk", str(disk)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    words = ["generate", "-m", model, "-p", "the disk", "-n", 1900, "--ignore-eos", "-t", 1]
+    with process(*words, "--no-predict", "--dtype", "float32", "--disk", disk) as generating:
+        yield generating
 
 
 def test_ctrl_c_after_the_first_token(dense: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    with started(dense, disk) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(1)
-        process.send_signal(signal.SIGINT)
-        text, err = process.communicate(timeout=120)
+    with started(dense, disk) as generating:
+        assert generating.stdout is not None
+        first = generating.stdout.read(1)
+        generating.send_signal(signal.SIGINT)
+        text, err = generating.communicate(timeout=120)
     assert first
-    assert process.returncode == 130, err
+    assert generating.returncode == 130, err
     assert err.splitlines()[-1] == "interrupted"
     assert [line for line in err.splitlines() if line.startswith("stats:")]
     assert "Traceback" not in err
@@ -65,13 +45,13 @@ def test_ctrl_c_after_the_first_token(dense: Path, tmp_path: Path) -> None:
 
 def test_a_reader_that_goes_away(dense: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    with started(dense, disk) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(1)
-        process.stdout.close()
-        err = process.stderr.read()
-        assert process.wait(timeout=120) == 128 + signal.SIGPIPE, err
+    with started(dense, disk) as generating:
+        assert generating.stdout is not None
+        assert generating.stderr is not None
+        assert generating.stdout.read(1)
+        generating.stdout.close()
+        err = generating.stderr.read()
+        assert generating.wait(timeout=120) == 128 + signal.SIGPIPE, err
     assert not any(word in err for word in ("Traceback", "Broken", "Exception", "error"))
     assert list(disk.iterdir()) == []
 

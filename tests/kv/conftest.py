@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_once import measured_once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +21,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Iterator[None]:
+    with measured_once():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from equivalence import Golden, golden
 from families import write
+from measured_once import measured_once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +29,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Iterator[None]:
+    with measured_once():
+        yield
 
 
 @pytest.fixture

@@ -17,6 +17,16 @@ STEPS = 4
 PLACES = ["disk", "least", "half", "ram"]
 
 
+def paired(values: list[Any]) -> list[Any]:
+    """(place, value): every place and every value in turn; their product is for the sweep. The
+    dense model has it in CI."""
+    every = [(i, place, value) for i, place in enumerate(PLACES) for value in values]
+    return [
+        pytest.param(place, value, marks=[pytest.mark.sweep] * (value != values[i % len(values)]))
+        for i, place, value in every
+    ]
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made: dict[Any, Path] = {}
@@ -62,8 +72,7 @@ def test_a_dense_model(tiny: Any, place: str, clip: float) -> None:
         train(engine, oracle, 1, clip)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("accumulate", [3, 8])
+@pytest.mark.parametrize(("place", "accumulate"), paired([3, 8]))
 @pytest.mark.parametrize("grad_dtype", [None, "float32"])
 def test_accumulation(tiny: Any, place: str, accumulate: int, grad_dtype: str | None) -> None:
     directory = tiny("llama")
@@ -72,8 +81,7 @@ def test_accumulation(tiny: Any, place: str, accumulate: int, grad_dtype: str | 
         train(engine, oracle, accumulate, 0.5, steps=2)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.parametrize(("place", "clip"), paired([0.5, 0.0]))
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts(tiny: Any, family: str, place: str, clip: float) -> None:
     directory = tiny(family)
@@ -92,8 +100,7 @@ def test_states(tiny: Any, place: str, states: str) -> None:
         train(engine, oracle, 1, 0.5)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.parametrize(("place", "clip"), paired([0.5, 0.0]))
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_tied_embeddings(tiny: Any, family: str, place: str, clip: float) -> None:
     directory = tiny(family, tie_word_embeddings=True)
