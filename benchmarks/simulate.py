@@ -15,15 +15,19 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import facts, record, settings
 
 from offload.blocks import BlockKind, Tier, layout
+from offload.io.memory import AlignedBuffer
+from offload.io.store import DEMAND
 from offload.io.stores import MemoryStore
 from offload.io.wrappers import LatencyStore
+from offload.runtime.device import Region
 from offload.runtime.executor import Executor
 from offload.runtime.null_device import NullDevice
 from offload.runtime.sim_device import SimDevice
@@ -94,16 +98,9 @@ def compare(case: Mapping[str, Any], passes: int, skip: int) -> dict[str, float]
     # What a wait for so long really takes here, as a probe would have found.
     real = {k: timed(case[k]) for k in ("layer_ms", "expert_ms") if k in case}
     request, costs, experts = question({**case, **real}, stacked)
-    plan = make_plan(request)
-
-    def draws() -> Draws:
-        return Draws(experts, plan.top_k, 0.8, repeat=0.3)
-
-    routing = draws() if experts else None
-    predicted = simulate(plan, costs, passes=passes, skip=skip, routing=routing, hot=())
-    contents = {b: bytes(s.nbytes) for b, s in plan.blocks.items()}
+    contents = {b: bytes(s.nbytes) for b, s in request.blocks.items()}
     store = LatencyStore(
-        MemoryStore(plan.blocks.values(), contents),
+        MemoryStore(request.blocks.values(), contents),
         seconds=LATENCY_S,
         bytes_per_s=case["ssd"] * MIB,
     )
@@ -118,6 +115,15 @@ def compare(case: Mapping[str, Any], passes: int, skip: int) -> dict[str, float]
         if stacked
         else NullDevice()
     )
+    costs = latencies(case, costs, store, device, next(iter(contents)))
+    request = replace(request, costs=costs)
+    plan = make_plan(request)
+
+    def draws() -> Draws:
+        return Draws(experts, plan.top_k, 0.8, repeat=0.3)
+
+    routing = draws() if experts else None
+    predicted = simulate(plan, costs, passes=passes, skip=skip, routing=routing, hot=())
     executor = Executor(plan, store, device, recorder=Recorder(2**14))
     times: list[float] = []
     routing = draws() if experts else None
@@ -201,6 +207,35 @@ def question(
         overhead_s=case["layer_ms"] / 1e3,
     )
     return request, costs, experts
+
+
+def latencies(
+    case: Mapping[str, Any], costs: CostModel, store: LatencyStore, device: Any, block: str
+) -> CostModel:
+    """What one transfer takes besides its bytes, threads that wake each other included: measured
+    on idle lanes, as a probe does."""
+    with AlignedBuffer(BLOCK_BYTES) as buffer:
+        seconds = typical(lambda: store.read_into(block, buffer, priority=DEMAND).result())
+    costs = replace(costs, read_latency_s=max(0.0, seconds - BLOCK_BYTES / (case["ssd"] * MIB)))
+    if not device.has_memory:
+        return costs
+    host = device.host_memory(BLOCK_BYTES, "scratch")
+    there = device.device_memory(BLOCK_BYTES, "scratch")
+    src, dst = (Region(m, 0, BLOCK_BYTES) for m in (host, there))
+    seconds = typical(lambda: device.copy(dst, src, device.h2d).wait())
+    there.close()
+    host.close()
+    return replace(costs, copy_latency_s=max(0.0, seconds - BLOCK_BYTES / (case["h2d"] * MIB)))
+
+
+def typical(call: Callable[[], Any], n: int = 9) -> float:
+    """The median of ``n`` calls' seconds."""
+    times = []
+    for _ in range(n):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def rate(value: float, unit: str = BYTES_PER_S) -> Rate:
