@@ -264,7 +264,7 @@ def prediction(found: Forecast, timeline: Timeline) -> list[tuple[str, ...]]:
     """Speed, bottleneck, bytes, hits."""
     speed, p = found.tokens_per_s, found.pass_s
     what = "per token" if found.tokens == 1 else "first token after"
-    lines = [
+    lines: list[tuple[str, ...]] = [
         ("speed", f"{speed.mid:.3g} tok/s", f"{speed.low:.3g} to {speed.high:.3g}"),
         (
             what,

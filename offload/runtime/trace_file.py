@@ -67,12 +67,12 @@ def _flows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for found in seen.values():
         found.sort(key=lambda x: x[:2])
         journey: list[Span] = []
-        for _, order, span in [*found, (0.0, 0, None)]:
+        for _, order, span in found:
             if order == 0:
                 yield from _flow(journey, next(numbers))
                 journey = []
-            if span is not None:
-                journey.append(span)
+            journey.append(span)
+        yield from _flow(journey, next(numbers))
 
 
 def _flow(journey: list[Span], number: int) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from offload.cli.prompt import parse_ids
 from offload.cli.sampling import Sampling
 from offload.errors import OffloadError
 
-COMMANDS = ("generate", "chat", "plan", "probe", "doctor", "synth")
+COMMANDS = ("generate", "chat", "plan", "probe", "doctor", "synth", "simulate")
 
 HELP = """
 import sys

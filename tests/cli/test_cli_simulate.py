@@ -32,8 +32,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_is_simulated_from_its_config_alone(cli: Cli, small: Path, tmp_path: Path) -> None:
-    words = ["simulate", small, "--hardware", "rtx3060-laptop", "--quant", "q4", "--ram", "96MiB",
-             "--gpu", "40MiB", "-n", "4", "--prompt-tokens", "16"]  # fmt: skip
+    words = ["simulate", small, "--hardware", "rtx3060-laptop", "--quant", "q4", "--ram", "84MiB",
+             "--gpu", "18MiB", "-n", "4", "--prompt-tokens", "16"]  # fmt: skip
     found = cli(*words, "--json", tmp_path / "a.json", "--trace", tmp_path / "t.json")
     assert found.code == 0, found.err
     for said in ("disk read |", "experts |", "bottleneck", "first token after", "expert hits"):
@@ -56,7 +56,7 @@ def test_a_model_is_simulated_from_its_config_alone(cli: Cli, small: Path, tmp_p
 
 def test_more_memory_is_never_predicted_to_be_slower(cli: Cli, small: Path, tmp_path: Path) -> None:
     speeds = []
-    for ram in ("56MiB", "80MiB", "200MiB"):
+    for ram in ("90MiB", "104MiB", "220MiB"):
         found = cli("simulate", small, "--hardware", "cpu-laptop", "--ram", ram, "-n", "4",
                     "--prompt-tokens", "16", "--json", tmp_path / "s.json")  # fmt: skip
         assert found.code == 0, found.err

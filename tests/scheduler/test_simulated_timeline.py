@@ -52,8 +52,8 @@ def test_a_part_of_the_time_has_what_happened_in_it(
 
 def test_lanes_as_text_show_how_busy_each_is() -> None:
     lines = arrange(
-        [Span(READ, "a", 0.0, 5.0), Span(EXPERTS, "a", 5.0, 10.0), Span(COMPUTE, "u", 0.0, 0.5)]
+        [Span(READ, "a", 0.0, 5.0), Span(EXPERTS, "a", 5.0, 10.0), Span(COMPUTE, "u", 0.0, 0.4)]
     ).text(10)
-    assert [line.split("|")[1] for line in lines] == ["@@@@@     ", "+         ", "     @@@@@"]
-    assert [line.split()[-1] for line in lines] == ["50%", "5%", "50%"]
+    assert [line.split("|")[1] for line in lines] == ["@@@@@     ", "=         ", "     @@@@@"]
+    assert [line.split()[-1] for line in lines] == ["50%", "4%", "50%"]
     assert Timeline({}).text() == []
