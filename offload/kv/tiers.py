@@ -205,8 +205,9 @@ class KvTiers:
         store, spill = self.store, self._spill
         in_ram, on_disk = store.counts() if store is not None else (0, 0)
         counts = store.stats if store is not None else None
+        pools = [s.pool for s in (self.store, self.tails) if s is not None]
         return {
-            "ram_bytes": self.homes.ram_bytes if self.homes else 0,
+            "ram_bytes": sum(p.slots * p.slot_bytes for p in pools),
             "kind": self._kind,
             "attention_error": self.error if self.tails is not None else None,
             "slot_bytes": self.homes.slot_bytes if self.homes else 0,

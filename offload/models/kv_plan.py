@@ -313,7 +313,7 @@ def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
         sequences=plan.need.sequences * options.sequences,
         other_bytes=plan.need.other_bytes * options.sequences,
     )
-    return KvPlan(need=need, homes=need.homes(options.kv_ram or plan.homes.ram_bytes))
+    return KvPlan(need=need, homes=need.homes(options.kv_ram or plan.ram_bytes))
 
 
 def least(need: KvNeed) -> KvPlan:
