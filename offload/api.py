@@ -23,6 +23,7 @@ def load(
     kernels: str | None = None,
     ram: str | int | None = None,
     kv_ram: str | int | None = None,
+    kv: str | None = None,
     attention: str | None = None,
     prompt_cache: str | Path | None = None,
     prompt_cache_limit: str | int | None = None,
@@ -59,6 +60,9 @@ def load(
             as fit beside the least that weights need. ``model.generate`` then makes its own cache
             (``model.offload.new_cache()`` one to pass as ``past_key_values``), refuses a
             ``cache_implementation``, and one cache is alive at a time.
+        kv: ``"q8"``, ``"q4"``: keys and values in 8 or 4 bits, quantised when a block of them is
+            full; ``"bf16"``: in bfloat16. Lossy: ``model.offload.stats()["kv"]`` has by how much
+            attention differed on the first prompt. Implies ``attention="offload"``.
         attention: ``"exact"``: the model's own, the default. ``"offload"``: our kernels, which read
             blocks of keys and values where they are: the same bits for any ``kv_ram``, other
             rounding than torch's, and no copy of a layer's keys and values in one piece.
@@ -100,7 +104,7 @@ def load(
     """
     if train is not False:
         asked = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
-        asked |= {"attention": attention, "prompt_cache": prompt_cache}
+        asked |= {"attention": attention, "kv": kv, "prompt_cache": prompt_cache}
         given = [name for name, value in asked.items() if value is not None]
         if given or device not in ("auto", "cpu"):
             raise OffloadError(
@@ -123,6 +127,7 @@ def load(
         kernels=kernels,
         ram=ram,
         kv_ram=kv_ram,
+        kv=kv,
         attention=attention,
         prompt_cache=prompt_cache,
         prompt_cache_limit=prompt_cache_limit,

@@ -73,6 +73,7 @@ def chat(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    kv: flags.Kv = None,
     attention: flags.Attention = None,
     kv_ram: flags.KvRam = None,
     prompt_cache: flags.PromptCache = None,
@@ -118,6 +119,7 @@ def chat(
 
     wanted = Wanted(
         ram=ram,
+        kv=None if kv is None else kv.value,
         attention=None if attention is None else attention.value,
         kv_ram=kv_ram,
         prompt_cache=prompt_cache,

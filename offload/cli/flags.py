@@ -143,6 +143,22 @@ class AttentionName(enum.StrEnum):
     offload = "offload"
 
 
+class KvName(enum.StrEnum):
+    """``--kv``."""
+
+    bf16 = "bf16"
+    q8 = "q8"
+    q4 = "q4"
+
+
+Kv = Annotated[
+    KvName | None,
+    typer.Option(
+        "--kv",
+        help="Keep keys and values in 8 or 4 bits, or in bfloat16. Lossy (but bf16 of a model that "
+        "computes in it); says by how much attention differs. Implies --attention offload.",
+    ),
+]
 Attention = Annotated[
     AttentionName | None,
     typer.Option(

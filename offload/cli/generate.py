@@ -80,6 +80,7 @@ def generate(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv_ram: flags.KvRam = None,
+    kv: flags.Kv = None,
     attention: flags.Attention = None,
     prompt_cache: flags.PromptCache = None,
     prompt_cache_limit: flags.PromptCacheLimit = None,
@@ -129,6 +130,7 @@ def generate(
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
+        kv=None if kv is None else kv.value,
         attention=None if attention is None else attention.value,
         prompt_cache=prompt_cache,
         prompt_cache_limit=prompt_cache_limit,

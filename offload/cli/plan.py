@@ -17,6 +17,7 @@ def plan(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv_ram: flags.KvRam = None,
+    kv: flags.Kv = None,
     attention: flags.Attention = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
@@ -73,6 +74,7 @@ def plan(
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
+        kv=None if kv is None else kv.value,
         attention=None if attention is None else attention.value,
         gpu=gpu,
         device=device,

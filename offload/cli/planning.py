@@ -58,6 +58,7 @@ class Wanted:
     kernels: str | None = None
     kv_ram: int | None = None
     attention: str | None = None
+    kv: str | None = None
     prompt_cache: Path | None = None
     prompt_cache_limit: int | None = None
     prompt_cache_chunk: int | None = None
@@ -105,6 +106,7 @@ class Wanted:
             kernels=self.kernels,
             kv_ram=self.kv_ram,
             attention=self.attention,
+            kv=self.kv,
             prompt_cache=self.prompt_cache,
             **more,
         )

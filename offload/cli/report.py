@@ -93,6 +93,13 @@ def streaming_parts(run: Measured, plan: Plan) -> list[str]:
 def kv_parts(run: Run) -> list[str]:
     """What keys and values took from the disk while decoding; nothing if they did not."""
     end, first = run.at_end.get("kv"), (run.at_first or run.at_start).get("kv")
+    if end and end.get("attention_error"):
+        off = f"KV in {end['kind']}: attention off by {end['attention_error']:.1%} at most"
+        return [off, *_moved(run, end, first)]
+    return _moved(run, end, first)
+
+
+def _moved(run: Run, end: Any, first: Any) -> list[str]:
     if not end or not first or not run.decode_steps or not end["read_bytes"]:
         return []
     read = end["read_bytes"] - first["read_bytes"]

@@ -175,6 +175,23 @@ class BlockAttention:
         self._state[..., dim] = -np.inf
         self._given = [0] * self.batch
 
+    def of_last_query(self) -> BlockAttention:
+        """A new one of the last query alone, over nothing yet."""
+        q = self._q.reshape(self.batch, self.key_heads, self.queries, self.group, self.key_dim)
+        last = np.ascontiguousarray(q[:, :, -1]).reshape(self.batch, self.heads, 1, self.key_dim)
+        scale, cap = self._scalars.view(np.float32)
+        return BlockAttention(
+            last,
+            key_heads=self.key_heads,
+            dim=self.dim,
+            positions=list(self._positions + self.queries - 1),
+            scale=float(scale),
+            cap=float(cap),
+            window=self._window,
+            firsts=list(self._firsts),
+            isa=self._isa.value,
+        )
+
     def _per_sequence(self, name: str, values: Sequence[int]) -> Table:
         if len(values) != self.batch:
             raise OffloadError(f"{len(values)} {name} for {self.batch} sequences")

@@ -119,12 +119,21 @@ def _keys(a: int, segment: int, head: int) -> int:
     return at
 
 
+@inline
+def _values(a: int, segment: int, head: int) -> int:
+    parts = field(a, Attend.PARTS)
+    at = load_int(field(a, Attend.TABLE) + 24 * (segment // parts) + 8)
+    at += head * field(a, Attend.VALUE_STRIDE) + segment % parts * field(a, Attend.VALUE_PART)
+    return at
+
+
 @outline
 def _segment(
-    mode: Any, a: int, b: int, segment: int, head: int, first: int, rows: int, after: int, out: int
-) -> None:
-    """Rows ``first`` .. ``first + rows`` of a head over one segment, to partial results. ``after``:
-    address of what will be read next; 0: it is not known."""
+    mode: Any, a: int, b: int, segment: int, head: int, first: int, rows: int, next_k: int,
+    next_v: int, out: int,
+) -> None:  # fmt: skip
+    """Rows ``first`` .. ``first + rows`` of a head over one segment, to partial results.
+    ``next_k``, ``next_v``: what will be read next; 0: it is not known."""
     parts, span = field(a, Attend.PARTS), field(a, Attend.SPAN)
     block, part = field(a, Attend.TABLE) + 24 * (segment // parts), segment % parts
     n = min(max(load_int(block + 16) - part * span, 0), span)
@@ -148,11 +157,10 @@ def _segment(
     attend(
         mode, q, rows,
         _keys(a, segment, head),
-        load_int(block + 8) + head * field(a, Attend.VALUE_STRIDE)
-        + part * field(a, Attend.VALUE_PART),
+        _values(a, segment, head),
         span, field(a, Attend.KEY_DIM), field(a, Attend.DIM),
         t0 // 8 * 8, (t1 + 7) // 8 * 8, t1, limits,
-        bits_float(field(a, Attend.SCALE)), bits_float(field(a, Attend.CAP)), after, out,
+        bits_float(field(a, Attend.SCALE)), bits_float(field(a, Attend.CAP)), next_k, next_v, out,
     )  # fmt: skip
 
 
@@ -168,10 +176,12 @@ def few(mode: Any, a: int) -> None:
         while load_int(_range(a, b) + 8) <= segment:
             b += 1
         # The next task is taken now, so that memory is never idle between two.
-        following, after = fetch_add(a + 8 * Attend.NEXT, 1), 0
+        following, next_k, next_v = fetch_add(a + 8 * Attend.NEXT, 1), 0, 0
         if following < count * heads:
-            after = _keys(a, first + following // heads, following % heads)
-        _segment(mode, a, b, segment, task % heads, 0, rows, after, partials + task * size)
+            next_k = _keys(a, first + following // heads, following % heads)
+            next_v = _values(a, first + following // heads, following % heads)
+        at = partials + task * size
+        _segment(mode, a, b, segment, task % heads, 0, rows, next_k, next_v, at)
         task = following
     wait(field(a, Attend.BARRIER))
     task = fetch_add(a + 8 * Attend.NEXT_FOLD, 1)
@@ -197,7 +207,7 @@ def many(mode: Any, a: int) -> None:
         count = min(ROWS, rows - first)
         state = field(a, Attend.STATE) + ((b * heads + head) * rows + first) * row
         for s in range(load_int(_range(a, b)), load_int(_range(a, b) + 8)):
-            _segment(mode, a, b, s, head, first, count, 0, partial)
+            _segment(mode, a, b, s, head, first, count, 0, 0, partial)
             fold(state, partial, count, dim)
         task = fetch_add(a + 8 * Attend.NEXT, 1)
 

@@ -46,11 +46,6 @@ from offload.cpu_ops.vectors import (
     to_float,
 )
 
-AHEAD = 32768
-"""Bytes from what is multiplied to what is asked of memory, at most; never more than a head's keys
-or values. Far, as memory is asked in bursts: while the first rows go over some keys, and not while
-the others do, nor while there are exponentials to compute."""
-
 
 def load_element(mode: Any, row: int, i: int) -> Any:
     """16 channels from 16 i on as float32; only inside kernels."""
@@ -140,14 +135,13 @@ by_format(place_of)(lambda name: _nibble_place if name == "q4dot" else _same_pla
 
 
 @inline
-def ask(at: int, nbytes: int, end: int, after: int) -> None:
-    """Prefetch ``nbytes`` at ``at``; instead of what is behind ``end`` what starts at ``after``
-    (0: nothing)."""
-    if at >= end:
-        at += after - end
-    if at < end or after != 0:
-        for line in range(0, nbytes, 64):
-            prefetch(at + line)
+def ask(at: int, nbytes: int) -> None:
+    """Prefetch so many bytes. Inner loops call it for a few lines each: a burst of them would fill
+    the processor's list of open requests, and computing would wait as if it had loaded them."""
+    stop = at + nbytes
+    while at < stop:
+        prefetch(at)
+        at += 64
 
 
 def dot_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:

@@ -21,7 +21,6 @@ from typing import Any
 from numba import float32
 
 from offload.cpu_ops.block_elements import (
-    AHEAD,
     ask,
     dot_four,
     integer,
@@ -87,16 +86,17 @@ def _capped(scores: Any, cap: Any) -> Any:
 @inline
 def _scores(
     mode: Any, q: int, row: int, last: int, k: int, t0: int, t1: int, end: int, dim: int,
-    scale: Any, cap: Any, offsets: int, limits: int, out: int, keys_end: int, values: int,
+    scale: Any, cap: Any, offsets: int, limits: int, out: int, later: int, each: int,
 ) -> None:  # fmt: skip
-    """Of four rows at ``q`` with tokens t0..t1, of which those from ``end`` on are none."""
+    """Of four rows at ``q`` with tokens t0..t1, of which those from ``end`` on are none. Memory is
+    asked for ``each`` bytes from ``later`` on for every four tokens."""
     zero = splat(float32(0.0))
     rows = (q, q + min(1, last) * row, q + min(2, last) * row, q + min(3, last) * row)
     low, high = row_limits(limits), row_limits(limits + 4 * ROWS)
     step = row_bytes(mode, dim)
     for t in range(t0, t1, 4):
-        if values != 0:
-            ask(k + t * step + min(AHEAD, end * step), 4 * step, keys_end, values)
+        ask(later, each)
+        later += each
         k0, k1 = k + min(t, end - 1) * step, k + min(t + 1, end - 1) * step
         k2, k3 = k + min(t + 2, end - 1) * step, k + min(t + 3, end - 1) * step
         none = (
@@ -118,7 +118,7 @@ def _scores(
 @inline
 def _softmax(
     mode: Any, scores: int, t0: int, t1: int, end: int, v: int, out: int, row: int, last: int,
-    dim: int, offsets: int, span: int,
+    dim: int, offsets: int, span: int, later: int, each: int,
 ) -> None:  # fmt: skip
     """Scores of four rows to weights in place, as ``_values`` reads them; largest scores and sums
     go to the partial results."""
@@ -130,6 +130,8 @@ def _softmax(
     zero = splat(float32(0.0))
     total, more, largest = zero, zero, zero
     for t in range(t0, t1, 8):
+        ask(later, each)
+        later += each
         x, y = load_f32(scores + 16 * t), load_f32(scores + 16 * t + 64)
         a, b = unless_lowest(x, exp(fsub(x, top))), unless_lowest(y, exp(fsub(y, top)))
         if paired(mode):
@@ -172,10 +174,16 @@ def _softmax(
         store_float(offsets + 4 * i, lane(more, i))
 
 
+@inline
+def share_of_request(at: int, nbytes: int, turns: int) -> int:
+    """Bytes to ask for in each of so many turns; none if ``at`` is 0."""
+    return 0 if at == 0 else min(1024, (nbytes + turns - 1) // turns)
+
+
 @outline
 def attend(
     mode: Any, q: int, rows: int, k: int, v: int, span: int, key_dim: int, dim: int, t0: int,
-    t1: int, end: int, limits: int, scale: Any, cap: Any, after: int, out: int,
+    t1: int, end: int, limits: int, scale: Any, cap: Any, next_k: int, next_v: int, out: int,
 ) -> None:  # fmt: skip
     """``rows`` <= ROWS queries over tokens t0..t1 of a block's ``end`` <= BLOCK ones.
 
@@ -185,8 +193,9 @@ def attend(
     ``out``: float32 [rows, dim + EXTRA]: the sum of values weighted with exp(score - largest), the
     largest score, the sum of the weights. A row that sees nothing gets zeros and minus infinity.
 
-    ``cap``: scores become cap * tanh(score / cap); 0: they do not. ``after``: address of what will
-    be read next; 0: it is not known.
+    ``cap``: scores become cap * tanh(score / cap); 0: they do not. ``next_k``, ``next_v``: the keys
+    and values of the next call, 0 if they are not known: they are asked of memory meanwhile, spread
+    over everything that is computed here, as memory would else be idle half of the time.
     """
     scores, offsets, row = _score_room(), _offset_room(), 4 * (dim + EXTRA)
     q_row = 4 * key_dim
@@ -207,36 +216,37 @@ def attend(
         q = scaled
         k += 4 * key_dim
         values += 4 * span
-    keys_end = k + end * row_bytes(mode, key_dim)
+    quads, n = (rows + 3) // 4, max(8, t1 - t0)
+    each = share_of_request(next_k, span * row_bytes(mode, key_dim) * 3 // 4, quads * n // 4)
+    pause = share_of_request(next_k, span * row_bytes(mode, key_dim) // 4, quads * n // 8)
     near = max(8, _NEAR // row_bytes(mode, key_dim) // 8 * 8)
     for t in range(t0, t1, near):
         for h in range(0, rows, 4):
             _scores(
                 mode, q + h * q_row, q_row, min(3, rows - 1 - h), k, t, min(t + near, t1), end,
                 key_dim, scale, cap, offsets + 4 * h, limits + 4 * h, scores + h * BLOCK * 4,
-                keys_end, v if h == 0 else 0,
+                next_k, each,
             )  # fmt: skip
+            next_k += (min(t + near, t1) - t) // 4 * each
     for h in range(0, rows, 4):
         last = min(3, rows - 1 - h)
         _softmax(
             mode, scores + h * BLOCK * 4, t0, t1, end, v, out + h * row, row, last, dim,
-            offsets + 4 * h, span,
+            offsets + 4 * h, span, next_k, pause,
         )  # fmt: skip
+        next_k += n // 8 * pause
         for i in range(h, h + last + 1):
             for c in range(0, dim, 16):
                 store_f32(out + i * row + 4 * c, splat(float32(0.0)))
     near = max(8, _NEAR // row_bytes(mode, dim) // 8 * 8)
+    passes = quads * ((dim + 63) // 64)
+    each = share_of_request(next_v, span * row_bytes(mode, dim), passes * n // 4)
     for t in range(t0, t1, near):
         until = min(t + near, t1)
-        ahead = min(AHEAD, end * row_bytes(mode, dim))
-        for line in range(t, until, 8):
-            ask(
-                values + line * row_bytes(mode, dim) + ahead, 8 * row_bytes(mode, dim),
-                values + end * row_bytes(mode, dim), after,
-            )  # fmt: skip
         for h in range(0, rows, 4):
             p, last = scores + h * BLOCK * 4, min(3, rows - 1 - h)
-            add_values(mode, p, values, t, until, end, dim, out + h * row, row, last)
+            add_values(mode, p, values, t, until, end, dim, out + h * row, row, last, next_v, each)
+            next_v += (until - t) // 4 * ((dim + 63) // 64) * each
             fence()
     if paired(mode):
         for r in range(rows):

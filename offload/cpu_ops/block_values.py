@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.cpu_ops.block_elements import load_64, load_element, place_of, row_bytes
+from offload.cpu_ops.block_elements import ask, load_64, load_element, place_of, row_bytes
 from offload.cpu_ops.block_vectors import (
     dot_bytes,
     dot_pairs,
@@ -66,28 +66,34 @@ def _store_four(rows: Any, at: int, sums: Any) -> None:
 
 
 def add_wide(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     """Add tokens t0..t1 to the sums of 64 channels of four ``rows``; only inside kernels."""
     raise NotImplementedError
 
 
 def add_narrow(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     """As ``add_wide`` for 16 channels."""
     raise NotImplementedError
 
 
 def _fma_wide(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     step, at, i = row_bytes(mode, dim), 4 * c, c // 16
     a0, a1, a2, a3 = _load_four(rows, at)
     b0, b1, b2, b3 = _load_four(rows, at + 64)
     c0, c1, c2, c3 = _load_four(rows, at + 128)
     d0, d1, d2, d3 = _load_four(rows, at + 192)
     for t in range(t0, min(t1, end)):
+        if t % 4 == 0:
+            ask(later, each)
+            later += each
         row, by = v + t * step, p + 16 * t
         w, x, y, z = splat_f32(by), splat_f32(by + 4), splat_f32(by + 8), splat_f32(by + 12)
         u = load_element(mode, row, i)
@@ -105,11 +111,15 @@ def _fma_wide(
 
 
 def _fma_narrow(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     step, at, i = row_bytes(mode, dim), 4 * c, c // 16
     a0, a1, a2, a3 = _load_four(rows, at)
     for t in range(t0, min(t1, end)):
+        if t % 4 == 0:
+            ask(later, each)
+            later += each
         by, u = p + 16 * t, load_element(mode, v + t * step, i)
         a0, a1 = fma(splat_f32(by), u, a0), fma(splat_f32(by + 4), u, a1)
         a2, a3 = fma(splat_f32(by + 8), u, a2), fma(splat_f32(by + 12), u, a3)
@@ -117,8 +127,9 @@ def _fma_narrow(
 
 
 def _pairs_wide(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     """The channels stay as ``weave_low`` and ``weave_high`` leave them."""
     step, at = 2 * dim, 4 * c
     a0, a1, a2, a3 = _load_four(rows, at)
@@ -126,6 +137,9 @@ def _pairs_wide(
     c0, c1, c2, c3 = _load_four(rows, at + 128)
     d0, d1, d2, d3 = _load_four(rows, at + 192)
     for t in range(t0, min(t1, end), 2):
+        if t % 4 == 0:
+            ask(later, each)
+            later += each
         row, by = v + t * step + 2 * c, p + 8 * t
         # An odd last token is paired with itself; the second weight is 0.
         after = row + (step if t + 1 < end else 0)
@@ -151,11 +165,15 @@ def _pairs_wide(
 
 
 def _pairs_narrow(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     step, at = 2 * dim, 4 * c
     a0, a1, a2, a3 = _load_four(rows, at)
     for t in range(t0, min(t1, end), 2):
+        if t % 4 == 0:
+            ask(later, each)
+            later += each
         row, by = v + t * step + 2 * c, p + 8 * t
         u = weave_half(row, row + (step if t + 1 < end else 0))
         a0, a1 = dot_pairs(a0, splat_i32(by), u), dot_pairs(a1, splat_i32(by + 4), u)
@@ -178,8 +196,9 @@ def _add_ints(rows: Any, at: int, high: Any, low: Any) -> None:
 
 
 def _bytes_wide(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     """int32 sums of channels as ``four_woven_0`` .. ``_3`` leave them, two of those at a time."""
     step, at, i, zero = row_bytes(mode, dim), 4 * c, c // 64, int_splat(0)
     for half in range(2):
@@ -188,6 +207,8 @@ def _bytes_wide(
         c0, c1, c2, c3 = zero, zero, zero, zero
         d0, d1, d2, d3 = zero, zero, zero, zero
         for t in range(t0, min(t1, end), 4):
+            ask(later, each // 2)
+            later += each // 2
             row, by, left_over = v + t * step, p + 8 * t, end - 1 - t
             e, f = load_64(mode, row, i), load_64(mode, row + min(1, left_over) * step, i)
             g = load_64(mode, row + min(2, left_over) * step, i)
@@ -212,8 +233,9 @@ def _bytes_wide(
 
 
 def _bytes_narrow(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any
-) -> None:
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
     """Head sizes of these modes are multiples of 64."""
 
 
@@ -225,15 +247,18 @@ by_format(add_narrow)(lambda name: _NARROW.get(name, _fma_narrow))
 
 @inline
 def add_values(
-    mode: Any, p: int, v: int, t0: int, t1: int, end: int, dim: int, out: int, row: int, last: int
-) -> None:
-    """Add the values of tokens t0..t1, weighted for four rows."""
+    mode: Any, p: int, v: int, t0: int, t1: int, end: int, dim: int, out: int, row: int, last: int,
+    later: int, each: int,
+) -> None:  # fmt: skip
+    """Add the values of tokens t0..t1, weighted for four rows. Memory is asked for ``each`` bytes
+    from ``later`` on for every four tokens and 64 channels."""
     rows, c = _four_rows(out, row, last), 0
     while c + 64 <= dim:
-        add_wide(mode, p, v, c, t0, t1, end, dim, rows)
+        add_wide(mode, p, v, c, t0, t1, end, dim, rows, later, each)
+        later += (t1 - t0) // 4 * each
         c += 64
     while c < dim:
-        add_narrow(mode, p, v, c, t0, t1, end, dim, rows)
+        add_narrow(mode, p, v, c, t0, t1, end, dim, rows, later, each if c % 64 == 0 else 0)
         c += 16
 
 

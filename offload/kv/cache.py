@@ -26,7 +26,8 @@ from transformers.cache_utils import (
 
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.kv.homes import upcoming
-from offload.kv.in_place import TierHandle, is_latent, kernel_layout, tag
+from offload.kv.in_place import TierHandle, tag
+from offload.kv.kernel_layout import is_latent, kernel_layout
 from offload.kv.shape import KvShape
 from offload.kv.store import Block
 from offload.kv.table import LayerTable
@@ -40,6 +41,10 @@ class Backing(Protocol):
     @property
     def in_place(self) -> bool:
         """Whether attention reads blocks where they are."""
+        ...
+
+    def note_error(self, error: float) -> None:
+        """A layer's attention is off by that part of its largest number, from quantising."""
         ...
 
     def table(self, layer: int, shape: KvShape, sequences: int) -> LayerTable: ...
@@ -168,7 +173,10 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
             raise AssertionError("lazy_initialization makes it")
         if self._attended:
             table.append(key_states, value_states)
-            self._life.handed = handle = TierHandle(table, self._behind)
+            handle = TierHandle(table, self._behind, self._life.backing.note_error)
+            if table.coarse is not None and table.length == key_states.shape[-2]:
+                handle.whole = key_states, value_states
+            self._life.handed = handle
             return tag(key_states, handle), value_states
         past, new = table.length, key_states.shape[-2]
         keys, values = self._life.backing.gather_buffers(

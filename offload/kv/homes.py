@@ -67,12 +67,23 @@ def least_slots(layers: int, sequences: int) -> int:
     return layers * sequences + LEAST_WINDOW
 
 
-def place(*, slots: int, slot_bytes: int, layers: int, sequences: int) -> KvHomes:
-    """Share ``slots`` out.
+def place(
+    *, slots: int, slot_bytes: int, layers: int, sequences: int, written: int | None = None
+) -> KvHomes:
+    """Share ``slots`` out. ``written``: as many are kept for blocks that are written to; None: one
+    for each layer and sequence.
 
     Raises:
         PlanError: too few; says how many bytes are needed.
     """
+    if written is not None:
+        if slots < written + LEAST_WINDOW:
+            raise PlanError(
+                f"the KV budget holds {max(0, slots)} full block(s) of {format_bytes(slot_bytes)} "
+                f"beside the newest ones, and {written} are written and {LEAST_WINDOW} read "
+                f"through: raise the KV budget (--kv-ram)"
+            )
+        return _share_out(slots, slot_bytes, layers, sequences, written)
     least = least_slots(layers, sequences)
     if slots < least:
         raise PlanError(
@@ -81,7 +92,11 @@ def place(*, slots: int, slot_bytes: int, layers: int, sequences: int) -> KvHome
             f"through: raise the KV budget (--kv-ram) to {_flag(least * slot_bytes)} or more, or "
             f"use fewer sequences at once"
         )
-    spare = slots - layers * sequences
+    return _share_out(slots, slot_bytes, layers, sequences, layers * sequences)
+
+
+def _share_out(slots: int, slot_bytes: int, layers: int, sequences: int, written: int) -> KvHomes:
+    spare = slots - written
     wanted = max(LEAST_WINDOW, min(WINDOW_BYTES // slot_bytes, slots // WINDOW_SHARE))
     window = min(spare, wanted)
     return KvHomes(

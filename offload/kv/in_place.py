@@ -15,59 +15,36 @@ import numpy.typing as npt
 import torch
 
 from offload.cpu_ops import block_layout
-from offload.cpu_ops.block_layout import BlockKind
-from offload.errors import OffloadError, UnsupportedModelError
-from offload.kv.shape import BlockLayout, KvShape
+from offload.errors import OffloadError
+from offload.kv.kernel_layout import kernel_layout
 from offload.kv.store import Block
 from offload.kv.table import LayerTable, Use
 
-KINDS = {"bfloat16": BlockKind.BF16, "float32": BlockKind.F32}
-"""By torch's name of the dtype."""
 HANDLE = "_tier"
 """Attribute of the keys."""
 
 Group = tuple[block_layout.BlockLayout, list[npt.NDArray[np.int64]]]
 
 
-def is_latent(shape: KvShape) -> bool:
-    """Whether a model expands what it caches before it attends (MLA): a compressed vector and a
-    rotated key, one of each for all heads. Attention then wants them in one piece."""
-    return shape.key_heads == shape.value_heads == 1 and shape.key_dim != shape.value_dim
-
-
-def kernel_layout(layout: BlockLayout) -> block_layout.BlockLayout:
-    """A block as the kernels know it.
-
-    Raises:
-        UnsupportedModelError: they have nothing for its dtype, or for different numbers of heads.
-        OffloadError: its head sizes or tokens are not what they take.
-    """
-    shape = layout.shape
-    kind = KINDS.get(shape.dtype)
-    if kind is None or shape.key_heads != shape.value_heads:
-        raise UnsupportedModelError(
-            f"attention 'offload' takes keys and values in {' or '.join(KINDS)} and as many heads "
-            f"of each, not {shape.key_heads} and {shape.value_heads} in {shape.dtype}; drop "
-            f"--attention offload or choose another --dtype"
-        )
-    found = block_layout.BlockLayout(
-        kind, shape.key_heads, shape.key_dim, shape.value_dim, layout.tokens
-    )
-    if (found.values_at, found.nbytes) != (layout.value_at, layout.nbytes):
-        raise AssertionError(f"{found} and {layout} disagree")
-    return found
-
-
 class TierHandle:
     """A layer's blocks at one step; ``offload.models.block_attention.KvHandle``."""
 
-    def __init__(self, table: LayerTable, behind: Callable[[int], Iterator[Block]]) -> None:
-        """``behind``: given the first token that is read here, what is read after this layer."""
+    def __init__(
+        self,
+        table: LayerTable,
+        behind: Callable[[int], Iterator[Block]],
+        note: Callable[[float], None] | None = None,
+    ) -> None:
+        """``behind``: given the first token that is read here, what is read after this layer.
+        ``note`` is told what quantising costs."""
+        self._note = note or (lambda _: None)
         self.length = table.length
         self._table = table
         self._behind = behind
         self._kernel = kernel_layout(table.layout)
         self.used = False
+        self.whole: tuple[torch.Tensor, torch.Tensor] | None = None
+        """All keys and values before they were quantised, if they are this step's."""
 
     def groups(self, first: int = 0) -> Iterator[Group]:
         """Runs of blocks: their layout, and for each sequence a table int64 [blocks, 3] of the
@@ -92,14 +69,24 @@ class TierHandle:
         for run in self._table.runs(self._behind(first), len(unseen)):
             yield self._group(run)
 
+    def report(self, error: float) -> None:
+        """Of this step's results against those from ``whole``: the largest difference as a part of
+        the largest number."""
+        self.whole = None
+        self._note(error)
+
     def _group(self, run: list[tuple[Use, int]]) -> Group:
         rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self._table.sequences)]
         value_at = self._table.layout.value_at
+        layout, coarse = self._kernel, self._table.coarse
+        if coarse is not None and run[0][0].block.owner is not coarse.tails:
+            layout = coarse.layout
+            value_at = layout.values_at
         for use, address in run:
             entry = (address, address + value_at, use.filled)
             for row in use.rows:
                 rows[row].append(entry)
-        return self._kernel, [np.array(entries, np.int64).reshape(-1, 3) for entries in rows]
+        return layout, [np.array(entries, np.int64).reshape(-1, 3) for entries in rows]
 
 
 def tag(keys: torch.Tensor, handle: TierHandle) -> torch.Tensor:

@@ -44,9 +44,10 @@ class KvStats:
 class Block:
     """A few tokens of one layer of one or several sequences. Only a store changes it."""
 
-    __slots__ = ("layer", "place", "refs", "slot", "writing")
+    __slots__ = ("layer", "owner", "place", "refs", "slot", "writing")
 
-    def __init__(self, layer: int, slot: int) -> None:
+    def __init__(self, owner: BlockStore, layer: int, slot: int) -> None:
+        self.owner = owner
         self.layer = layer
         self.refs = 1
         self.slot: int | None = slot
@@ -101,7 +102,7 @@ class BlockStore:
 
     def new(self, layer: int) -> Block:
         """An empty block, to be filled in RAM. Raises as ``writable``."""
-        return Block(layer, self._slot())
+        return Block(self, layer, self._slot())
 
     def fork(self, block: Block) -> None:
         """One more sequence has it."""
@@ -141,7 +142,7 @@ class BlockStore:
             self._copy_to(block, slot)
             self.stats.copies += 1
             self.drop(block)
-            return Block(block.layer, slot)
+            return Block(self, block.layer, slot)
         if block.writing is not None:
             self._end_of(block.writing)
             self._written(block)

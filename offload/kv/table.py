@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from offload.errors import OffloadError
+from offload.kv.coarse import Coarse
 from offload.kv.shape import BlockLayout
 from offload.kv.store import Block, BlockStore
 
@@ -44,11 +46,16 @@ class Held(NamedTuple):
 class LayerTable:
     """The blocks of one layer."""
 
-    def __init__(self, store: BlockStore, layer: int, layout: BlockLayout) -> None:
+    def __init__(
+        self, store: BlockStore, layer: int, layout: BlockLayout, coarse: Coarse | None = None
+    ) -> None:
+        """``coarse``: how blocks are quantised when they are full; ``store`` then has those."""
         self.layout = layout
+        self.coarse = coarse
         self.length = 0
         """Tokens of each sequence."""
         self._store = store
+        self._tails = store if coarse is None else coarse.tails
         self._layer = layer
         self._rows: list[list[Block]] = []
         self._uses: list[Use] | None = None
@@ -66,7 +73,7 @@ class LayerTable:
         """
         if not self._rows:
             self._rows = [[] for _ in range(keys.shape[0])]
-            self._store.expect(len(self._rows))
+            self._tails.expect(len(self._rows))
         if keys.shape[0] != len(self._rows):
             raise OffloadError(
                 f"the KV cache holds {len(self._rows)} sequences, and got {keys.shape[0]}; start "
@@ -79,21 +86,51 @@ class LayerTable:
             count = min(size - offset, tokens - done)
             for row, blocks in enumerate(self._rows):
                 if offset == 0:
-                    blocks.append(self._store.new(self._layer))
+                    blocks.append(self._tails.new(self._layer))
                 else:
-                    blocks[column] = self._store.writable(blocks[column])
+                    blocks[column] = self._tails.writable(blocks[column])
                 block = blocks[column]
                 if block.slot is None:
                     raise AssertionError(block)
-                into_k, into_v = self._store.pool.tensors(block.slot, self.layout)
+                into_k, into_v = self._tails.pool.tensors(block.slot, self.layout)
                 into_k[:, offset : offset + count].copy_(keys[row, :, done : done + count])
                 into_v[:, offset : offset + count].copy_(values[row, :, done : done + count])
                 if offset + count == size:
+                    if self.coarse is not None:
+                        block = blocks[column] = self._quantised(self.coarse, block)
                     self._store.filled(block)
             done += count
             # After each column: what an error leaves behind is whole.
             self.length = start + done
             self._renew(column)
+
+    def _quantised(self, coarse: Coarse, block: Block) -> Block:
+        found = self._store.new(self._layer)
+        if found.slot is None or block.slot is None:
+            raise AssertionError(block)
+        plain = self._tails.pool.tensors(block.slot, self.layout)
+        coarse.quantise(plain, self._store.pool, found.slot)
+        self._tails.drop(block)
+        return found
+
+    def _restore(self, coarse: Coarse, column: int) -> None:
+        """Blocks of a column back into full precision, as far as they are known."""
+        made: dict[Block, Block] = {}
+        for blocks in self._rows:
+            old = blocks[column]
+            if old.owner is self._tails:
+                continue
+            if old in made:
+                self._tails.fork(made[old])
+            else:
+                new = made[old] = self._tails.new(self._layer)
+                if new.slot is None:
+                    raise AssertionError(new)
+                into = self._tails.pool.tensors(new.slot, self.layout)
+                for _, slot in self._store.walk([old]):
+                    coarse.restore(self._store.pool, slot, into)
+            blocks[column] = made[old]
+            self._store.drop(old)
 
     def uses(self) -> list[Use]:
         """The blocks in the order in which attention reads them: by token, then by sequence."""
@@ -138,11 +175,13 @@ class LayerTable:
     def runs(self, behind: Iterator[Block], skip: int = 0) -> Iterator[list[tuple[Use, int]]]:
         """As ``walk`` from the ``skip``-th use on, several at a time: uses and the addresses of
         their blocks."""
-        uses = self.uses()[skip:]
-        pool = self._store.pool
-        with closing(self._store.runs([u.block for u in uses], behind)) as runs:
-            for run in runs:
-                yield [(uses[index], pool.address(slot)) for index, slot in run]
+        after = behind
+        for owner, some in groupby(self.uses()[skip:], key=lambda use: use.block.owner):
+            uses, pool = list(some), owner.pool
+            with closing(owner.runs([u.block for u in uses], after)) as runs:
+                for run in runs:
+                    yield [(uses[index], pool.address(slot)) for index, slot in run]
+            after = iter(())  # the newest blocks are in RAM
 
     def gather(self, keys: torch.Tensor, values: torch.Tensor, behind: Iterator[Block]) -> None:
         """Copy all tokens into the first ``length`` of ``[B, H, T, D]``."""
@@ -159,8 +198,10 @@ class LayerTable:
         keep = -(-length // self.layout.tokens)
         for blocks in self._rows:
             for block in blocks[keep:]:
-                self._store.drop(block)
+                block.owner.drop(block)
             del blocks[keep:]
+        if self.coarse is not None and length % self.layout.tokens:
+            self._restore(self.coarse, keep - 1)
         self.length = length
         self._uses = None
 
@@ -170,11 +211,11 @@ class LayerTable:
         self._rows = [list(before[row]) for row in rows]
         for blocks in self._rows:
             for block in blocks:
-                self._store.fork(block)
+                block.owner.fork(block)
         for blocks in before:
             for block in blocks:
-                self._store.drop(block)
-        self._store.expect(len(self._rows))
+                block.owner.drop(block)
+        self._tails.expect(len(self._rows))
         self._uses = None
 
     def clear(self) -> None:

@@ -12,7 +12,17 @@ from offload.blocks import align_up
 from offload.errors import ClosedError, OffloadError, PlanError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, make_engine
 from offload.kv.cache import Life, TieredCache, layer_makers
+from offload.kv.coarse import (
+    QUANTISED,
+    WRITTEN,
+    Coarse,
+    coarse_layout,
+    slot_bytes_of,
+    stored_shape,
+    tails_homes,
+)
 from offload.kv.homes import KvHomes, place
+from offload.kv.kernel_layout import is_latent
 from offload.kv.pool import Pool
 from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, layout_within
 from offload.kv.spill import Spill
@@ -42,6 +52,9 @@ class KvTiers:
         engine: str | None = None,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
         in_place: bool = False,
+        kind: str | None = None,
+        tail_bytes: int | None = None,
+        sequences: int = 1,
     ) -> None:
         """
         Args:
@@ -53,10 +66,18 @@ class KvTiers:
             context: tokens that are expected, so that the buffer need not grow.
             caches: that live at the same time, for sequences that run beside each other.
             in_place: the model attends with attention "offload", which gathers nothing.
+            kind: "q8" or "q4": full blocks are quantised; "bf16": rounded. Only ``in_place``.
+            tail_bytes: of a newest block of the largest layer, where full ones are quantised.
+            sequences: that have newest blocks at the same time, at most, if they are apart.
         """
         self.config = config
         self.ram = ram
         self.in_place = in_place
+        self._kind, self._tail_bytes, self._sequences = kind, tail_bytes, sequences
+        self.tails: BlockStore | None = None
+        """The newest blocks, where full ones are quantised."""
+        self.error = 0.0
+        """See ``note_error``; the largest so far."""
         self._directory = directory
         self._slot_bytes = slot_bytes
         self._block_tokens = block_tokens
@@ -107,6 +128,13 @@ class KvTiers:
             self._start(shape, sequences)
         if self.store is None or self.pool is None:
             raise AssertionError("_start makes them")
+        shape = stored_shape(shape, self._kind)
+        if self.tails is not None and self._kind is not None and not is_latent(shape):
+            layout = layout_within(shape, self._block_tokens, self.tails.pool.slot_bytes)
+            if layout is not None:
+                coarse = coarse_layout(shape, layout.tokens, self._kind)
+                if coarse.nbytes <= self.pool.slot_bytes:
+                    return LayerTable(self.store, layer, layout, Coarse(self.tails, coarse))
         layout = layout_within(shape, self._block_tokens, self.pool.slot_bytes)
         if layout is None:
             raise PlanError(
@@ -116,12 +144,18 @@ class KvTiers:
         return LayerTable(self.store, layer, layout)
 
     def _start(self, shape: KvShape, sequences: int) -> None:
-        size = self._slot_bytes or BlockLayout(shape, self._block_tokens).nbytes
+        shape, tails_bytes, written = stored_shape(shape, self._kind), 0, None
+        size = self._slot_bytes or slot_bytes_of(shape, self._block_tokens, self._kind)
+        if self._kind in QUANTISED:
+            tail = self._tail_bytes or BlockLayout(shape, self._block_tokens).nbytes
+            count = self._layers * max(sequences * self._caches, self._sequences)
+            tails_bytes, written = tail * count, WRITTEN
         homes = place(
-            slots=self.ram // size,
+            slots=(self.ram - tails_bytes) // size,
             slot_bytes=size,
             layers=self._layers,
             sequences=sequences * self._caches,
+            written=written,
         )
         engine = (
             make_engine(self._engine_name, self._queue_depth)
@@ -133,6 +167,14 @@ class KvTiers:
         self._spill = Spill(self._directory, size, engine)
         self.store = BlockStore(self.pool, self._spill, homes)
         self.store.others = sequences * (self._caches - 1)
+        if tails_bytes:
+            apart = tails_homes(count, tail, self._layers, sequences * self._caches)
+            self.tails = BlockStore(Pool(count, tail), self._spill, apart)
+            self.tails.others = self.store.others
+
+    def note_error(self, error: float) -> None:
+        """A layer's attention is off by that part of its largest number, from quantising."""
+        self.error = max(self.error, error)
 
     def gather_buffers(
         self, shape: KvShape, sequences: int, tokens: int
@@ -163,8 +205,11 @@ class KvTiers:
         store, spill = self.store, self._spill
         in_ram, on_disk = store.counts() if store is not None else (0, 0)
         counts = store.stats if store is not None else None
+        pools = [s.pool for s in (self.store, self.tails) if s is not None]
         return {
-            "ram_bytes": self.homes.ram_bytes if self.homes else 0,
+            "ram_bytes": sum(p.slots * p.slot_bytes for p in pools),
+            "kind": self._kind,
+            "attention_error": self.error if self.tails is not None else None,
             "slot_bytes": self.homes.slot_bytes if self.homes else 0,
             "blocks_in_ram": in_ram,
             "blocks_on_disk": on_disk,
@@ -225,7 +270,8 @@ class KvTiers:
             life.live = False
         if self._engine is not None:
             self._engine.close()
-        for part in (self._spill, self.pool, self._buffer):
+        tails = self.tails.pool if self.tails is not None else None
+        for part in (self._spill, self.pool, tails, self._buffer):
             if part is not None:
                 part.close()
 

@@ -173,9 +173,22 @@ def offload_attention(
             one.add(layout, tables)
         sinks = None if s_aux is None else np.ascontiguousarray(s_aux.float().numpy())
         found = torch.from_numpy(one.result(sinks))
+        if (whole := getattr(blocks, "whole", None)) is not None:
+            last = one.of_last_query()
+            for layout, tables in TensorBlocks(*whole).groups():
+                last.add(layout, tables)
+            right = torch.from_numpy(last.result(sinks))
+            blocks.report(_error_of(found[:, :, -1:], right, query.dtype))  # type: ignore[attr-defined]
     if query.dtype == torch.bfloat16:
         found = found.view(torch.bfloat16)
     return found.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _error_of(found: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> float:
+    if dtype == torch.bfloat16:
+        found, right = found.view(dtype), right.view(dtype)
+    largest = float(right.float().abs().max())
+    return float((found.float() - right.float()).abs().max()) / max(largest, 1e-30)
 
 
 def switch_on(model: Any) -> None:

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import UnsupportedModelError
+from offload.kv.coarse import (
+    QUANTISED,
+    WRITTEN,
+    coarse_layout,
+    is_lossy,
+    slot_bytes_of,
+    stored_shape,
+)
 from offload.kv.homes import (
     LEAST_WINDOW,
     WINDOW_BYTES,
@@ -16,7 +24,7 @@ from offload.kv.homes import (
     least_slots,
     place,
 )
-from offload.kv.in_place import is_latent, kernel_layout
+from offload.kv.kernel_layout import is_latent, kernel_layout
 from offload.kv.shape import BlockLayout, KvShape
 from offload.models.footprint import Footprint, decode_peak
 from offload.models.options import Options
@@ -38,6 +46,7 @@ class KvNeed:
         shapes: of the layers that are kept in blocks.
         other_bytes: of all others: windows, recurrent states.
         activation_bytes: of one more token at the end of the context.
+        kind: of full blocks, as ``--kv`` names them; None: as they come.
         in_place: attention reads blocks where they are, and no layer is put in one piece.
         attention_bytes: what it then holds beside queries and results.
     """
@@ -51,10 +60,26 @@ class KvNeed:
     activation_bytes: int
     in_place: bool = False
     attention_bytes: int = 0
+    kind: str | None = None
+    lossy: bool = False
+    half_queries: bool = False
+    """Whether the model computes in bfloat16."""
 
     @property
     def slot_bytes(self) -> int:
+        return max(slot_bytes_of(s, self.block_tokens, self.kind) for s in self.shapes)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Of a block of newest tokens where those are apart; else 0."""
+        if self.kind not in QUANTISED:
+            return 0
         return max(BlockLayout(s, self.block_tokens).nbytes for s in self.shapes)
+
+    @property
+    def tails_bytes(self) -> int:
+        """Of all of them."""
+        return self.tail_bytes * len(self.shapes) * self.sequences
 
     @property
     def gathered_bytes(self) -> int:
@@ -82,23 +107,30 @@ class KvNeed:
 
         found: dict[Any, None] = {}
         for s in self.shapes:
-            if not is_latent(s):
-                layout = kernel_layout(BlockLayout(s, self.block_tokens))
-                found |= dict.fromkeys(kernels_for(layout, half_queries=s.dtype == "bfloat16"))
+            if is_latent(s):
+                continue
+            layouts = [kernel_layout(BlockLayout(s, self.block_tokens))]
+            if self.kind in QUANTISED:
+                layouts.append(coarse_layout(s, self.block_tokens, str(self.kind)))
+            for layout in layouts:
+                found |= dict.fromkeys(kernels_for(layout, half_queries=self.half_queries))
         return list(found)
 
     def homes(self, ram: int) -> KvHomes:
         """Raises PlanError: ``ram`` bytes are too few."""
         size = self.slot_bytes
         return place(
-            slots=min(ram // size, self.whole_slots),
+            slots=min((ram - self.tails_bytes) // size, self.whole_slots),
             slot_bytes=size,
             layers=len(self.shapes),
             sequences=self.sequences,
+            written=WRITTEN if self.tails_bytes else None,
         )
 
     @property
     def least_bytes(self) -> int:
+        if self.tails_bytes:
+            return (WRITTEN + LEAST_WINDOW) * self.slot_bytes + self.tails_bytes
         return least_slots(len(self.shapes), self.sequences) * self.slot_bytes
 
 
@@ -110,9 +142,14 @@ class KvPlan:
     homes: KvHomes
 
     @property
+    def ram_bytes(self) -> int:
+        """Of all blocks."""
+        return self.homes.ram_bytes + self.need.tails_bytes
+
+    @property
     def reserves(self) -> dict[str, int]:
         """Bytes of RAM by what takes them."""
-        found = {"KV blocks": self.homes.ram_bytes}
+        found = {"KV blocks": self.ram_bytes}
         if gathered := self.need.gathered_bytes:
             found["KV of one layer in one piece"] = gathered
         if self.need.in_place:
@@ -145,13 +182,15 @@ class KvPlan:
             f"keys and values of {tokens} tokens make {in_ram + on_disk} blocks of "
             f"{self.need.block_tokens} tokens: {where}"
             + ("; attention 'offload' reads them where they are" if self.need.in_place else "")
+            + (f"; in {self.need.kind}, which is lossy" if self.need.lossy else "")
         )
 
     def to_json(self) -> dict[str, Any]:
         """Sizes in bytes."""
         in_ram, on_disk = self.blocks
         return {
-            "budget_bytes": self.homes.ram_bytes,
+            "kind": self.need.kind,
+            "budget_bytes": self.ram_bytes,
             "block_bytes": self.homes.slot_bytes,
             "block_tokens": self.need.block_tokens,
             "window_blocks": self.homes.window,
@@ -176,11 +215,14 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
     if not shapes or not supported() or options.device == "sim":
         return None
     context = max(options.context, options.prompt_tokens or 0)
-    in_place = attends_in_place(options)
+    in_place, lossy = attends_in_place(options), is_lossy(shapes, options.kv)
+    half_queries = shapes[0].dtype == "bfloat16"
     if in_place:
+        shapes = tuple(stored_shape(s, options.kv) for s in shapes)
         for shape in shapes:
             if not is_latent(shape):
                 kernel_layout(BlockLayout(shape, options.kv_block_tokens))
+                slot_bytes_of(shape, options.kv_block_tokens, options.kv)
     other = 0
     for layer in layers:
         if layer.shape is None:
@@ -200,6 +242,9 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         if any((s.key_heads, s.key_dim) != (s.value_heads, s.value_dim) for s in shapes)
         else 0,
         in_place=in_place,
+        kind=options.kv,
+        lossy=lossy,
+        half_queries=half_queries,
         attention_bytes=_attention_bytes(model, shapes, options, tokens) if in_place else 0,
     )
 
@@ -221,6 +266,8 @@ def _attention_bytes(model: Any, shapes: tuple[KvShape, ...], options: Options, 
 def attends_in_place(options: Options) -> bool:
     """Whether keys and values that are in blocks are attended to there: with ``--attention
     offload``, and with kernels that were asked to be fast."""
+    if options.kv is not None:
+        return True
     if options.attention is None:
         return options.kernels == "fast"
     return options.attention == "offload"
@@ -234,14 +281,16 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
         PlanError: it is too small.
     """
     if options.kv_ram is None:
-        if options.attention != "offload":
+        if options.attention != "offload" and options.kv is None:
             return None
+        flag = "--attention offload" if options.kv is None else f"--kv {options.kv}"
         if need is None:
             raise UnsupportedModelError(
                 f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "
-                f"that attends to all tokens); drop --attention offload"
+                f"that attends to all tokens); drop {flag}"
             )
-        return KvPlan(need=need, homes=need.homes(need.whole_slots * need.slot_bytes))
+        whole = need.whole_slots * need.slot_bytes + need.tails_bytes
+        return KvPlan(need=need, homes=need.homes(whole))
     if options.device == "sim":
         raise UnsupportedModelError(
             "--kv-ram shares keys and values out between RAM and the disk, and a simulated "
@@ -264,7 +313,7 @@ def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
         sequences=plan.need.sequences * options.sequences,
         other_bytes=plan.need.other_bytes * options.sequences,
     )
-    return KvPlan(need=need, homes=need.homes(options.kv_ram or plan.homes.ram_bytes))
+    return KvPlan(need=need, homes=need.homes(options.kv_ram or plan.ram_bytes))
 
 
 def least(need: KvNeed) -> KvPlan:
@@ -274,7 +323,7 @@ def least(need: KvNeed) -> KvPlan:
 
 def with_spare(plan: KvPlan, spare: int) -> KvPlan:
     """With up to ``spare`` bytes more."""
-    return KvPlan(need=plan.need, homes=plan.need.homes(plan.homes.ram_bytes + max(0, spare)))
+    return KvPlan(need=plan.need, homes=plan.need.homes(plan.ram_bytes + max(0, spare)))
 
 
 def predicted(plan: Plan, kv: KvPlan, costs: CostModel | None) -> Plan:

@@ -148,7 +148,7 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
 
     tiers = KvTiers(
         model.config,
-        ram=kv.homes.ram_bytes,
+        ram=kv.ram_bytes,
         directory=spill_directory(options.disk),
         slot_bytes=kv.homes.slot_bytes,
         block_tokens=kv.need.block_tokens,
@@ -157,6 +157,9 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
         engine=options.engine,
         queue_depth=options.queue_depth,
         in_place=kv.need.in_place,
+        kind=kv.need.kind,
+        tail_bytes=kv.need.tail_bytes or None,
+        sequences=kv.need.sequences,
     )
     if kv.need.in_place:
         from offload.models.block_attention import switch_on

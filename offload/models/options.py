@@ -76,6 +76,9 @@ class Options:
     kv_ram: int | None = None
     """Bytes of RAM for keys and values in blocks; what does not fit streams from the disk. None:
     all are in RAM, or as many as fit beside the least that weights need."""
+    kv: str | None = None
+    """``"q8"``, ``"q4"``: keys and values in so many bits, as soon as a block of them is full;
+    ``"bf16"``: in bfloat16. Lossy, and attended to in place. None: as the model computes them."""
     kv_block_tokens: int = BLOCK_TOKENS
     prompt_cache: str | Path | None = None
     """A directory for keys and values of prompts, so that what was read once is not read again."""
@@ -106,8 +109,21 @@ class Options:
             )
         if self.attention not in (None, "exact", "offload"):
             raise OffloadError(f"attention {self.attention!r} is not one of exact, offload")
-        if self.attention == "offload" and self.device == "sim":
-            raise OffloadError("--attention offload computes on the CPU; drop it or --device sim")
+        if self.kv not in (None, "bf16", "q8", "q4"):
+            raise OffloadError(f"KV {self.kv!r} is not one of bf16, q8, q4")
+        if self.kv is not None and self.attention == "exact":
+            raise OffloadError(
+                f"--kv {self.kv} needs attention that reads such blocks; drop --attention exact"
+            )
+        if self.kv is not None and self.prompt_cache is not None:
+            raise OffloadError(
+                f"--prompt-cache keeps keys and values as they are computed, and --kv {self.kv} "
+                f"rounds them; drop one of the two"
+            )
+        if (self.attention == "offload" or self.kv is not None) and self.device == "sim":
+            raise OffloadError(
+                "--attention offload and --kv compute on the CPU; drop them or --device sim"
+            )
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
 

@@ -136,3 +136,35 @@ def test_attention_in_place(tmp_path: Path) -> None:
         prepare(directory, asked(spills, attention="offload"))
     with pytest.raises(UnsupportedModelError, match="float16"):
         prepare(directory, asked(spills, attention="offload", dtype="float16"))
+
+
+def test_keys_and_values_in_few_bits(tmp_path: Path) -> None:
+    """Less memory for the same context, said to be lossy, and by how much."""
+    directory = tmp_path / "model"
+    write("llama", directory, torch.float32, config=tiny_config("llama", head_dim=32))
+    spills = tmp_path / "spills"
+    spills.mkdir()
+    base: dict[str, Any] = {"kv_block_tokens": 16, "context": 256}
+    sizes = []
+    for kind in ("bf16", "q8", "q4"):
+        prepared = prepare(directory, asked(spills, kv=kind, **base))
+        kv = prepared.kv
+        assert kv is not None
+        assert any(f"in {kind}, which is lossy" in note for note in prepared.notes)
+        sizes.append(kv.homes.slot_bytes)
+        tight = prepare(directory, asked(spills, kv=kind, kv_ram=kv.need.least_bytes, **base))
+        model = tight.open()
+        try:
+            ids = torch.randint(3, 100, (1, 80))
+            model.generate(ids, max_new_tokens=3, do_sample=False)
+            figures = model.offload.stats()["kv"]
+            assert figures["read_bytes"] > 0
+            assert figures["kind"] == kind
+            assert (figures["attention_error"] is not None) == (kind != "bf16")
+        finally:
+            model.offload.close()
+    assert sizes[0] > sizes[1] >= sizes[2]
+    with pytest.raises(OffloadError, match="drop --attention exact"):
+        asked(spills, kv="q8", attention="exact")
+    with pytest.raises(PlanError, match=r"newest ones.*--kv-ram"):
+        prepare(directory, asked(spills, kv="q8", kv_ram=2**15, **base))
