@@ -115,6 +115,8 @@ def generate(
         batch_size,
         [prompt, prompt_file, prompt_ids, record_routing, trace, trace_plot, plan, prompt_cache],
     )
+    if batched and prompt_cache is not None:
+        raise OffloadError("--prompt-cache and --batch contradict each other; drop one")
     asked = Asked() if batched else read_prompt(prompt, prompt_file, prompt_ids)
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)

@@ -358,7 +358,7 @@ class PrefixCache:
         self._written = []
 
     def to_json(self) -> dict[str, Any]:
-        """Figures since it was opened, and of the last prompt."""
+        """Figures since it was opened."""
         return {"chunk": self.chunk, **dataclasses.asdict(self.stats)}
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from offload.units import format_bytes
 HARMLESS = frozenset({
     "ram", "gpu", "disk", "prompt_tokens", "context", "batch", "engine", "queue_depth",
     "request_bytes", "hardware", "guess", "expert_policy", "routing", "record_routing", "kv_ram",
-    "kv_block_tokens", "seed", "overhead_bytes", "tokenizer_bytes", "prompt_cache",
+    "sequences", "pass_rows", "seed", "overhead_bytes", "tokenizer_bytes", "prompt_cache",
     "prompt_cache_limit", "prompt_cache_chunk",
 })  # fmt: skip
 """Options that change no number. All others are part of a stored prefix's name: an option that is

@@ -63,6 +63,10 @@ class PromptReuse:
         """Have ``model.generate`` look here first; ``on_detach`` is called with what undoes it."""
         model, inner = self._model, self._model.generate
         before = model.__dict__.get("generate")
+        settings = getattr(model, "generation_config", None)
+        wish = getattr(settings, "cache_implementation", None)
+        if settings is not None:
+            settings.cache_implementation = None  # a checkpoint's wish for a kind of its own
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             self.last = None
@@ -77,6 +81,8 @@ class PromptReuse:
             model.__dict__.pop("generate", None)
             if before is not None:
                 model.__dict__["generate"] = before
+            if settings is not None:
+                settings.cache_implementation = wish
 
         model.__dict__["generate"] = generate
         on_detach(undo)

@@ -154,6 +154,20 @@ def test_packed_weights_and_their_decode_kernels(tmp_path: Path) -> None:
         assert model.offload.prompts.last.tokens == 0, "unquantised weights are another model"
 
 
+def test_attention_over_blocks(tmp_path: Path) -> None:
+    """Kernels that read blocks where they are: the same bits from RAM, from the disk, restored."""
+    found = []
+    for budget in ("640KiB", "640KiB", "20MiB"):
+        with loaded(tmp_path, attention="offload", kv_ram=budget) as model:
+            found.append(generate(model))
+            reused = model.offload.prompts.last.tokens
+        assert reused == (0 if len(found) == 1 else 5 * CHUNK)
+        check_equal(found[-1], found[0])
+    with loaded(tmp_path, kv_ram="640KiB") as model:
+        generate(model)
+        assert model.offload.prompts.last.tokens == 0, "torch's attention rounds otherwise"
+
+
 def test_conversations_go_on_where_they_were(reference: Any, tmp_path: Path) -> None:
     """The way of ``chat``: one cache from turn to turn, cropped to what is on the grid."""
     with loaded(tmp_path) as model:
