@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Job:
 class Defaults:
     """For what a line leaves out."""
 
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int | None = None
     stops: tuple[str, ...] = ()
 

@@ -208,6 +208,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
+        overhead += options.beside_bytes
         return reserves_of(
             meta,
             chosen,

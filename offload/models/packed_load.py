@@ -200,6 +200,7 @@ def plan_packed(
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
+        overhead += options.beside_bytes
         if due:
             overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
         return {
