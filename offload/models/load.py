@@ -256,9 +256,10 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             raise  # so little is cached that blocks take more
         kv = kv_plan.with_spare(kv, ram - tiered)
         plan = plan_within(ask, ram, directory.name)
-    if kv is not None:
-        plan = kv_plan.predicted(plan, kv, ask(ram).costs)
-        notes.append(kv.note(options))
+    together = kv_plan.beside(kv, options)
+    if together is not None:
+        plan = kv_plan.predicted(plan, together, ask(ram).costs)
+        notes.append(together.note(options))
     plan = align_pins(plan, chosen, recipes)
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
@@ -281,7 +282,8 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         baseline_rss=baseline,
         head_rows=head_rows,
         notes=notes + chosen.notes,
-        kv=kv,
+        kv=together,
+        kv_alone=kv,
     )
 
 

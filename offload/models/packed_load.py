@@ -238,9 +238,10 @@ def plan_packed(
             raise  # so little is cached that blocks take more
         kv = kv_plan.with_spare(kv, ram - tiered)
         plan = plan_within(ask, ram, name)
-    if kv is not None:
-        plan = kv_plan.predicted(plan, kv, ask(ram).costs)
-        notes.append(kv.note(options))
+    together = kv_plan.beside(kv, options)
+    if together is not None:
+        plan = kv_plan.predicted(plan, together, ask(ram).costs)
+        notes.append(together.note(options))
     if not decoder.layers:
         notes.append(f"single tokens run through transformers' own layers: {decoder.why_not}")
     if not footprint.measured:
@@ -257,7 +258,8 @@ def plan_packed(
         baseline_rss=baseline,
         head_rows=None,
         notes=notes,
-        kv=kv,
+        kv=together,
+        kv_alone=kv,
         pack=pack,
         resident=resident,
         lean=decoder,
