@@ -108,7 +108,7 @@ def main() -> None:
         token_s = measure(args, 1, args.resident_ram, None)["pass_s"]
     else:
         token_s = alone["pass_s"] - alone["stall_s_per_pass"]
-    read_rate = found.read.value
+    read_rate = found.read.median
     for row in rows:
         read_s = row["read_bytes_per_pass"] / read_rate
         bound_s = max(read_s, row["sequences"] * token_s)
