@@ -46,8 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
                 from offload.models.pack_open import open_source
                 from offload.models.pack_run import pack
 
-                with open_source(make(family)) as source:
-                    pack(source, target, quant=quant)
+                pack(open_source(make(family)), target, quant=quant)
             else:
                 write_model(family, target)
             made[name] = target
