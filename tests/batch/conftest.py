@@ -9,6 +9,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
                 from offload.models.pack_open import open_source
                 from offload.models.pack_run import pack
 
-                pack(open_source(make(family)), target, quant=quant)
+                with closing(open_source(make(family))) as source:
+                    pack(source, target, quant=quant)
             else:
                 write_model(family, target)
             made[name] = target
