@@ -166,9 +166,9 @@ def _batch_flags(
     if target is None:
         raise OffloadError("--batch needs --output FILE for the answers")
     names = ("-p", "--prompt-file", "--prompt-ids", "--record-routing")
-    for flag, value in zip(names, others, strict=True):
-        if value is not None:
-            raise OffloadError(f"{flag} and --batch contradict each other; drop one")
+    for name, other in zip(names, others, strict=True):
+        if other is not None:
+            raise OffloadError(f"{name} and --batch contradict each other; drop one")
     output.check_target(target, "--output")
     if target.exists() and target.samefile(batch if batch.exists() else target.parent):
         raise OffloadError("--output would write into --batch; give another file")
