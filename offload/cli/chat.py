@@ -12,6 +12,7 @@ from offload.cli.chat_history import Overflow
 from offload.cli.chat_input import open_source
 from offload.cli.prompt import read_text
 from offload.cli.sampling import Sampling
+from offload.cli.tracing import Tracing, check_trace
 from offload.errors import OffloadError
 
 
@@ -72,6 +73,11 @@ def chat(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    attention: flags.Attention = None,
+    kv_ram: flags.KvRam = None,
+    prompt_cache: flags.PromptCache = None,
+    prompt_cache_limit: flags.PromptCacheLimit = None,
+    prompt_cache_chunk: flags.PromptCacheChunk = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -81,6 +87,8 @@ def chat(
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
     record_routing: flags.RecordRouting = None,
+    trace: flags.Trace = None,
+    trace_plot: flags.TracePlot = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -89,8 +97,8 @@ def chat(
     At a terminal: messages with line editing; /help lists commands; Ctrl-C stops an answer and not
     the program, Ctrl-D leaves. In a pipe every line is a message (or all of stdin with --once);
     there are no commands, and stdout carries the answers and nothing else. Only what is new since
-    the last turn is read by the model. Sampling is as in 'offload generate'. --verbose adds
-    figures after each answer.
+    the last turn is read by the model; with --prompt-cache, since the last run with the same
+    beginning. Sampling is as in 'offload generate'. --verbose adds figures after each answer.
     """  # fmt: skip
     if system is not None and system_file is not None:
         raise OffloadError("--system and --system-file contradict each other; give one")
@@ -100,6 +108,7 @@ def chat(
     flags.check_stops(stop)
     output.check_target(json_file, "--json")
     output.check_target(record_routing, "--record-routing")
+    check_trace(trace, trace_plot)
     source = open_source(once=once)
     from offload.cli import libraries
 
@@ -109,6 +118,11 @@ def chat(
 
     wanted = Wanted(
         ram=ram,
+        attention=None if attention is None else attention.value,
+        kv_ram=kv_ram,
+        prompt_cache=prompt_cache,
+        prompt_cache_limit=prompt_cache_limit,
+        prompt_cache_chunk=prompt_cache_chunk,
         gpu=gpu,
         device=device,
         disk=disk,
@@ -135,6 +149,7 @@ def chat(
             ignore_eos=ignore_eos,
             wanted=wanted,
             json_file=json_file,
+            tracing=Tracing(trace, trace_plot),
             verbose=verbose,
         ),
         source,

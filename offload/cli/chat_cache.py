@@ -14,7 +14,10 @@ that are equally likely to the last bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.models.prompt_reuse import PromptReuse
 
 
 class KeptCache:
@@ -77,6 +80,32 @@ class KeptCache:
     def clear(self) -> None:
         """Hold nothing; the memory is free."""
         self._ids, self._cache = [], None
+
+
+class StoredCache(KeptCache):
+    """A cache between turns whose tokens all come from passes on the prompt cache's grid.
+
+    An answer's own keys and values are not kept: they were computed one by one, and the next turn
+    reads the answer again on the grid, with the message that follows. So every turn gives the
+    tokens that a run gives that begins with the whole conversation, and what this run reads is
+    what the next one finds on the disk.
+    """
+
+    def __init__(self, prompts: PromptReuse) -> None:
+        super().__init__(prompts.new_cache)
+        self._prompts = prompts
+
+    def begin(self, ids: Sequence[int]) -> Any:
+        if self._cache is not None and not self._prompts.keep(self._cache, ids):
+            self.clear()
+        if self._cache is None:
+            self._cache = self._make()
+        return self._cache
+
+    def end(self, fed: Sequence[int]) -> None:
+        """The cache itself knows what may stay."""
+
+    broken = end
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from offload.cli.report import (
 )
 from offload.models.load import Prepared
 from offload.scheduler.plan import Plan
+from offload.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def turn_line(talk: Talk, plan: Plan) -> str:
         [
             *_speed_parts(Sum(talk.turns[-1:])),
             *streaming_parts(talk.turns[-1].run, plan),
+            *_reuse_parts(Sum(talk.turns[-1:])),
             _context(talk),
         ]
     )
@@ -93,6 +95,7 @@ def stats_line(talk: Talk, prepared: Prepared, end: Mapping[str, Any]) -> str:
             f"{turns} turn{'' if turns == 1 else 's'}",
             *_speed_parts(total),
             *streaming_parts(total, plan),
+            *_reuse_parts(total),
             memory_text(end),
             *prediction_parts(total.decode_tok_s, plan),
         ]
@@ -178,6 +181,16 @@ def _speed_parts(turns: Sum) -> list[str]:
         ]
     parts.append(f"decode {rate_text(turns.decode_tok_s)} ({tokens_text(turns.new_tokens)})")
     return parts
+
+
+def _reuse_parts(turns: Sum) -> list[str]:
+    """What came from the disk instead of being read; nothing without a prompt cache."""
+    found = [turn.run.reuse for turn in turns.turns if turn.run.reuse is not None]
+    read = sum(reuse.read_bytes for reuse in found)
+    if not found or not read:
+        return []
+    took, saved = sum(n.read_s for n in found), sum(n.saved_s for n in found)
+    return [f"prompt cache: {format_bytes(read)} read in {took:.3g} s, {saved:.3g} s saved"]
 
 
 def _used(talk: Talk) -> int:

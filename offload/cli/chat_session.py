@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.cli import chat_report, console, decode, output, session, view
-from offload.cli.chat_cache import KeptCache, can_reuse
+from offload.cli.chat_cache import KeptCache, StoredCache, can_reuse
 from offload.cli.chat_history import Conversation, Overflow
 from offload.cli.chat_input import Source
 from offload.cli.chat_shell import Shell
@@ -21,6 +21,7 @@ from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.report import resident_note
 from offload.cli.sampling import Sampling
 from offload.cli.signals import Interrupted, raise_received, signals_wait
+from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
@@ -47,6 +48,7 @@ class Wish:
     ignore_eos: bool
     wanted: Wanted
     json_file: Path | None
+    tracing: Tracing
     verbose: bool
 
 
@@ -57,6 +59,7 @@ def run_chat(wish: Wish, source: Source) -> None:
         OffloadError: anything for the user to change.
     """
     options = wish.wanted.options()
+    options.recorder = wish.tracing.recorder
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
@@ -85,10 +88,11 @@ def run_chat(wish: Wish, source: Source) -> None:
         # MoE anew for every part.
         prompt_tokens=terms.context,
         context=terms.context,
-        tokenizer_bytes=tokenizer_bytes,
+        tokenizer_bytes=tokenizer_bytes + wish.tracing.ring_bytes,
     )
     view.show_summary(console.err(), prepared)
-    with signals_wait():
+    session.describe_run(wish.tracing, prepared)
+    with wish.tracing, signals_wait():
         _load_and_talk(wish, prepared, terms, conversation, source)
     raise_received()
 
@@ -139,8 +143,10 @@ def _load_and_talk(
         session.stop_between_units(prepared)
         session.say_kernel_error(prepared, model)
         sampling = wish.sampling.apply(model.generation_config)
-        cache = KeptCache(model.offload.new_cache) if wish.reuse else None
-        if cache is not None and (why := can_reuse(model, terms.context)) is not None:
+        cache = cache_for(model, wish.reuse)
+        # On a grid keys are those of a run that reads everything, whatever rotates them.
+        keeps = type(cache) is KeptCache
+        if keeps and (why := can_reuse(model, terms.context)) is not None:
             console.note(f"every turn reads the whole conversation: {why}")
             cache = None
         talk = Talk(model, terms, conversation, cache=cache, show=_show)
@@ -165,6 +171,14 @@ def _load_and_talk(
         model.offload.close()
         if talk is not None:
             _report(talk, prepared, wish, sampling, end, ended)
+
+
+def cache_for(model: Any, reuse: bool) -> KeptCache | None:
+    """What is kept between turns, and between runs if there is a prompt cache."""
+    if model.offload.prompts is not None:
+        # Without --reuse, each turn finds what it read before on the disk.
+        return StoredCache(model.offload.prompts) if reuse else None
+    return KeptCache(model.offload.new_cache) if reuse else None
 
 
 def _show(text: str) -> None:

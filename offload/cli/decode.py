@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.cli.signals import Interrupted, raise_received
 from offload.cli.text import Decoder, StopFilter
 from offload.errors import OffloadError
+
+if TYPE_CHECKING:
+    from offload.kv.prefix_cache import Reuse
 
 Snapshot = dict[str, Any]
 """What ``model.offload.stats()`` returns."""
@@ -28,6 +31,8 @@ class Run:
     prompt_tokens: int
     reused_tokens: int = 0
     """Of them: held by the KV cache already, so that only the others were read."""
+    reuse: Reuse | None = None
+    """What the prompt cache gave; None: there is none, or it was not asked."""
     at_start: Snapshot
     at_first: Snapshot | None = None
     at_end: Snapshot
@@ -128,6 +133,7 @@ def generate(
     show: Callable[[str], None],
     on_end: Callable[[Run], None],
     cache: Any = None,
+    settings: Any = None,
 ) -> Run:
     """Generate from one prompt with ``model.generation_config`` as it is.
 
@@ -137,6 +143,7 @@ def generate(
         on_end: gets the run in any case, before an exception goes on.
         cache: a transformers ``Cache`` that holds the first tokens of the prompt already, fewer
             than all of them, and will hold all but the last new token; None: a fresh one.
+        settings: a ``GenerationConfig`` in place of the model's, for one of several runs at once.
 
     Raises:
         OffloadError: e.g. a read failed in the middle.
@@ -144,7 +151,11 @@ def generate(
     """
     from transformers import StoppingCriteriaList
 
-    settings = model.generation_config
+    more: dict[str, Any] = {}
+    if settings is None:
+        settings = model.generation_config
+    else:
+        more["generation_config"] = settings
     settings.max_new_tokens, settings.max_length = max_new_tokens, None
     settings.return_dict_in_generate = False
     if ignore_eos:
@@ -155,7 +166,6 @@ def generate(
     eos = set(ends) if isinstance(ends, list) else {ends}
     start = model.offload.stats()
     run = Run(prompt_tokens=len(prompt_ids), at_start=start, at_end=start, finished="failed")
-    more: dict[str, Any] = {}
     if cache is not None:
         run.reused_tokens = cache.get_seq_length()
         # A checkpoint's own wish for a kind of cache contradicts one that is there.
@@ -172,6 +182,7 @@ def generate(
             **more,
         )
         run.at_end = model.offload.stats()
+        take_reuse(run, model)
         last = run.token_ids[-1] if run.token_ids else None
         run.finished = "stop" if tap.hit else "eos" if last in eos else "length"
         tap.finish()
@@ -181,8 +192,17 @@ def generate(
     finally:
         if run.finished in ("failed", "interrupted"):
             run.at_end = model.offload.stats()
+            take_reuse(run, model)
         on_end(run)
     return run
+
+
+def take_reuse(run: Run, model: Any) -> None:
+    """Write down what the prompt cache gave to the last generation."""
+    prompts = getattr(model.offload, "prompts", None)
+    if prompts is not None and prompts.last is not None:
+        run.reuse = prompts.last
+        run.reused_tokens = prompts.last.tokens
 
 
 def check_can_generate(model_class: Any, name: str) -> None:

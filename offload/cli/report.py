@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     parts.append(f"decode {rate_text(run.decode_tok_s)} ({tokens_text(len(run.token_ids))})")
     parts += streaming_parts(run, plan)
     parts += kv_parts(run)
+    parts += reuse_parts(run)
     parts.append(memory_text(end))
     return " · ".join([*parts, *prediction_parts(run.decode_tok_s, plan)])
 
@@ -102,6 +104,22 @@ def kv_parts(run: Run) -> list[str]:
     ]
 
 
+def reuse_parts(run: Run) -> list[str]:
+    """What the prompt cache gave; nothing if there is none."""
+    found = run.reuse
+    if found is None:
+        return []
+    if not found.tokens:
+        return ["prompt cache: nothing to reuse"]
+    said = f"prompt cache: {found.tokens} of {tokens_text(run.prompt_tokens)} reused"
+    if found.read_bytes:
+        said += (
+            f", {format_bytes(found.read_bytes)} read in {found.read_s:.3g} s, "
+            f"{found.saved_s:.3g} s saved"
+        )
+    return [said]
+
+
 def memory_text(end: Mapping[str, Any]) -> str:
     """The peak against the budget, from the counters at the end."""
     above = end["peak_rss_bytes"] - end["baseline_rss_bytes"]
@@ -150,6 +168,7 @@ def figures(run: Run) -> dict[str, Any]:
         "token_ids": run.token_ids,
         "text": run.text,
         "kv": run.at_end.get("kv"),
+        "prompt_cache": None if run.reuse is None else dataclasses.asdict(run.reuse),
     }
 
 

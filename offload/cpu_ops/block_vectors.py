@@ -12,9 +12,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
+from offload.cpu_ops.byte_vectors import dot_vnni
 from offload.cpu_ops.isa import Isa, features
 from offload.cpu_ops.prefill_vectors import _convert
-from offload.cpu_ops.vectors import F32X16, I32X16, LANES, _call, _dot_vnni, _operation
+from offload.cpu_ops.vectors import F32X16, I32X16, LANES, _call, _operation
 
 _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _v16i, _v16f = ir.VectorType(_i32, LANES), ir.VectorType(ir.FloatType(), LANES)
@@ -117,7 +118,7 @@ def token_pairs(b: Any, v: Any, w: Any) -> Any:
 @_operation(I32X16, I32X16, I32X16, I32X16)
 def dot_bytes(b: Any, total: Any, v: Any, w: Any) -> Any:
     """total + the sum of four products per lane: bytes of ``v`` in 0..255, of ``w`` signed."""
-    return _dot_vnni(b, total, v, w)
+    return dot_vnni(b, total, v, w)
 
 
 @_operation(I32X16, _I)

@@ -22,14 +22,13 @@ from offload.cpu_ops.activations import (
     SUM,
     record_bytes,
 )
+from offload.cpu_ops.byte_vectors import dot4, dot4_wide, look_up, wide_start
 from offload.cpu_ops.codecs import IQ4_NL_VALUES, MXFP4_VALUES
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     as_float,
     both,
-    dot4,
-    dot4_wide,
     either,
     fence,
     fma,
@@ -44,7 +43,6 @@ from offload.cpu_ops.vectors import (
     load_int32,
     load_u8,
     load_u16,
-    look_up,
     right,
     right_signed,
     splat,
@@ -52,7 +50,6 @@ from offload.cpu_ops.vectors import (
     splat_i32,
     to_float,
     where_less,
-    wide_start,
     widen_f16,
 )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from numba import float32
 
+from offload.cpu_ops.byte_vectors import look_up
 from offload.cpu_ops.codecs import IQ4_NL_VALUES, MXFP4_VALUES
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS
 from offload.cpu_ops.prefill_vectors import bf16_pair, store_transposed
@@ -32,7 +33,6 @@ from offload.cpu_ops.vectors import (
     load_i32,
     load_u8,
     load_u16,
-    look_up,
     right,
     right_signed,
     splat,

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.datamodel.models import PrimitiveModel
@@ -423,96 +422,3 @@ def bits_float(b: Any, bits: Any) -> Any:
 @_operation(_F, F32X16, _I)
 def lane(b: Any, v: Any, i: Any) -> Any:
     return b.extract_element(v, b.trunc(i, _i32))
-
-
-# ---- four bytes by four bytes
-
-
-def _dot_vnni(b: Any, acc: Any, w: Any, x: Any) -> Any:
-    if llvm.llvm_version_info[0] >= 22:  # operands typed as what they are; before, as int32
-        w, x = b.bitcast(w, _v64b), b.bitcast(x, _v64b)
-    return _call(b, "llvm.x86.avx512.vpdpbusd.512", _v16i, acc, w, x)
-
-
-def _dot_generic(b: Any, acc: Any, w: Any, x: Any) -> Any:
-    """In shifts and 32-bit products, byte by byte: exact, and legal on every target."""
-    for i in range(4):
-        wide = b.and_(b.lshr(w, _all(_v16i, 8 * i)), _all(_v16i, 255))
-        signed = b.ashr(b.shl(x, _all(_v16i, 24 - 8 * i)), _all(_v16i, 24))
-        acc = b.add(acc, b.mul(wide, signed))
-    return acc
-
-
-def _dot_avx2(b: Any, acc: Any, w: Any, x: Any, *, wide: bool) -> Any:
-    w, x = b.bitcast(w, _v64b), b.bitcast(x, _v64b)
-    if wide:
-        w = b.xor(w, _all(_v64b, 0x80))  # the signed number that was stored plus 128
-    halves = []
-    for first in (0, 32):
-        w_half, x_half = _part(b, w, first, 32), _part(b, x, first, 32)
-        bytes_ = w_half.type
-        if wide:  # |w| * (x with w's sign): a pair is at most 2 * 128 * 127 < 2^15
-            x_half = _call(b, "llvm.x86.avx2.psign.b", bytes_, x_half, w_half)
-            negative = b.icmp_signed("<", w_half, _all(bytes_, 0))
-            w_half = b.select(negative, b.sub(_all(bytes_, 0), w_half), w_half)
-        pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", _vec(16, _i16), w_half, x_half)
-        ones = _all(_vec(16, _i16), 1)
-        halves.append(_call(b, "llvm.x86.avx2.pmadd.wd", _vec(8, _i32), pairs, ones))
-    return b.add(acc, _join(b, *halves))
-
-
-@_operation(I32X16, ISA, I32X16, I32X16, I32X16)
-def dot4(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
-    """acc + the sum of four products per lane: bytes of w in 0..127, of x in -127..127."""
-    if isa == "avx512vnni":
-        return _dot_vnni(b, acc, w, x)
-    if isa == "avx2":
-        return _dot_avx2(b, acc, w, x, wide=False)
-    return _dot_generic(b, acc, w, x)
-
-
-@_operation(I32X16, ISA, I32X16, I32X16, I32X16)
-def dot4_wide(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
-    """As ``dot4``, for bytes of w that are integers in -128..127 stored plus 128.
-
-    Together with an ``acc`` that starts at ``wide_start`` the result is the signed product.
-    """
-    if isa == "avx512vnni":
-        return _dot_vnni(b, acc, w, x)
-    if isa == "avx2":
-        return _dot_avx2(b, acc, w, x, wide=True)
-    return _dot_generic(b, acc, w, x)
-
-
-@_operation(I32X16, ISA, _I)
-def wide_start(b: Any, isa: str, sum_of_x: Any) -> Any:
-    """-128 times the sum of x, where the instruction set multiplies w plus 128."""
-    if isa == "avx2":
-        return _all(_v16i, 0)
-    return _int(b, b.mul(sum_of_x, ir.Constant(_i64, -128)))
-
-
-def look_up(values: tuple[int, ...]) -> Any:
-    """An operation (isa, v) -> the table's byte for each byte 0..15 of v."""
-
-    @_operation(I32X16, ISA, I32X16)
-    def table(b: Any, isa: str, v: Any) -> Any:
-        v = b.bitcast(v, _v64b)
-        entries = [value & 255 for value in values]
-        if isa == "avx512vnni":
-            found = _call(
-                b, "llvm.x86.avx512.pshuf.b.512", _v64b, _constants(_v64b, entries * 4), v
-            )
-        elif isa == "avx2":
-            half, name = _vec(32, _i8), "llvm.x86.avx2.pshuf.b"
-            twice = _constants(half, entries * 2)
-            low, high = (_call(b, name, half, twice, _part(b, v, at, 32)) for at in (0, 32))
-            found = _join(b, low, high)
-        else:
-            found = _all(_v64b, entries[0])
-            for i, entry in enumerate(entries[1:], 1):
-                hit = b.icmp_unsigned("==", v, _all(_v64b, i))
-                found = b.select(hit, _all(_v64b, entry), found)
-        return b.bitcast(found, _v16i)
-
-    return table

@@ -16,7 +16,6 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,30 +34,28 @@ from offload.io.tile_directory import (
     is_tile_store,
 )
 from offload.io.tile_file import Checksum, DamagedError, TileFile, UnsyncedError, aligned
-from offload.io.tile_manifest import LOST, MOST_GENERATIONS, VIRGIN, space_needed
+from offload.io.tile_manifest import (
+    LOST,
+    MOST_GENERATIONS,
+    VIRGIN,
+    manifest_space,
+    space_needed,
+)
 from offload.io.tile_map import TileMap
 from offload.io.tile_opening import Given, make_store, open_store
+from offload.io.tile_waiting import WaitingWrites, Write
 from offload.io.transfer import Moved, Transfer, failed
 
-__all__ = ["Checksum", "TileStore", "has_commits", "is_tile_store", "reserved", "space_needed"]
+__all__ = [
+    "Checksum", "TileStore", "has_commits", "is_tile_store", "manifest_space", "reserved",
+    "space_needed",
+]  # fmt: skip
 
 
 def reserved(directory: str | os.PathLike[str]) -> int:
     """Bytes of the data file of a store; 0 where there is none."""
     path = Path(directory) / DATA
     return path.stat().st_size if path.is_file() else 0
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    """A write under way, or waiting for a slot."""
-
-    tile: int
-    view: memoryview
-    present: list[bool]
-    sums: list[int]
-    transfer: Transfer | None = None
-    generation: int = VIRGIN
 
 
 class TileStore:
@@ -94,7 +91,7 @@ class TileStore:
         self._commits = Committing(directory, file, self._map, self._idle, given.calls)
         self._reading: Counter[int] = Counter()
         self._writing: set[int] = set()
-        self._waiting: list[_Write] = []
+        self._waiting = WaitingWrites(self._map, directory.path)
         self._in_flight = 0
         self._closed = False
         self._failed: StoreError | None = None
@@ -330,7 +327,7 @@ class TileStore:
         if len(present) != len(sizes):
             raise ValueError(f"tile {tile} has {len(sizes)} parts, not {len(present)}")
         view = aligned(tile, src, self.layout.places(tile)[-1])
-        write = _Write(tile, view, present, [0] * len(sizes))
+        write = Write(tile, view, present, [0] * len(sizes))
         with self._idle:
             if self._closed:
                 return failed(ClosedError(f"tile {tile}: the store is closed"))
@@ -344,26 +341,15 @@ class TileStore:
             write.transfer = transfer
             self._writing.add(tile)
             self._in_flight += 1
-            self._waiting.append(write)
+            self._waiting.add(write)
         transfer.future.add_done_callback(self._landed)
         self._run_waiting()
         return transfer.future
 
     def _run_waiting(self) -> None:
         """Start what has a slot by now. Never called with the lock held: it resolves futures."""
-        ready: list[tuple[_Write, StoreError | None]] = []
         with self._idle:
-            still = []
-            for write in self._waiting:
-                slot, error = self._map.slot_for(write.tile), self._failed
-                if error is None and slot is None:
-                    if self._map.committing is not None:
-                        still.append(write)
-                        continue
-                    error = self._map.no_slot(self._directory.path)
-                write.generation = VIRGIN if slot is None else slot
-                ready.append((write, error))
-            self._waiting = still
+            ready = self._waiting.ready(self._failed)
         for write, error in ready:
             assert write.transfer is not None
             if error is not None:
@@ -383,7 +369,7 @@ class TileStore:
             if generations > self._file.generations:
                 self._directory.grow(self._file, generations)
 
-    def _put(self, write: _Write, group: list[int]) -> Moved:
+    def _put(self, write: Write, group: list[int]) -> Moved:
         if write.generation >= self._file.generations:
             self.reserve(write.generation + 1)  # before the tile is spoilt
         sums = self._file.sums(write.tile, group, write.view)
@@ -392,11 +378,10 @@ class TileStore:
             self._map.spoil(write.tile, write.generation)
         return self._file.put(write.tile, write.generation, group, write.view)
 
-    def _has_written(self, write: _Write, error: BaseException | None) -> None:
+    def _has_written(self, write: Write, error: BaseException | None) -> None:
         with self._idle:
             self._writing.discard(write.tile)
-            if write in self._waiting:  # cancelled before it had a slot
-                self._waiting.remove(write)
+            self._waiting.discard(write)  # cancelled before it had a slot
             if error is None:
                 self._map.place(write.tile, write.generation, write.present, write.sums)
 

@@ -15,6 +15,7 @@ from offload.scheduler.plan import Plan
 if TYPE_CHECKING:
     from offload.kv.tiers import KvTiers
     from offload.models.fast_check import KernelError
+    from offload.models.prompt_reuse import PromptReuse
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,8 @@ class OffloadHandle:
     end_cache: Callable[[Any], None] | None = None
     kv: KvTiers | None = None
     """The blocks of keys and values, if they are kept so."""
+    prompts: PromptReuse | None = None
+    """Prefixes of prompts on disk, if there is a prompt cache."""
     kernel_error: KernelError | None = None
 
     def new_cache(self) -> Any:
@@ -87,6 +90,7 @@ class OffloadHandle:
             "peak_rss_bytes": peak_rss(),
             "ram_budget_bytes": budget,
             "kv": None if self.kv is None else self.kv.stats(),
+            "prompt_cache": None if self.prompts is None else self.prompts.prefixes.to_json(),
         }
 
     def close(self) -> None:
@@ -99,6 +103,8 @@ class OffloadHandle:
         if self.closed:
             return
         self.closed = True
+        if self.prompts is not None:
+            self.prompts.close()
         self.attachment.detach()
         self.attachment.bury()
         self.executor.close()

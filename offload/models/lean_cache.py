@@ -22,6 +22,8 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     is_compileable = False
     supports_early_init = False
+    appends_exactly = True
+    """Whatever pieces tokens come in; see ``offload.kv.prefix_layers``."""
 
     def __init__(self, store: KvCache, index: int) -> None:
         super().__init__()

@@ -48,6 +48,7 @@ from offload.models.options import (
     check_device,
 )
 from offload.models.params import parameters
+from offload.models.prompt_plan import PromptPlan, plan_prompts
 from offload.models.recipes import (
     Recipes,
     align_pins,
@@ -92,6 +93,8 @@ class Prepared:
     """Where keys and values live, if they are kept in blocks."""
     kv_alone: KvPlan | None = None
     """The same of one sequence, where several run beside each other."""
+    prompts: PromptPlan | None = None
+    """The prompt cache, if there is one."""
     kernel_error: KernelError | None = None
 
     @property
@@ -135,7 +138,7 @@ def prepare(
     """Plan a checkpoint. Loads no weights.
 
     Args:
-        compiling: for a packed model: called with ``offload.cpu_ops.warm.Compiling`` while kernels
+        compiling: called with ``offload.cpu_ops.warm.Compiling`` while kernels
             are compiled that this machine does not have yet. None: a line in the log.
 
     Raises:
@@ -159,7 +162,20 @@ def prepare(
     check_device(options)
     warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
-    return plan_model(directory, options, warm)
+    return plan_model(directory, options, warm, compiling)
+
+
+def compiled_bytes(kernels: list[Any], compiling: Callable[[Any], None] | None = None) -> int:
+    """Compile what is missing and load all; returns by how much the process has grown, which is
+    the program and not the model."""
+    from offload.cpu_ops.warm import compile_ahead
+
+    before = current_rss()
+    compile_ahead(kernels, compiling)
+    gc.collect()
+    grown = max(0, current_rss() - before)
+    reset_peak_rss()
+    return grown
 
 
 def ram_budget(options: Options) -> int:
@@ -167,7 +183,12 @@ def ram_budget(options: Options) -> int:
     return options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
 
 
-def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
+def plan_model(
+    directory: Path,
+    options: Options,
+    warm: Warm,
+    compiling: Callable[[Any], None] | None = None,
+) -> Prepared:
     """``prepare`` in a process that is warm already."""
     baseline = warm.baseline_rss - options.tokenizer_bytes
     device = check_device(options)
@@ -178,6 +199,9 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     ram = ram_budget(options)
     need = kv_plan.kv_need(meta.model, footprint, options, prompt)
     kv = kv_plan.asked_for(need, options, directory.name)
+    if kv is not None and kv.need.in_place:
+        baseline += compiled_bytes(kv.need.kernels(), compiling)
+    prompts = plan_prompts(options, meta, footprint, prompt)
     notes: list[str] = []
     if options.ram is None:
         notes.append(
@@ -209,7 +233,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
         overhead += options.beside_bytes
-        return reserves_of(
+        found = reserves_of(
             meta,
             chosen,
             options,
@@ -224,6 +248,9 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
             staged=staged,
             kv=kv_plan.beside(kv, options),
         )
+        if prompts is not None:
+            found[Tier.RAM] |= prompts.reserves
+        return found
 
     reserves = set_aside(chosen, ram, recipes.staged)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
@@ -246,7 +273,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     try:
         plan = plan_within(ask, ram, directory.name)
     except PlanError:
-        if kv is not None or need is None:
+        if options.kv_ram is not None or need is None:
             raise
         # Then keys and values leave RAM, and what weights do not need at least is theirs.
         plain = minimum_budgets(ask(ram))[Tier.RAM]
@@ -255,11 +282,15 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         if tiered >= plain:
             raise  # so little is cached that blocks take more
         kv = kv_plan.with_spare(kv, ram - tiered)
+        if need.in_place:
+            baseline += compiled_bytes(need.kernels(), compiling)
         plan = plan_within(ask, ram, directory.name)
     together = kv_plan.beside(kv, options)
     if together is not None:
         plan = kv_plan.predicted(plan, together, ask(ram).costs)
         notes.append(together.note(options))
+    if prompts is not None:
+        notes.append(prompts.note)
     plan = align_pins(plan, chosen, recipes)
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
@@ -284,6 +315,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         notes=notes + chosen.notes,
         kv=together,
         kv_alone=kv,
+        prompts=prompts,
     )
 
 

@@ -94,7 +94,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         if wrap_store is not None:
             store = wrap_store(store)
         device = make_device(options, plan.budgets.get(Tier.DEVICE))
-        executor = Executor(plan, store, device)
+        executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = Attachment(
             meta.model,
@@ -130,6 +130,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
     )
     finish_model(model, meta.directory)
     serve_blocks(prepared, model, handle)
+    serve_prompts(prepared, model, handle)
     model.__dict__["offload"] = handle
     weakref.finalize(model, executor.close)
     if recorder is not None:
@@ -155,10 +156,34 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
         caches=options.sequences,
         engine=options.engine,
         queue_depth=options.queue_depth,
+        in_place=kv.need.in_place,
     )
+    if kv.need.in_place:
+        from offload.models.block_attention import switch_on
+
+        switch_on(model)
     tiers.serve(model, handle.attachment.on_detach)
     handle.kv, handle.make_cache, handle.end_cache = tiers, tiers.new_cache, tiers.release
     weakref.finalize(model, tiers.close)
+
+
+def serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
+    """Have the model generate with prefixes from the disk, if the plan says so."""
+    if prepared.prompts is None:
+        return
+    from offload.models.prompt_reuse import PromptReuse
+
+    options, capacity = prepared.options, None
+    if handle.make_cache is not None and handle.kv is None:
+        capacity = max(options.context, options.prompt_tokens or 0)
+    try:
+        prompts = PromptReuse(model, prepared.prompts, handle.new_cache, capacity)
+    except BaseException:
+        handle.close()
+        raise
+    prompts.serve(handle.attachment.on_detach)
+    handle.prompts = prompts
+    weakref.finalize(model, prompts.prefixes.close)
 
 
 def finish_model(model: Any, directory: Path) -> None:

@@ -41,7 +41,7 @@ from offload.models.lean_run import (
     lean_kernels,
     prove_lean,
 )
-from offload.models.load import Prepared, plan_within, ram_budget
+from offload.models.load import Prepared, compiled_bytes, plan_within, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
 from offload.models.options import (
@@ -56,6 +56,7 @@ from offload.models.options import (
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedLinear, expert_layout_of
 from offload.models.params import Param, Place, parameters
+from offload.models.prompt_plan import plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import (
     activation_bytes,
@@ -136,7 +137,7 @@ def prepare_packed(
     lean = prove_lean(shape, lean)
     warm = warm_up(config, model_class(config), torch.float32)
     reset_peak_rss()
-    return plan_packed(pack, config, options, warm, lean)
+    return plan_packed(pack, config, options, warm, lean, compiling)
 
 
 def pack_kernels(pack: PackedModel) -> list[Kernel]:
@@ -154,7 +155,12 @@ def pack_kernels(pack: PackedModel) -> list[Kernel]:
 
 
 def plan_packed(
-    pack: PackedModel, config: Any, options: Options, warm: Warm, lean: LeanModel | None = None
+    pack: PackedModel,
+    config: Any,
+    options: Options,
+    warm: Warm,
+    lean: LeanModel | None = None,
+    compiling: Report | None = None,
 ) -> PackedPrepared:
     """``prepare_packed`` in a process that is warm already."""
     baseline = warm.baseline_rss - options.tokenizer_bytes
@@ -168,6 +174,8 @@ def plan_packed(
     ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)
     kv = kv_plan.asked_for(need, options, model_name(pack.path))
+    if kv is not None and kv.need.in_place:
+        baseline += compiled_bytes(kv.need.kernels(), compiling)
     notes = [
         "weights are packed and activations float32: results differ from the unquantised model's"
     ]
@@ -194,6 +202,8 @@ def plan_packed(
         pack.path,
     )
 
+    prompts = plan_prompts(options, meta, footprint, read)
+
     def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
         if overhead is None:
@@ -203,7 +213,7 @@ def plan_packed(
         overhead += options.beside_bytes
         if due:
             overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
-        return {
+        found = {
             Tier.RAM: _reserves(
                 model, pack, chosen, options, footprint,
                 cache=cache * options.sequences, prompt=read, ram=ram, kept=kept, overhead=overhead,
@@ -211,6 +221,9 @@ def plan_packed(
                 kv=kv_plan.beside(kv, options),
             )
         }  # fmt: skip
+        if prompts is not None:
+            found[Tier.RAM] |= prompts.reserves
+        return found
 
     policy = policy_of(options, chosen)
     check_recordable(options, chosen)
@@ -227,7 +240,7 @@ def plan_packed(
     try:
         plan = plan_within(ask, ram, name)
     except PlanError:
-        if kv is not None or need is None:
+        if options.kv_ram is not None or need is None:
             raise
         # Then keys and values leave RAM, and what weights do not need at least is theirs.
         plain = minimum_budgets(ask(ram))[Tier.RAM]
@@ -237,11 +250,15 @@ def plan_packed(
         if tiered >= plain:
             raise  # so little is cached that blocks take more
         kv = kv_plan.with_spare(kv, ram - tiered)
+        if need.in_place:
+            baseline += compiled_bytes(need.kernels(), compiling)
         plan = plan_within(ask, ram, name)
     together = kv_plan.beside(kv, options)
     if together is not None:
         plan = kv_plan.predicted(plan, together, ask(ram).costs)
         notes.append(together.note(options))
+    if prompts is not None:
+        notes.append(prompts.note)
     if not decoder.layers:
         notes.append(f"single tokens run through transformers' own layers: {decoder.why_not}")
     if not footprint.measured:
@@ -260,6 +277,7 @@ def plan_packed(
         notes=notes,
         kv=together,
         kv_alone=kv,
+        prompts=prompts,
         pack=pack,
         resident=resident,
         lean=decoder,

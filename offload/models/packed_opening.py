@@ -25,7 +25,7 @@ from offload.models.handle import OffloadHandle
 from offload.models.lean_forward import take_over
 from offload.models.lean_run import LeanRun
 from offload.models.meta import materialise_buffers
-from offload.models.opening import finish_model, serve_blocks
+from offload.models.opening import finish_model, serve_blocks, serve_prompts
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_load import MOST_TOGETHER, ROWS_BYTES, plain_tensor
@@ -123,7 +123,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
             store = wrap_store(store)
         fill_resident(prepared, store)
         device = NullDevice()
-        executor = Executor(plan, store, device)
+        executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = PackedAttachment(
             prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder
@@ -160,6 +160,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
     )
     finish_model(model, meta.directory)
     serve_blocks(prepared, model, handle)
+    serve_prompts(prepared, model, handle)
     model.__dict__["offload"] = handle
     weakref.finalize(model, executor.close)
     if recorder is not None:

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 
 import torch
 
@@ -29,9 +28,12 @@ from offload.runtime.device import Device, Event
 from offload.runtime.interrupts import Shield
 from offload.runtime.order import OrderWatcher
 from offload.runtime.road import Conducting, Road
+from offload.runtime.stats import Stats
+from offload.runtime.timeline import Recorder, Story
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
+from offload.scheduler.timeline import H2D, READ
 
 logger = logging.getLogger(__name__)
 
@@ -44,35 +46,21 @@ Views = dict[str, torch.Tensor]
 """A block's tensors by name, on the device that computes; valid while the block is held."""
 
 
-@dataclass(slots=True)
-class Stats:
-    """Counters since the start; sizes in bytes, times in seconds."""
-
-    disk_read_bytes: int = 0
-    payload_read_bytes: int = 0
-    copied_bytes: int = 0
-    h2d_bytes: int = 0
-    row_reads: int = 0
-    stall_s: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    guessed: int = 0
-    guessed_right: int = 0
-    passes: int = field(default=0)
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of routed experts that did not have to be read from disk; None if none was."""
-        total = self.hits + self.misses
-        return self.hits / total if total else None
-
-
 class Executor:
     """See the module's text. ``enter``/``leave`` and the expert calls belong to one thread."""
 
     def __init__(
-        self, plan: Plan, store: Store, device: Device, *, watchdog_s: float = WATCHDOG_S
+        self,
+        plan: Plan,
+        store: Store,
+        device: Device,
+        *,
+        watchdog_s: float = WATCHDOG_S,
+        recorder: Recorder | None = None,
     ) -> None:
+        """``recorder``: of what the lanes do when."""
+        self._recorder = recorder
+        self.story = None if recorder is None else Story(recorder)
         self.plan = plan
         self.device = device
         self.store = store
@@ -139,6 +127,8 @@ class Executor:
             if self._closed:
                 return
             self._closed = True
+            if self.story is not None:
+                self.story.finish()
             self._todo.clear()
             self._changed.notify_all()
             self._changed.wait_for(
@@ -185,16 +175,25 @@ class Executor:
                 self._submit(self._residency.retrace(cycle))
             ticket, todo = self._residency.need(unit, blocks)
             self._submit(todo)
+            story = self.story
+            if story is not None:
+                story.begins(unit)
             try:
                 if missing := self._residency.missing(ticket):
+                    if story is not None:
+                        story.waits(unit)
                     began = time.perf_counter()
                     while missing:
                         self._raise_failures(missing)
                         self._wait(unit, missing, self._progress)
                         missing = self._residency.missing(ticket)
                     self.stats.stall_s += time.perf_counter() - began
+                    if story is not None:
+                        story.goes_on()
             except BaseException:
                 self._submit(self._residency.done(ticket))
+                if story is not None:
+                    story.ends()
                 raise
             self._begin_use(blocks)
             return ticket
@@ -205,6 +204,8 @@ class Executor:
             self._end_use(blocks)
             self._submit(self._residency.done(ticket))
             self._let_close()
+            if self.story is not None:
+                self.story.ends()
 
     def views(self, block: str) -> Views:
         """The tensors of a block that is held (or pinned where compute runs)."""
@@ -235,16 +236,7 @@ class Executor:
         """Wait for a routed expert and hold it."""
         with self._shield, self._changed:
             self._check_open()
-            began = time.perf_counter()
-            while True:
-                seen = self._progress
-                there, todo = self._residency.acquire(expert)
-                self._submit(todo)
-                if there:
-                    break
-                self._raise_failures([expert])
-                self._wait("an expert", [expert], seen)
-            self.stats.stall_s += time.perf_counter() - began
+            self._await_expert(expert)
             self._begin_use((expert,))
             return self.views(expert)
 
@@ -255,16 +247,7 @@ class Executor:
         with self._shield, self._changed:
             self._check_open()
             first = experts[0]
-            began = time.perf_counter()
-            while True:
-                seen = self._progress
-                there, todo = self._residency.acquire(first)
-                self._submit(todo)
-                if there:
-                    break
-                self._raise_failures([first])
-                self._wait("an expert", [first], seen)
-            self.stats.stall_s += time.perf_counter() - began
+            self._await_expert(first)
             leases = self._leases[self.plan.compute_tier]
             held = [first]
             for expert in experts[1:most]:
@@ -303,6 +286,8 @@ class Executor:
         with self._shield, self._changed:
             if not self._closed:
                 self._submit(self._residency.end_route())
+            if self.story is not None:
+                self.story.goes_on()
 
     # -- rows -----------------------------------------------------------------------------
 
@@ -317,6 +302,8 @@ class Executor:
                     buffer[dst : dst + nbytes] = there[src : src + nbytes]
                 return
         began = time.perf_counter()
+        if self.story is not None:
+            self.story.waits(f"rows of {block}")
         reading = self.store.read_spans_into(block, spans, buffer, priority=DEMAND)
         try:
             receipt = reading.result(timeout=self._watchdog_s)
@@ -329,7 +316,11 @@ class Executor:
         with self._lock:
             self._count(receipt)
             self.stats.row_reads += len(spans)
-            self.stats.stall_s += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.stats.stall_s += ended - began
+            if self._recorder is not None and self.story is not None:
+                self._recorder.add(READ, block, began, ended, receipt.payload_bytes)
+                self.story.goes_on()
 
     # -- inspection -----------------------------------------------------------------------
 
@@ -413,6 +404,7 @@ class Executor:
             self._order("host-slot-free", lane, event)
         self.device.touch(lane, lease.region, "w")
         self._moving += 1
+        asked = time.perf_counter()
         priority = DEMAND if fetch.demand else PREFETCH
         try:
             future = self.store.read_into(fetch.block, lease.view, priority=priority)
@@ -428,6 +420,7 @@ class Executor:
                 # Also after an error: it has written something, and the next owner comes after.
                 lease.ready = self.device.signal(lane)
                 self._lanes.append(lane)
+                self._note(READ, fetch, asked)
                 self._finish(fetch, error)
 
         future.add_done_callback(on_read)
@@ -442,12 +435,21 @@ class Executor:
         lease.ready = self._last_use[Tier.RAM, fetch.block] = copied
         self._moving += 1
         self.stats.h2d_bytes += lease.region.nbytes
+        asked = time.perf_counter()
 
         def on_copied(error: BaseException | None) -> None:
             with self._changed:
+                self._note(H2D, fetch, asked)
                 self._finish(fetch, error)
 
         copied.then(on_copied)
+
+    def _note(self, lane: str, fetch: Fetch, asked: float) -> None:
+        """A transfer has ended, for the timeline. What was asked for together is laid one behind
+        the other when it is read."""
+        if self._recorder is not None:
+            nbytes = self.plan.blocks[fetch.block].nbytes
+            self._recorder.add(lane, fetch.block, asked, time.perf_counter(), nbytes)
 
     def _finish(self, fetch: Fetch, error: BaseException | None) -> None:
         """A transfer has ended: tell the state machine and go on."""
@@ -505,6 +507,23 @@ class Executor:
             self._changed.notify_all()
 
     # -- waiting (under the lock) ---------------------------------------------------------
+
+    def _await_expert(self, expert: str) -> None:
+        """Hold a routed expert, as soon as it is there."""
+        began = time.perf_counter()
+        while True:
+            seen = self._progress
+            there, todo = self._residency.acquire(expert)
+            self._submit(todo)
+            if there:
+                break
+            self._raise_failures([expert])
+            if self.story is not None:
+                self.story.waits(expert)
+            self._wait("an expert", [expert], seen)
+        self.stats.stall_s += time.perf_counter() - began
+        if self.story is not None:
+            self.story.expert(expert)
 
     def _forgive(self, blocks: Iterable[str]) -> None:
         """Who asks anew gets a new attempt: an old failure was that of a prefetch (logged), or has

@@ -222,13 +222,13 @@ def test_the_budget_holds_in_a_chat_that_fills_its_context(tiny: Path, tmp_path:
     env = {k: v for k, v in os.environ.items() if "PRIMITIVE_CACHE" not in k and "LRU" not in k}
     env["OMP_NUM_THREADS"] = "1"
     offload = [sys.executable, "-m", "offload"]
-    common = ["-m", str(tiny), "--no-predict", "-c", "512", "-t", "1"]
+    common = ["-m", str(tiny), "--no-predict", "-c", "160", "-t", "1"]
     subprocess.run([*offload, "plan", *common, "--json", plan], env=env, check=True)
     ram = json.loads(plan.read_text())["minimum_bytes"]["ram"] + 2 * MIB
-    words = [*common, "--ram", str(ram), "-n", "120", "--ignore-eos", "--json", str(report)]
+    words = [*common, "--ram", str(ram), "-n", "20", "--ignore-eos", "--json", str(report)]
     subprocess.run(
         [*offload, "chat", *words],
-        input="".join(f"{message}\n" for message in (*MESSAGES, "many words " * 60, *MESSAGES)),
+        input="".join(f"{message}\n" for message in (*MESSAGES, "many words " * 30, *MESSAGES)),
         env=env,
         text=True,
         check=True,

@@ -153,13 +153,16 @@ def test_chat_beyond_what_ram_holds(cli: Cli, dense: Path, tmp_path: Path) -> No
     whole = cli(*words, "--ram", "1GiB", stdin=lines)
     assert whole.code == 0, whole.err
     assert "blocks of 256 tokens" not in whole.err
-    found = None
-    for less in range(4, 4096, 4):  # the least that works is where blocks are the last resort
-        found = cli("plan", "-m", dense, "--no-predict", "-c", 2048, "--ram", less * MIB)
-        if found.code == 0:
-            break
-    assert found is not None
-    assert "blocks of 256 tokens" in found.out
+    # In MiB. The least that works is where blocks are the last resort.
+    low, less, found = 0, 1024, ""
+    while less - low > 4:
+        middle = (low + less) // 2
+        plan = cli("plan", "-m", dense, "--no-predict", "-c", 2048, "--ram", middle * MIB)
+        if plan.code == 0:
+            less, found = middle, plan.out
+        else:
+            low = middle
+    assert "blocks of 256 tokens" in found
     assert less * MIB < 100 * weights
     few = cli(*words, "--ram", f"{less + 2}MiB", "--disk", tmp_path / "disk", stdin=lines)
     assert few.code == 0, few.err

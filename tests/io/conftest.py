@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from io_support import rig
 
-from offload.io.engines import Engine
+from offload.io.engines import Engine, make_engine
 from offload.io.memory import Staging
 
 
@@ -37,6 +37,13 @@ def no_leaks() -> Iterator[None]:
 @pytest.fixture(params=["aiofiles", "threads"])
 def engine_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def engine(engine_name: str) -> Iterator[Engine]:
+    made = make_engine(engine_name, 3)
+    yield made
+    made.close()
 
 
 @pytest.fixture

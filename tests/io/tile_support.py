@@ -1,11 +1,13 @@
-"""Small tiles, a store of them, and states to compare: for the tests of the tile store."""
+"""Small tiles, states to compare, system calls that fail or wait: for the tests of the store."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,57 @@ def flip(path: Path, offset: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+class Gate:
+    """Holds back data transfers until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.entered = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.entered.set()
+        assert self.opened.wait(timeout=30)
+
+    def preadv(self, fd: int, bufs: list[memoryview], offset: int) -> int:
+        self.wait()
+        return os.preadv(fd, bufs, offset)
+
+    def pwritev(self, fd: int, bufs: list[memoryview], offset: int) -> int:
+        self.wait()
+        return os.pwritev(fd, bufs, offset)
+
+    def fsync(self, fd: int) -> None:
+        self.wait()
+        os.fsync(fd)
+
+
+class Trouble:
+    """System calls that fail when told to: ``arm(name, index, code)``, index counted from then."""
+
+    def __init__(self) -> None:
+        self._armed: dict[str, tuple[int, int]] = {}
+        real = TileSyscalls()
+        wrapped = ("pwritev", "preadv", "write", "fsync", "rename", "unlink", "open")
+        self.syscalls = TileSyscalls(**{n: self._around(n, getattr(real, n)) for n in wrapped})
+
+    def arm(self, name: str, index: int = 0, code: int = errno.EIO) -> None:
+        self._armed[name] = (index, code)
+
+    def disarm(self) -> None:
+        self._armed.clear()
+
+    def _around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            if name in self._armed:
+                index, code = self._armed[name]
+                self._armed[name] = (index - 1, code)
+                if index <= 0:
+                    raise OSError(code, os.strerror(code))
+            return call(*args)
+
+        return wrapped

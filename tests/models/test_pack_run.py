@@ -236,7 +236,7 @@ def run(script: str, *args: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_kill_9_in_the_middle_then_again(tmp_path: Path) -> None:
     write("qwen3_moe", tmp_path / "m")
-    for share in (0.1, 0.6, 0.8):
+    for share in (0.1, 0.6):
         done = run(KILLED, tmp_path / "m", tmp_path / "p", share)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert not is_pack(tmp_path / "p")
@@ -292,7 +292,7 @@ from offload.models.pack_run import pack
 from pack_support import small_source
 for format in ("q4_0", "q8_0"):
     encode(get_format(format), "f32", np.zeros((1, 128), np.uint8), "warm")
-source = small_source(columns=4096, inner=14336, experts=3, vocabulary=64000)
+source = small_source(columns=4096, inner=10240, experts=2, vocabulary=32000)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
 pack(source, sys.argv[1], quant="q8", threads=2)
@@ -302,7 +302,7 @@ print((peak() - before) // 1024)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
-    """2.9 GiB of source arrays (which this source holds in memory), 1 GiB the largest."""
+    """2 GiB of source arrays (which this source holds in memory), 0.5 GiB the largest."""
     paths = f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}"
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path / "p")],

@@ -1,0 +1,166 @@
+"""One run of ``serve``: plan, load, serve, report."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.blocks import Tier
+from offload.cli import console, decode, output, report, session, view
+from offload.cli.chat_session import chat_context
+from offload.cli.planning import Wanted, context_limit, find_model, make_plan
+from offload.cli.signals import raise_received, signals_wait
+from offload.errors import PlanError
+from offload.models.load import Prepared
+from offload.models.meta import model_class, read_config
+from offload.models.naming import model_name
+from offload.scheduler.plan import Plan
+
+# Before anything is measured: what a server weighs is the bare process's.
+from offload.serve import server
+from offload.serve.app import make_app
+from offload.serve.engine import Engine
+from offload.serve.guard import Guard
+from offload.serve.prompts import Prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The flags of ``serve``."""
+
+    model: str
+    quant: str | None
+    host: str
+    port: int
+    keys: tuple[str, ...]
+    context: int | None
+    parallel: int
+    max_queue: int
+    prefill_chunk: int
+    grace_s: float
+    wanted: Wanted
+    json_file: Path | None
+    verbose: bool
+
+
+def run_serve(wish: Wish) -> None:
+    """Plan, load, serve until a signal comes, report.
+
+    Raises:
+        OffloadError: anything for the user to change.
+    """
+    local = server.check_host(wish.host, wish.keys)
+    with server.listen(wish.host, wish.port) as listening:
+        _run(wish, listening, local)
+
+
+def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
+    options = wish.wanted.options()
+    options.batch = wish.parallel
+    if wish.wanted.threads is not None:
+        torch.set_num_threads(wish.wanted.threads)
+    directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
+    name = model_name(directory)
+    config = read_config(directory)
+    decode.check_can_generate(model_class(config), name)
+    tokenizer, tokenizer_bytes = session.measured_tokenizer(directory)
+    context = chat_context(wish.context, None, context_limit(config))
+    prepared = make_plan(
+        directory,
+        wish.wanted,
+        options,
+        prompt_tokens=min(wish.prefill_chunk, context),
+        context=context,
+        tokenizer_bytes=tokenizer_bytes,
+    )
+    check_caches(prepared, wish.parallel)
+    view.show_summary(console.err(), prepared)
+    with signals_wait():
+        model = session.open_model(prepared)
+        try:
+            session.say_kernel_error(prepared, model)
+            prompts = Prompts(tokenizer, directory=directory, config=config, context=context)
+            engine = Engine(
+                model,
+                tokenizer=tokenizer,
+                parallel=wish.parallel,
+                max_queue=wish.max_queue,
+                prefill_chunk=wish.prefill_chunk,
+                tiers=tier_bytes(prepared.plan),
+            )
+            app = Guard(
+                make_app(engine, prompts, model=name),
+                keys=wish.keys,
+                body_limit=prompts.body_limit,
+                local_only=local,
+            )
+            raise_received()
+            engine.start()
+            try:
+                server.run(
+                    app,
+                    engine,
+                    listening,
+                    grace_s=wish.grace_s,
+                    started=lambda: console.note(server.url(listening), "listening on"),
+                    verbose=wish.verbose,
+                )
+            finally:
+                engine.close()
+                prompts.close()
+                stats, end = engine.stats(), model.offload.stats()
+        finally:
+            model.offload.close()
+    _report(wish, prepared, stats, end)
+
+
+def check_caches(prepared: Prepared, parallel: int) -> None:
+    """Raises PlanError: requests at once whose keys and values do not all fit in RAM."""
+    if prepared.kv is not None and parallel > 1:
+        raise PlanError(
+            f"keys and values of {parallel} requests with {prepared.options.context} tokens each "
+            f"do not fit in RAM, and only one request's can stream from the disk; lower --parallel "
+            f"or --context, or raise --ram"
+        )
+
+
+def tier_bytes(plan: Plan) -> dict[str, dict[str, int]]:
+    """What the plan keeps in each tier, by what it is."""
+    found: dict[str, dict[str, int]] = {}
+    for tier in sorted(plan.tiers, reverse=True):
+        layout = plan.tiers[tier]
+        parts = {
+            "weights": layout.pinned_bytes,
+            "ring": layout.ring_bytes,
+            "expert slots": layout.slots * layout.slot_bytes,
+            **plan.reserves.get(tier, {}),
+        }
+        found["RAM" if tier is Tier.RAM else "device"] = {k: n for k, n in parts.items() if n}
+    held = sum(
+        n
+        for parts in found.values()
+        for name, n in parts.items()
+        if name in ("weights", "ring", "expert slots")
+    )
+    found["disk"] = {"weights": max(0, plan.weight_bytes - held)}
+    return found
+
+
+def _report(wish: Wish, prepared: Prepared, stats: dict[str, Any], end: dict[str, Any]) -> None:
+    requests, tokens = stats["requests"], stats["tokens"]
+    said = [
+        f"{requests['completed']} answers",
+        f"{requests['cancelled']} cancelled, {requests['rejected']} refused, "
+        f"{requests['failed']} failed",
+        f"{tokens['generated']} tokens from {tokens['prompt']}",
+        report.memory_text(end),
+    ]
+    console.note(" · ".join(said), "stats")
+    output.write_json(
+        wish.json_file,
+        {**stats, **report.surroundings(end, prepared, {}, torch.get_num_threads())},
+    )

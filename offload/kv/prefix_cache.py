@@ -1,0 +1,396 @@
+"""Keys and values of prompts on disk, so that a prefix that was read before is not read again.
+
+    prompts = PrefixCache(directory, facts, chunk=256, limit=2**33, group_bytes=2**20)
+    reuse = prompts.restore(ids, cache)          # cache holds reuse.tokens of ids now
+    for at in range(reuse.tokens, prompts.whole(len(ids)), prompts.chunk):
+        with prompts.recording(ids, at, cache):  # exactly one pass over ids[at : at + chunk]
+            model(ids[at : at + chunk], past_key_values=cache)
+    # then one pass over the rest, at least one token, and decoding
+
+A prompt is always read on the same grid of ``chunk`` tokens, whether a group comes from the disk or
+from a pass, and the pass is the same one to the bit: a product with other rows may round otherwise.
+So with and without stored groups every later number is the same.
+
+Reading and writing run on one thread of its own, through two buffers of one group each; a group is
+written while the next pass computes. What fails there costs speed and never the generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ClosedError, OffloadError, StoreError, UnsupportedModelError
+from offload.kv.prefix_folder import STEP_NS, PrefixFolder, open_directory
+from offload.kv.prefix_format import (
+    DamagedGroupError,
+    Group,
+    finish,
+    group_names,
+    parse,
+    root_of,
+)
+from offload.kv.prefix_layers import Restorer, cached_tokens, check_layers, recording
+from offload.kv.prefix_slots import Slot, room_in
+from offload.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+SLOTS = 2
+"""Buffers: one is filled while the other is on its way."""
+
+WAIT_S = 120.0
+"""So long a disk may take for one group before it is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reuse:
+    """What a prompt found. Times in seconds.
+
+    ``tokens``: that the cache holds now and no pass was made for, those included that it held
+    before (``kept``). ``saved_s``: what the passes took when they were made, less reading.
+    """
+
+    tokens: int = 0
+    kept: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    saved_s: float = 0.0
+    damaged: int = 0
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Since it was opened; sizes in bytes, times in seconds."""
+
+    reused_tokens: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    saved_s: float = 0.0
+    damaged_groups: int = 0
+    written_groups: int = 0
+    written_bytes: int = 0
+
+
+class PrefixCache:
+    """Groups of a model's keys and values in a directory. For one computing thread at a time; any
+    number of processes may share the directory."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        facts: Mapping[str, Any],
+        *,
+        chunk: int,
+        limit: int,
+        group_bytes: int,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
+        """
+        Args:
+            directory: made if it is not there.
+            facts: everything that changes a number of the model's: two models, settings or machines
+                that may differ in one bit must differ here.
+            chunk: tokens of a group, at least 2; the grid that every prompt is read on.
+            limit: bytes of all groups in the directory.
+            group_bytes: that a group is expected to have; two of them are held in RAM.
+            say: gets one sentence for people when something is wrong with the cache.
+
+        Raises:
+            OffloadError: the directory cannot be used, or the limit is below one group.
+        """
+        check_limit(chunk, limit, group_bytes)
+        self.chunk, self.limit, self.group_bytes = chunk, limit, group_bytes
+        self.root = root_of({**facts, "chunk": chunk})
+        self.stats = PrefixStats()
+        self.last = Reuse()
+        """Of the last ``restore``."""
+        self._folder = PrefixFolder(open_directory(directory), self.root, limit)
+        self._say = say
+        self._writes = True
+        self._closed = False
+        self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for _ in range(SLOTS):
+            self._slots.put(Slot(group_bytes))
+        self._thread = ThreadPoolExecutor(1, "prompt-cache")
+        self._written: list[Future[None]] = []
+        self._used_ns = 0
+        self._mine: set[str] = set()
+
+    def whole(self, tokens: int) -> int:
+        """Of a prompt of so many tokens, those in groups: a multiple of ``chunk``, less than all,
+        since a model has to be asked with at least one."""
+        return (tokens - 1) // self.chunk * self.chunk if tokens else 0
+
+    def stored(self, ids: Sequence[int]) -> int:
+        """Tokens that ``restore`` would find now, without reading them."""
+        names = group_names(self.root, ids, self.chunk, self.whole(len(ids)))
+        for i, name in enumerate(names):
+            if not self._folder.holds(name):
+                return i * self.chunk
+        return len(names) * self.chunk
+
+    def restore(self, ids: Sequence[int], cache: Any) -> Reuse:
+        """Fill ``cache`` with the longest stored prefix of ``ids``, at least one token less than
+        all of them.
+
+        Args:
+            ids: of a whole prompt, one sequence.
+            cache: empty, or holding the first tokens of ``ids``, a multiple of ``chunk``, as passes
+                on the grid left them.
+
+        Returns: what was found; ``cache`` holds ``tokens`` tokens.
+
+        Raises:
+            UnsupportedModelError: the cache is of a kind that cannot be brought back exactly, or
+                holds something that is not on the grid.
+            ClosedError: it is closed.
+        """
+        self._check_open()
+        check_layers(cache)
+        kept = cached_tokens(cache)
+        if kept % self.chunk or kept > self.whole(len(ids)):
+            raise UnsupportedModelError(f"it holds {kept} tokens, which is not on the grid")
+        began = time.perf_counter()
+        names = group_names(self.root, ids, self.chunk, self.whole(len(ids)))
+        self._begin_use(names)
+        first = kept // self.chunk
+        with torch.no_grad():
+            found, damaged, read, compute_s = self._restore(ids, names, first, cache)
+        took = time.perf_counter() - began
+        reuse = Reuse(
+            tokens=kept + found * self.chunk,
+            kept=kept,
+            read_bytes=read,
+            read_s=took,
+            saved_s=max(0.0, compute_s - took) if found else 0.0,
+            damaged=damaged,
+        )
+        self.last = reuse
+        stats = self.stats
+        stats.reused_tokens += reuse.tokens
+        stats.read_bytes += read
+        stats.read_s += took
+        stats.saved_s += reuse.saved_s
+        stats.damaged_groups += damaged
+        return reuse
+
+    def _restore(
+        self, ids: Sequence[int], names: Sequence[str], first: int, cache: Any
+    ) -> tuple[int, int, int, float]:
+        """Groups restored, damaged, bytes read, and seconds that their passes took."""
+        stop = first
+        while stop < len(names) and self._folder.holds(names[stop]):
+            stop += 1
+        restorer = Restorer(cache, (stop - first) * self.chunk)
+        found = damaged = read = 0
+        compute_s = 0.0
+        ahead: list[Future[tuple[Slot, Group | None]]] = []
+        try:
+            for i in range(first, stop):
+                # The next one is read while this one is copied.
+                for j in range(i + len(ahead), min(i + SLOTS, stop)):
+                    if (slot := self._take()) is None:
+                        break
+                    ahead.append(self._thread.submit(self._read, slot, ids, names[j], j))
+                if not ahead:
+                    break
+                slot, group = self._wait(ahead.pop(0))
+                try:
+                    if group is None:
+                        break
+                    restorer.add(slot.parts(group), self.chunk)
+                    read += slot.filled
+                    compute_s += group.compute_s
+                    found += 1
+                finally:
+                    self._slots.put(slot)
+        except DamagedGroupError as error:
+            damaged += 1
+            self._say(f"the prompt cache is damaged, and this part is computed again: {error}")
+        except _HungError as error:
+            self._give_up(str(error))
+        finally:
+            for future in ahead:
+                future.add_done_callback(self._return)
+        restorer.finish()
+        for i, name in enumerate(names[: first + found]):
+            self._folder.touch(name, self._used_ns - i * STEP_NS)
+        return found, damaged, read, compute_s
+
+    def _read(
+        self, slot: Slot, ids: Sequence[int], name: str, index: int
+    ) -> tuple[Slot, Group | None]:
+        """On the thread: a group, checked; None: it is not there any more. The slot comes back in
+        any case: with an error, in the queue."""
+        at = index * self.chunk
+        try:
+            try:
+                area = self._folder.read(name, room_in(slot, self.group_bytes))
+                if area is None:
+                    return slot, None
+                tokens = ids[at : at + self.chunk]
+                group = parse(area, root=self.root, name=name, start=at, tokens=tokens)
+                slot.filled = area.nbytes
+                return slot, group
+            except DamagedGroupError as error:
+                self._folder.drop(name)
+                raise DamagedGroupError(
+                    f"tokens {at} to {at + self.chunk} in {self._folder.path}: {error}"
+                ) from error
+            except StoreError as error:
+                # A read error is not a deletion: another day it may be readable.
+                raise DamagedGroupError(str(error)) from error
+        except BaseException:
+            self._slots.put(slot)
+            raise
+
+    def _return(self, future: Future[tuple[Slot, Group | None]]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._slots.put(future.result()[0])
+
+    @contextlib.contextmanager
+    def recording(self, ids: Sequence[int], start: int, cache: Any) -> Iterator[None]:
+        """Around exactly one pass over ``ids[start : start + chunk]`` with ``cache``, which holds
+        ``ids[:start]``: what the pass leaves is stored behind the caller's back.
+
+        A cache that cannot be recorded, a full disk or a full limit end storing with one sentence;
+        the pass is none the worse.
+        """
+        self._check_open()
+        end = start + self.chunk
+        if start % self.chunk or end > len(ids):
+            raise ValueError(f"tokens {start} to {end} of {len(ids)} are not on the grid")
+        name = group_names(self.root, ids, self.chunk, end)[-1]
+        slot = None
+        if self._writes and not self._folder.holds(name):
+            self._mine.add(name)
+            slot = self._take()
+        if slot is None:
+            yield
+            return
+        slot.clear()
+        began = time.perf_counter()
+        try:
+            with recording(cache, self.chunk, slot.put):
+                yield
+        except UnsupportedModelError as error:
+            self._slots.put(slot)
+            self._give_up(f"this model's prompts cannot be stored: {error}")
+            return
+        except BaseException:
+            self._slots.put(slot)
+            raise
+        group = Group(
+            root=self.root,
+            name=name,
+            start=start,
+            tokens=tuple(int(t) for t in ids[start:end]),
+            pieces=tuple(slot.pieces),
+            compute_s=time.perf_counter() - began,
+        )
+        used_ns = self._used_ns - start // self.chunk * STEP_NS
+        self._written = [f for f in self._written if not f.done()]
+        self._written.append(self._thread.submit(self._write, slot, group, used_ns))
+
+    def _write(self, slot: Slot, group: Group, used_ns: int) -> None:
+        """On the thread. Never raises: nobody waits for it."""
+        try:
+            if not self._writes:
+                return
+            nbytes = finish(group, slot.room(group.payload_bytes, len(group.pieces), self.chunk))
+            if not self._folder.make_room(nbytes, self._mine):
+                self._give_up(
+                    f"--prompt-cache-limit {format_bytes(self.limit)} takes only a part of this "
+                    f"prompt: tokens from {group.start} on are not stored"
+                )
+                return
+            self._folder.publish(group.name, slot.memory.view()[:nbytes], used_ns)
+            self.stats.written_groups += 1
+            self.stats.written_bytes += nbytes
+        except (OffloadError, OSError) as error:
+            self._give_up(f"the prompt cache is not written any more: {error}")
+        finally:
+            self._slots.put(slot)
+
+    def _give_up(self, why: str) -> None:
+        """Store nothing more; say why, once."""
+        if self._writes:
+            self._writes = False
+            self._say(why)
+
+    def _begin_use(self, names: Sequence[str]) -> None:
+        """These groups are in use from now on, and the last to go."""
+        self._used_ns = max(self._used_ns + STEP_NS, time.time_ns())
+        self._mine = set(names)
+
+    def _take(self) -> Slot | None:
+        """A buffer that nothing uses; None: the disk hangs."""
+        try:
+            return self._slots.get(timeout=WAIT_S)
+        except queue.Empty:
+            self._give_up(f"the prompt cache's disk takes more than {WAIT_S:.0f} s; it is not used")
+            return None
+
+    def _wait(self, future: Future[tuple[Slot, Group | None]]) -> tuple[Slot, Group | None]:
+        try:
+            return future.result(timeout=WAIT_S)
+        except TimeoutError:
+            future.add_done_callback(self._return)
+            raise _HungError(
+                f"the prompt cache's disk takes more than {WAIT_S:.0f} s; it is not used"
+            ) from None
+
+    def flush(self) -> None:
+        """Wait until everything recorded is on the disk, or was given up."""
+        for future in self._written:
+            future.result()
+        self._written = []
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures since it was opened, and of the last prompt."""
+        return {"chunk": self.chunk, **dataclasses.asdict(self.stats)}
+
+    def close(self) -> None:
+        """Finish writing; free thread, memory and folder. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.shutdown(wait=True)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._slots.get_nowait().memory.close()
+        self._folder.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the prompt cache is closed")
+
+
+class _HungError(StoreError):
+    """A read does not come back."""
+
+
+def check_limit(chunk: int, limit: int, group_bytes: int) -> None:
+    """Raises OffloadError: the limit is below one group, or a chunk is too short."""
+    if chunk < 2:
+        raise OffloadError(
+            f"--prompt-cache-chunk {chunk} is too short: a pass over one token is decoding; give "
+            f"2 or more"
+        )
+    if limit < group_bytes:
+        raise OffloadError(
+            f"--prompt-cache-limit {format_bytes(limit)} is below one group: keys and values of "
+            f"{chunk} tokens take {format_bytes(group_bytes)}; raise it, or lower "
+            f"--prompt-cache-chunk"
+        )

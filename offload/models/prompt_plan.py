@@ -1,0 +1,208 @@
+"""What a prompt cache on disk means for a model: whether it can be, its bytes, and its identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.blocks import align_up
+from offload.errors import CheckpointError, UnsupportedModelError
+from offload.io.pack_manifest import MANIFEST
+from offload.kv.prefix_cache import SLOTS, check_limit
+from offload.kv.prefix_folder import open_directory
+from offload.kv.prefix_format import footer_bytes
+from offload.kv.prefix_layers import check_config
+from offload.models.footprint import CachedLayer, Footprint
+from offload.models.meta import MetaModel
+from offload.models.options import Options
+from offload.units import format_bytes
+
+HARMLESS = frozenset({
+    "ram", "gpu", "disk", "prompt_tokens", "context", "batch", "engine", "queue_depth",
+    "request_bytes", "hardware", "guess", "expert_policy", "routing", "record_routing", "kv_ram",
+    "kv_block_tokens", "seed", "overhead_bytes", "tokenizer_bytes", "prompt_cache",
+    "prompt_cache_limit", "prompt_cache_chunk",
+})  # fmt: skip
+"""Options that change no number. All others are part of a stored prefix's name: an option that is
+not known here costs a hit, and never a wrong one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPlan:
+    """A prompt cache as it will be used. Sizes in bytes."""
+
+    directory: Path
+    limit: int
+    chunk: int
+    group_bytes: int
+    facts: Mapping[str, Any]
+
+    @property
+    def reserves(self) -> dict[str, int]:
+        """Of RAM, by what takes it."""
+        return {"prompt cache": SLOTS * self.group_bytes}
+
+    @property
+    def note(self) -> str:
+        """One sentence for people."""
+        return (
+            f"prompts are read in passes of {self.chunk} tokens (--prompt-cache-chunk), whose keys "
+            f"and values ({format_bytes(self.group_bytes)} each) are kept in {self.directory}, up "
+            f"to {format_bytes(self.limit)}; weights that stream are read once for each pass"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "directory": str(self.directory),
+            "limit_bytes": self.limit,
+            "chunk_tokens": self.chunk,
+            "group_bytes": self.group_bytes,
+        }
+
+
+def plan_prompts(
+    options: Options, meta: MetaModel, footprint: Footprint, tokens: int
+) -> PromptPlan | None:
+    """The prompt cache that the options ask for; None if they do not.
+
+    Args:
+        tokens: that ``footprint`` was measured with.
+
+    Raises:
+        UnsupportedModelError: the model's state cannot be brought back exactly; says why.
+        OffloadError: the directory cannot be used, or the limit is below one group.
+    """
+    if options.prompt_cache is None:
+        return None
+    check_model(meta.model, meta.directory.resolve().name, options.device)
+    chunk = options.prompt_cache_chunk
+    group_bytes = _group_bytes(footprint, chunk, tokens * options.batch)
+    check_limit(chunk, options.prompt_cache_limit, group_bytes)
+    return PromptPlan(
+        directory=open_directory(options.prompt_cache).resolve(),
+        limit=options.prompt_cache_limit,
+        chunk=chunk,
+        group_bytes=group_bytes,
+        facts=facts_of(meta, options),
+    )
+
+
+def check_model(model: Any, name: str, device: str) -> None:
+    """Raises UnsupportedModelError: prefixes of this model cannot be used again exactly."""
+
+    def refuse(why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{name}: --prompt-cache cannot bring its prompts back exactly: {why}; drop it"
+        )
+
+    if device == "sim":
+        raise refuse("a simulated accelerator keeps keys and values itself")
+    supported = getattr(type(model), "_supports_default_dynamic_cache", lambda: False)
+    if model.config.is_encoder_decoder or not supported():
+        raise refuse(f"{type(model).__name__} has a cache of its own kind")
+    if any(hasattr(module, "rope_deltas") for module in model.modules()):
+        raise refuse("it keeps positions of images apart from its cache")
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for entry in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        if entry.get("rope_type") == "dynamic":
+            raise refuse("its rotary positions depend on the texts it has read before")
+    try:
+        check_config(model.config)
+    except UnsupportedModelError as error:
+        raise refuse(str(error)) from None
+
+
+def facts_of(meta: MetaModel, options: Options) -> dict[str, Any]:
+    """Everything before the model is opened that changes a number of its keys and values."""
+    chosen = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if field.name not in HARMLESS
+    }
+    return {
+        "source": _source(meta),
+        "class": type(meta.model).__name__,
+        "config": meta.model.config.to_dict(),
+        "dtype": str(meta.dtype),
+        "options": chosen,
+        "versions": [_version(n) for n in ("offload", "torch", "transformers", "numba")],
+        "machine": machine(),
+    }
+
+
+def live_facts(model: Any) -> dict[str, Any]:
+    """What changes numbers and can be changed while the model is open."""
+    text = model.config.get_text_config()
+    return {
+        "threads": torch.get_num_threads(),
+        "attention": getattr(text, "_attn_implementation", None),
+        "experts": getattr(text, "_experts_implementation", None),
+        "training": model.training,
+        "onednn": torch.backends.mkldnn.enabled,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        # Adapters and other layers come as modules of their own.
+        "modules": sum(1 for _ in model.modules()),
+    }
+
+
+@functools.cache
+def machine() -> list[str]:
+    """Kernels are chosen by the processor, and round as they do."""
+    from offload.cpu_ops.isa import choose, features
+
+    return [
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        choose().value,
+        ",".join(sorted(features())),
+        hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
+    ]
+
+
+def _version(package: str) -> str:
+    if package == "offload":
+        import offload
+
+        return offload.__version__
+    return importlib.metadata.version(package)
+
+
+def _source(meta: MetaModel) -> str:
+    """Of the weights: a pack's manifest has the sums of all it holds, a checkpoint's files are told
+    apart by name, size, time and header."""
+    if meta.index is None:
+        try:
+            return hashlib.sha256((meta.directory / MANIFEST).read_bytes()).hexdigest()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {meta.directory / MANIFEST}: {error.strerror}"
+            ) from error
+    from offload.models.pack_checkpoint import checkpoint_id
+
+    return checkpoint_id(meta.directory, meta.index).fingerprint
+
+
+def _group_bytes(footprint: Footprint, chunk: int, rows: int) -> int:
+    """Of a file: what ``chunk`` tokens leave in every layer, running states whole."""
+    payload = sum(_layer_bytes(layer, chunk, rows) for layer in footprint.layers)
+    if not footprint.layers:
+        payload = -(-footprint.cache_bytes * chunk // max(1, rows))
+    return align_up(payload) + footer_bytes(4 * max(1, len(footprint.layers)), chunk)
+
+
+def _layer_bytes(layer: CachedLayer, chunk: int, rows: int) -> int:
+    if layer.shape is not None:
+        return layer.shape.token_bytes * chunk
+    if layer.window == 0:
+        return layer.nbytes
+    held = rows if layer.window is None else max(1, min(layer.window - 1, rows))
+    return -(-layer.nbytes * chunk // held)

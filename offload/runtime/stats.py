@@ -1,0 +1,28 @@
+"""What an executor has counted: bytes that moved, time that compute waited, experts found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start; sizes in bytes, times in seconds."""
+
+    disk_read_bytes: int = 0
+    payload_read_bytes: int = 0
+    copied_bytes: int = 0
+    h2d_bytes: int = 0
+    row_reads: int = 0
+    stall_s: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    guessed: int = 0
+    guessed_right: int = 0
+    passes: int = field(default=0)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of routed experts that did not have to be read from disk; None if none was."""
+        total = self.hits + self.misses
+        return self.hits / total if total else None

@@ -1,0 +1,264 @@
+"""The routes. Everything about HTTP that is not in ``guard`` is here; nothing about models is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from offload.serve import answers, events, metrics, page
+from offload.serve.engine import Engine, Handle
+from offload.serve.guard import CLIENT
+from offload.serve.problems import Problem, failed
+from offload.serve.prompts import Prompts
+from offload.serve.schema import Body, ChatBody, CompletionBody
+
+logger = logging.getLogger(__name__)
+
+COMPLETION_TOKENS = 16
+"""Of a plain completion, unless said otherwise: OpenAI's own."""
+KEEP_ALIVE_S = 10.0
+GONE = 499
+"""nginx's status for a client that left; nobody reads it, logs do."""
+
+
+class Mailbox:
+    """Brings events from the engine's thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[events.Event] = asyncio.Queue()
+
+    def post(self, event: events.Event) -> None:
+        """From any thread. An answer that outlives its event loop has no reader."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:
+            logger.debug("an event came after the server's loop had ended")
+
+    async def get(self) -> events.Event:
+        return await self._events.get()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, also before its first line, the engine is told."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, lines: AsyncIterator[bytes], engine: Engine, handle: Handle) -> None:
+        super().__init__(lines, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._engine, self._handle = engine, handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._engine.cancel(self._handle)
+
+
+def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
+    """The application without its ``Guard``.
+
+    Args:
+        model: the name it goes by.
+    """
+    # No pages about the interface: FastAPI's load scripts from elsewhere.
+    app = FastAPI(title="offload", docs_url=None, redoc_url=None, openapi_url=None)
+    created = int(time.time())
+    described = {"id": model, "object": "model", "created": created, "owned_by": "offload"}
+
+    async def answer(http: Request, body: Body, chat: bool) -> Response:
+        if body.model not in (None, model):
+            raise Problem(
+                404,
+                f"the model {body.model!r} is not served here; {model!r} is",
+                param="model",
+                code="model_not_found",
+            )
+        if body.stream_options is not None and not body.stream:
+            raise Problem(400, "stream_options needs stream: true", param="stream_options")
+        engine.check_open()  # before a long prompt is encoded for nothing
+        wanted = body.max_tokens
+        if isinstance(body, ChatBody):
+            wanted = _agreed(wanted, body.max_completion_tokens)
+            said = [{"role": _role(m.role), "content": m.content} for m in body.messages]
+            ids = await prompts.of_messages(said)
+        else:
+            assert isinstance(body, CompletionBody)
+            ids = await prompts.of_prompt(body.prompt)
+        mailbox = Mailbox()
+        handle = engine.submit(
+            events.Request(
+                client=http.scope[CLIENT],
+                prompt=ids,
+                new_tokens=prompts.fit(ids, wanted, None if chat else COMPLETION_TOKENS),
+                sampling=body.sampling(engine.temperature),
+                stops=body.stops,
+                ignore_eos=body.ignore_eos,
+            ),
+            mailbox.post,
+        )
+        shape = answers.Shape(model, chat=chat)
+        if body.stream:
+            return EventStream(_lines(mailbox, shape, body.include_usage), engine, handle)
+        return await _whole(http, mailbox, shape, engine, handle)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request, body: ChatBody) -> Response:
+        return await answer(http, body, True)
+
+    @app.post("/v1/completions")
+    async def completions(http: Request, body: CompletionBody) -> Response:
+        return await answer(http, body, False)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != model:
+            raise Problem(404, f"the model {name!r} is not served here", code="model_not_found")
+        return described
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = engine.state
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        return {"model": model, **engine.stats()}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return PlainTextResponse(
+            metrics.render(engine.stats(), engine.counters), media_type=metrics.MEDIA_TYPE
+        )
+
+    @app.get("/")
+    async def chat_page() -> Response:
+        return page.response()
+
+    app.add_exception_handler(Problem, _problem)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+    return app
+
+
+async def _lines(
+    mailbox: Mailbox, shape: answers.Shape, include_usage: bool
+) -> AsyncIterator[bytes]:
+    """An answer as server-sent events."""
+    if (first := shape.first()) is not None:
+        yield answers.line(first)
+    while True:
+        try:
+            event = await asyncio.wait_for(mailbox.get(), KEEP_ALIVE_S)
+        except TimeoutError:
+            yield answers.STILL_HERE
+            continue
+        match event:
+            case events.Piece(text):
+                yield answers.line(shape.piece(text))
+            case events.Failed(problem):
+                yield answers.error_line(problem)
+                return
+            case events.Ended():
+                yield answers.line(shape.last(event))
+                if include_usage:
+                    yield answers.line(shape.usage(event))
+                yield answers.DONE
+                return
+
+
+async def _whole(
+    http: Request, mailbox: Mailbox, shape: answers.Shape, engine: Engine, handle: Handle
+) -> Response:
+    """An answer in one piece, unless the client leaves before."""
+    collecting = asyncio.ensure_future(_collect(mailbox))
+    leaving = asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=GONE)
+        return JSONResponse(shape.whole(*collecting.result()))
+    finally:
+        engine.cancel(handle)
+        collecting.cancel()
+        leaving.cancel()
+
+
+async def _collect(mailbox: Mailbox) -> tuple[str, events.Ended]:
+    texts: list[str] = []
+    while True:
+        match await mailbox.get():
+            case events.Piece(text):
+                texts.append(text)
+            case events.Failed(problem):
+                raise problem
+            case events.Ended() as end:
+                return "".join(texts), end
+
+
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _agreed(one: int | None, other: int | None) -> int | None:
+    if one is not None and other is not None and one != other:
+        raise Problem(
+            400,
+            f"max_tokens {one} and max_completion_tokens {other} contradict each other",
+            param="max_tokens",
+        )
+    return one if other is None else other
+
+
+def _role(role: str) -> str:
+    return "system" if role == "developer" else role  # OpenAI's newer name for the same
+
+
+def _reply(problem: Problem) -> Response:
+    return JSONResponse(problem.body, problem.status, problem.headers)
+
+
+async def _problem(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    return _reply(error)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        why = first.get("ctx", {}).get("error", "")
+        return _reply(Problem(400, f"the body is not JSON: {why} at byte {path[0]}"))
+    param = ".".join(path) or None
+    said = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        said = "this server knows no such field"
+    return _reply(Problem(400, f"{param or 'the body'}: {said}", param=param))
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    """No such path, or not by this method."""
+    assert isinstance(error, HTTPException)
+    problem = Problem(error.status_code, error.detail, headers=error.headers)
+    return _reply(problem)
+
+
+async def _bug(_: Request, error: Exception) -> Response:
+    return _reply(failed(f"an error of the server: {type(error).__name__}"))

@@ -1,0 +1,99 @@
+"""From messages or text to the tokens that the model reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from offload.cli import prompt
+from offload.errors import OffloadError
+from offload.serve.problems import Problem, too_long
+
+CHARACTERS_PER_TOKEN = 32
+"""More than any real text has; a context's worth of it is the largest body that makes sense."""
+LEAST_BODY = 2**20
+
+
+class Prompts:
+    """Encodes on a thread of its own: a long document takes longer than others should wait.
+
+    One thread, because a tokenizer that is used by two at once may refuse ("Already borrowed");
+    the engine's thread only decodes, which changes nothing in it.
+    """
+
+    def __init__(
+        self, tokenizer: Any | None, *, directory: Path, config: Any, context: int
+    ) -> None:
+        """
+        Args:
+            context: tokens of prompt and answer together.
+        """
+        self.context = context
+        self._tokenizer = tokenizer
+        self._directory = directory
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, "offload-prompts")
+        if tokenizer is not None:
+            tokenizer("?")  # sets padding and truncation aside, once, before there are threads
+
+    @property
+    def body_limit(self) -> int:
+        """Bytes of a request that could still fit the context."""
+        return max(LEAST_BODY, self.context * CHARACTERS_PER_TOKEN)
+
+    async def of_messages(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        """Raises Problem: the chat template is missing or refuses them."""
+
+        def encode() -> list[int]:
+            if not getattr(self._tokenizer, "chat_template", None):
+                raise OffloadError(
+                    "this model has no chat template: nothing says how it tells messages apart; "
+                    "/v1/completions continues plain text"
+                )
+            return prompt.template_ids(
+                messages, self._tokenizer, self._directory, way_out="it may not know such a role"
+            )
+
+        return await self._run(encode, "messages")
+
+    async def of_prompt(self, given: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Raises Problem: text without a tokenizer, or an id that is not the model's."""
+
+        def encode() -> list[int]:
+            asked = prompt.Asked(text=given) if isinstance(given, str) else prompt.Asked(ids=given)
+            return prompt.encode(asked, self._tokenizer, raw=True, directory=self._directory)
+
+        return await self._run(encode, "prompt")
+
+    def fit(self, ids: Sequence[int], new_tokens: int | None, default: int | None) -> int:
+        """Tokens to generate at most.
+
+        Args:
+            new_tokens: asked for; None: ``default``, or as many as the context takes.
+
+        Raises:
+            Problem: they do not fit the context.
+        """
+        room = self.context - len(ids)
+        if room < (new_tokens or 1):
+            raise too_long(len(ids), new_tokens, self.context)
+        return new_tokens or min(default or room, room)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _run(self, encode: Callable[[], list[int]], param: str) -> tuple[int, ...]:
+        def checked() -> tuple[int, ...]:
+            ids = encode()
+            if not ids:
+                raise OffloadError("this makes no tokens; write some more text")
+            prompt.check_ids(ids, self._config)
+            return tuple(ids)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, checked)
+        except OffloadError as error:
+            raise Problem(400, str(error), param=param) from error

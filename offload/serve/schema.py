@@ -1,0 +1,170 @@
+"""Bodies of requests: what is taken, what must keep its neutral value, and nothing else.
+
+A field that nobody knows is an error and not ignored: a misspelt ``max_token`` would otherwise
+cost minutes on a model that streams. Fields of OpenAI's that this server does not carry out are
+taken at the value that asks for nothing (``n`` 1, no tools, no log probabilities).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+)
+
+from offload.cli.sampling import Sampling
+
+MOST_STOPS = 16
+
+
+def _text_parts(value: Any) -> Any:
+    """Content as a list of text parts is their texts, joined."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        if not (isinstance(part, dict) and part.keys() == {"type", "text"}):
+            raise ValueError("a part of the content is not {'type': 'text', 'text': …}")
+        if part["type"] != "text" or not isinstance(part["text"], str):
+            raise ValueError("only text is understood: no images, audio or files")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompt(value: Any) -> Any:
+    """Text, or token ids, or a list with one of either."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return _readable(value)
+    if isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value):
+        return tuple(value)
+    raise ValueError("it is text, or a list of token ids; one prompt per request")
+
+
+def _readable(text: str) -> str:
+    """JSON can escape half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it is not Unicode text (character {error.start})") from None
+    return text
+
+
+Text = Annotated[str, BeforeValidator(_text_parts), AfterValidator(_readable)]
+Stops = Annotated[
+    list[
+        Annotated[str, StringConstraints(min_length=1, max_length=1000), AfterValidator(_readable)]
+    ],
+    BeforeValidator(_as_list),
+    Field(max_length=MOST_STOPS),
+]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Format(_Strict):
+    type: Literal["text"]
+
+
+class Body(_Strict):
+    """What chat and plain completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: Stops | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, default_temperature: float) -> Sampling:
+        """How tokens are chosen; without a temperature, as the checkpoint would.
+
+        Greedy choice ignores the other settings: clients send ``top_p`` and ``seed`` always.
+        """
+        temp = default_temperature if self.temperature is None else self.temperature
+        if temp == 0:
+            return Sampling()
+        return Sampling(
+            temp=temp,
+            top_k=self.top_k or None,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+    name: str | None = None
+    refusal: None = None
+    annotations: Nothing | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+
+
+class ChatBody(Body):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: Format | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class CompletionBody(Body):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[Any, BeforeValidator(_prompt)]
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: None = None

@@ -1,0 +1,156 @@
+"""``--prompt-cache``: what people see, in one run and from one to the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_support import TINY, TURNS, checkpoint
+from cli_support import Cli, Result, refused
+from disk_support import fill, small_filesystem
+
+KIB = 2**10
+WORDS = "the disk feeds the ring and the ring feeds the layers, one after the other; "
+CHUNK = 32
+
+
+def run(cli: Cli, *more: object, prompt: str = WORDS * 12, model: Path = TINY) -> Result:
+    found = cli(
+        "generate", "-m", model, "-p", prompt, "-n", 8, "--ignore-eos", "--no-predict", "-t", 1,
+        *more,
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    return found
+
+
+def stored(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.kv"))
+
+
+def test_a_second_run_reads_only_the_rest(cli: Cli, tmp_path: Path) -> None:
+    directory, figures = tmp_path / "prompts", tmp_path / "figures.json"
+    words = ("--prompt-cache", directory, "--prompt-cache-chunk", CHUNK, "--json", figures)
+    first = run(cli, *words)
+    assert "prompt cache: nothing to reuse" in first.err
+    assert f"passes of {CHUNK} tokens" in first.err
+    found = json.loads(figures.read_text())
+    groups = (found["prompt_tokens"] - 1) // CHUNK
+    assert len(stored(directory)) == groups > 3
+    assert found["prompt_cache"]["tokens"] == 0
+    assert found["plan"]["prompt_cache"]["chunk_tokens"] == CHUNK
+    again = run(cli, *words)
+    assert again.out == first.out
+    assert f"{groups * CHUNK} of {found['prompt_tokens']} tokens reused" in again.err
+    found = json.loads(figures.read_text())["prompt_cache"]
+    assert found["tokens"] == groups * CHUNK
+    assert found["read_bytes"] == sum(p.stat().st_size for p in stored(directory))
+    assert found["saved_s"] >= 0
+    # Another question to the same text, and a damaged file on the way.
+    file = max(stored(directory), key=lambda p: p.stat().st_mtime_ns)  # the first of the prompt
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    other = run(cli, *words, prompt=WORDS * 12 + "and then")
+    assert "is computed again" in other.err
+    assert "checksum" in other.err
+    assert json.loads(figures.read_text())["prompt_cache"]["damaged"] == 1
+    assert file.read_bytes()[:200] == whole[:200]
+    for path in (directory, *directory.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    # As much of it as a limit takes, and never more.
+    few = 3 * file.stat().st_size
+    run(cli, *words, "--prompt-cache-limit", few, prompt="x " + WORDS * 12)
+    assert sum(p.stat().st_size for p in stored(directory)) <= few
+
+
+def chat(cli: Cli, model: Path, stdin: str, figures: Path, *more: object) -> tuple[Result, Any]:
+    found = cli(
+        "chat", "-m", model, "-c", 700, "-n", 12, "--ignore-eos", "--no-predict", "-t", 1, "-v",
+        "--prompt-cache-chunk", CHUNK, "--json", figures, *more, stdin=stdin,
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    return found, json.loads(figures.read_text())
+
+
+def test_chat_finds_its_history_in_the_next_run(cli: Cli, tmp_path: Path) -> None:
+    model, figures = checkpoint(tmp_path / "model", TURNS), tmp_path / "figures.json"
+    said = "one ring\nand the other ring\nwhat else\n"
+    words = ("--system", WORDS * 5, "--prompt-cache", tmp_path / "prompts")
+    first, before = chat(cli, model, said, figures, *words)
+    again, after = chat(cli, model, said, figures, *words)
+    assert again.out == first.out
+    assert "read in" in again.err
+    assert before["turns"][0]["reused_tokens"] == 0
+    for old, new in zip(before["turns"], after["turns"], strict=True):
+        whole = (new["prompt_tokens"] - 1) // CHUNK * CHUNK
+        assert new["reused_tokens"] == whole
+        assert old["prompt_tokens"] == new["prompt_tokens"]
+        assert old["token_ids"] == new["token_ids"]
+    # From memory and not from the disk, as long as the conversation goes on.
+    assert before["turns"][1]["prompt_cache"]["kept"] >= 3 * CHUNK
+    assert before["turns"][1]["prompt_cache"]["read_bytes"] == 0
+    # Blocks on two tiers, nothing kept in memory, without a prompt cache of its own: the same text.
+    for more in (("--no-reuse",), ("--kv-ram", "640KiB")):
+        other, _ = chat(cli, model, said, figures, *words, *more)
+        assert other.out == first.out, more
+    fresh = ("--system", WORDS * 5, "--prompt-cache", tmp_path / "empty", "--no-reuse")
+    other, _ = chat(cli, model, said, figures, *fresh)
+    assert other.out == first.out
+
+
+def test_chat_takes_kv_ram(cli: Cli, tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", TURNS)
+    words = ("chat", "-m", model, "-c", 900, "-n", 8, "--ignore-eos", "--no-predict", "-t", 1)
+    said = f"{WORDS * 8}\nand\n"
+    whole = cli(*words, stdin=said)
+    few = cli(*words, "--kv-ram", "640KiB", stdin=said)
+    assert whole.code == few.code == 0, few.err
+    assert few.out == whole.out
+
+
+def test_bad_flags(cli: Cli, tmp_path: Path) -> None:
+    file, directory = tmp_path / "file", tmp_path / "directory"
+    file.write_text("x")
+    words = ("generate", "-m", TINY, "-p", "hi", "--no-predict")
+    refused(cli(*words, "--prompt-cache", file), "is not a directory")
+    refused(cli(*words, "--prompt-cache", file / "x"), "cannot be made")
+    refused(
+        cli(*words, "--prompt-cache", directory, "--prompt-cache-limit", "100KiB"),
+        "100.0 KiB is below one group", "256 tokens", "raise it",
+    )  # fmt: skip
+    refused(cli(*words, "--prompt-cache-limit", "1GiB"), "needs a prompt cache")
+    refused(cli(*words, "--prompt-cache-chunk", 64), "needs a prompt cache")
+    refused(cli(*words, "--prompt-cache", directory, "--prompt-cache-chunk", 1), "2")
+    refused(cli(*words, "--prompt-cache", directory, "--prompt-cache-limit", "0"), "positive")
+    refused(cli(*words, "--prompt-cache", directory, "--device", "sim"), "accelerator")
+    assert stored(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
+    directory = tmp_path / "closed"
+    directory.mkdir(mode=0o500)
+    refused(cli("generate", "-m", TINY, "-p", "hi", "--prompt-cache", directory), "written")
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    with small_filesystem(tmp_path, 4) as disk:
+        yield disk
+
+
+def test_a_full_disk_is_one_warning(cli: Cli, full: Path) -> None:
+    words = ("--prompt-cache-chunk", CHUNK, "--prompt-cache")
+    free = run(cli, *words, full.parent / "free")
+    directory = full / "prompts"
+    run(cli, *words, directory, prompt="before it was full " * 10)
+    before = stored(directory)
+    fill(full)
+    found = run(cli, *words, directory)
+    assert found.out == free.out
+    assert found.err.count("the prompt cache is not written any more") == 1
+    assert stored(directory) == before

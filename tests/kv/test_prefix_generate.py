@@ -1,0 +1,187 @@
+"""``offload.load(prompt_cache=...)``: what ``generate`` gives, with and without stored prefixes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.errors import OffloadError
+from offload.models.pack_open import open_source
+from offload.models.pack_run import pack
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny_moe"
+CHUNK, NEW = 32, 6
+IDS = torch.randint(3, 2000, (1, 5 * CHUNK + 9), generator=torch.Generator().manual_seed(4))
+
+
+@contextmanager
+def loaded(directory: Path | None, path: Path = TINY, **more: Any) -> Iterator[Any]:
+    if directory is not None:
+        more |= {"prompt_cache": directory, "prompt_cache_chunk": CHUNK}
+    model = offload.load(path, **{"ram": "200MiB", "context": 256, **more})
+    try:
+        yield model
+    finally:
+        model.offload.close()
+
+
+def generate(model: Any, ids: torch.Tensor = IDS, **how: Any) -> Any:
+    return model.generate(
+        ids,
+        max_new_tokens=NEW,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **{"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **how},
+    )
+
+
+def check_equal(got: Any, want: Any) -> None:
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY, experts_implementation="eager").eval()
+
+
+def test_the_logits_of_transformers_on_the_same_grid(reference: Any, tmp_path: Path) -> None:
+    want = generate(reference, prefill_chunk_size=CHUNK)
+    with loaded(tmp_path) as model:
+        check_equal(generate(model), want)
+        assert model.offload.prompts.last.tokens == 0
+        assert model.offload.stats()["prompt_cache"]["chunk"] == CHUNK
+    with loaded(tmp_path) as model:
+        check_equal(generate(model), want)
+        last = model.offload.prompts.last
+        assert last.tokens == 5 * CHUNK
+        assert last.read_bytes > 0
+        tail = torch.cat([IDS[:, : 2 * CHUNK + 7], IDS[:, 90:130]], 1)
+        check_equal(generate(model, tail), generate(reference, tail, prefill_chunk_size=CHUNK))
+        assert model.offload.prompts.last.tokens == 2 * CHUNK
+        torch.manual_seed(3)
+        drawn = generate(model, do_sample=True, temperature=0.9)
+        torch.manual_seed(3)
+        check_equal(
+            drawn, generate(reference, do_sample=True, temperature=0.9, prefill_chunk_size=CHUNK)
+        )
+        assert model.offload.stats()["prompt_cache"]["reused_tokens"] == 12 * CHUNK
+    # Blocks on two tiers and streamed weights: the same numbers, so the same files.
+    for more in ({"kv_ram": "640KiB"}, {"ram": "40MiB"}):
+        with loaded(tmp_path, **more) as model:
+            check_equal(generate(model), want)
+            assert model.offload.prompts.last.tokens == 5 * CHUNK, more
+
+
+def test_what_is_not_one_plain_sequence_goes_its_own_way(reference: Any, tmp_path: Path) -> None:
+    padded = IDS.clone()
+    padded[0, :4] = 0
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = 0
+    ways: list[dict[str, Any]] = [
+        {"ids": torch.cat([IDS, IDS.flip(1)])},
+        {"num_beams": 2},
+        {"ids": padded, "attention_mask": mask},
+        {"ids": padded},
+        {"prompt_lookup_num_tokens": 2},
+        {"use_cache": False},
+        {"ids": IDS[:, :CHUNK]},
+    ]
+    with loaded(tmp_path) as model:
+        generate(model)
+        for how in ways:
+            check_equal(generate(model, **how), generate(reference, **how))
+            assert model.offload.prompts.last is None, how
+        held = model.offload.new_cache()
+        check_equal(generate(model, past_key_values=held), generate(reference))
+        generate(model)
+        assert model.offload.prompts.last.tokens == 5 * CHUNK
+
+
+def test_a_model_that_is_changed_is_not_served_from_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loaded(tmp_path) as model:
+        generate(model)
+        model.model.layers[0].extra = torch.nn.Identity()  # as adapters do
+        with caplog.at_level(logging.WARNING, "offload"):
+            generate(model)
+        assert model.offload.prompts.last is None
+        assert "modules changed" in caplog.text
+        del model.model.layers[0].extra
+        generate(model)
+        assert model.offload.prompts.last.tokens == 5 * CHUNK
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with loaded(tmp_path) as model:
+            generate(model)
+            assert model.offload.prompts.last.tokens == 0, "threads may round otherwise"
+    finally:
+        torch.set_num_threads(before)
+    with loaded(tmp_path, dtype="float32") as model:
+        generate(model)
+        assert model.offload.prompts.last.tokens == 0
+
+
+def test_packed_weights_and_their_decode_kernels(tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    with contextlib.closing(open_source(TINY)) as source:
+        pack(source, packed, quant="q8")
+
+    def run() -> tuple[Any, int]:
+        with loaded(tmp_path / "p", packed) as model:
+            found = generate(model)
+            assert type(model.offload.new_cache()).__name__ == "LeanCache"
+            return found, model.offload.prompts.last.tokens
+
+    first, none = run()
+    again, all_of_it = run()
+    assert (none, all_of_it) == (0, 5 * CHUNK)
+    check_equal(again, first)
+    with loaded(tmp_path / "p") as model:
+        generate(model)
+        assert model.offload.prompts.last.tokens == 0, "unquantised weights are another model"
+
+
+def test_conversations_go_on_where_they_were(reference: Any, tmp_path: Path) -> None:
+    """The way of ``chat``: one cache from turn to turn, cropped to what is on the grid."""
+    with loaded(tmp_path) as model:
+        prompts = model.offload.prompts
+        cache = prompts.new_cache()
+        ids = IDS[:, : 2 * CHUNK + 3]
+        for turn in range(3):
+            assert prompts.keep(cache, ids[0].tolist())
+            held = cache.get_seq_length()
+            found = generate(model, ids, past_key_values=cache)
+            check_equal(found, generate(reference, ids, prefill_chunk_size=CHUNK))
+            assert prompts.last.kept == held >= turn * CHUNK
+            assert prompts.last.read_bytes == 0
+            ids = torch.cat([found.sequences, IDS[:, 20 + turn : 50]], 1)
+        assert not prompts.keep(model.offload.new_cache(), [1, 2, 3]), "it is not one of ours"
+        other = IDS[:, 1 : 3 * CHUNK]
+        assert prompts.keep(cache, other[0].tolist())
+        assert cache.get_seq_length() == 0
+
+
+def test_refusals_come_before_loading(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OffloadError, match="below one group"),
+        loaded(tmp_path, prompt_cache_limit="10KiB"),
+    ):
+        pass
+    with pytest.raises(OffloadError, match="simulated accelerator"), loaded(tmp_path, device="sim"):
+        pass
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OffloadError, match="not a directory"), loaded(tmp_path / "file"):
+        pass

@@ -1,0 +1,216 @@
+"""The engine: answers as if alone, turns, cancelling, ends, failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve_support import CONTEXT, Alone, Listener, make_engine, request
+
+from offload.batch.conductor import Conductor
+from offload.cli import decode
+from offload.cli.sampling import Sampling
+from offload.errors import StoreError
+from offload.serve.engine import Engine
+from offload.serve.events import Ended, Event, Failed, Piece
+from offload.serve.problems import Problem
+
+TEXTS = ["What is a list?", "The interpreter " * 20, "A", "for x in range(10):\n    print(x)\n" * 3]
+
+
+@pytest.fixture
+def one(model: Any, alone: Alone) -> Iterator[Engine]:
+    """One request at a time, at most three waiting; not started."""
+    engine = make_engine(model, alone.tokenizer, parallel=1, max_queue=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def several(model: Any, alone: Alone) -> Iterator[Engine]:
+    engine = make_engine(model, alone.tokenizer)
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def test_answers_are_those_of_each_alone(several: Engine, alone: Alone) -> None:
+    """More requests than run at once, prompts of one piece and of several, greedy and sampled."""
+    asked: list[tuple[list[int], dict[str, Any], Listener]] = []
+    for i in range(8):
+        ids = alone.ids(TEXTS[i % len(TEXTS)])
+        how = {} if i % 2 else {"temp": 0.9, "top_p": 0.9, "seed": i}
+        wish = request(ids, 12, sampling=Sampling(**how), ignore_eos=False)
+        asked.append((ids, how, Listener(several, wish)))
+    results = [listener.result() for *_, listener in asked]
+    # Only now: torch's random numbers are the whole process's.
+    for (ids, how, _), (text, end) in zip(asked, results, strict=True):
+        if how:
+            how["temperature"] = how.pop("temp")
+        assert text == alone.answer(ids, 12, **how)
+        assert isinstance(end, Ended)
+        assert end.prompt_tokens == len(ids)
+    stats = several.stats()
+    assert stats["requests"]["completed"] == 8
+    assert stats["weights"]["disk_read_bytes"] > 0
+    assert stats["passes"] < 8 * 12  # shared
+
+
+def test_weights_are_read_once_for_all(several: Engine, alone: Alone, model: Any) -> None:
+    """Three equal prompts read what one reads."""
+    ids = alone.ids(TEXTS[0])
+
+    def read(count: int) -> int:
+        before = model.offload.stats()["payload_read_bytes"]
+        listeners = [Listener(several, request(ids, 16)) for _ in range(count)]
+        for listener in listeners:
+            assert isinstance(listener.result()[1], Ended)
+        return int(model.offload.stats()["payload_read_bytes"] - before)
+
+    read(1)
+    single = read(1)
+    assert single > 0
+    assert read(3) < 1.6 * single
+
+
+def test_a_long_prompt_does_not_hold_up_others(several: Engine, alone: Alone) -> None:
+    """The short one writes while the long one is read, a piece per pass."""
+    long = (alone.ids(TEXTS[1]) * 4)[: CONTEXT - 8]
+    order: list[str] = []
+    lock = threading.Lock()
+    first, ended = threading.Event(), threading.Event()
+
+    def deliver(name: str, done: threading.Event) -> Any:
+        def take(event: Event) -> None:
+            with lock:
+                order.append(name)
+            first.set()
+            if not isinstance(event, Piece):
+                done.set()
+
+        return take
+
+    short_done = threading.Event()
+    several.submit(request(alone.ids("A"), 60), deliver("short", short_done))
+    assert first.wait(60)
+    several.submit(request(long, 2), deliver("long", ended))
+    assert ended.wait(60)
+    assert short_done.wait(60)
+    at = order.index("long")
+    # Nine pieces of 16 tokens: as many tokens of the short answer came meanwhile.
+    assert at >= len(long) // 16 - 1, order
+
+
+def test_clients_are_served_in_turn(one: Engine, alone: Alone) -> None:
+    ids = alone.ids("A")
+    order: list[str] = []
+    ended = threading.Semaphore(0)
+
+    def deliver(name: str) -> Any:
+        def take(event: Event) -> None:
+            if isinstance(event, Ended):
+                order.append(name)
+                ended.release()
+
+        return take
+
+    for name, client in (("a1", "a"), ("a2", "a"), ("b1", "b")):
+        one.submit(request(ids, 2, client), deliver(name))
+    one.start()
+    for _ in range(3):
+        assert ended.acquire(timeout=60)
+    assert order == ["a1", "b1", "a2"]
+
+
+def test_beyond_the_queue_is_refused(one: Engine, alone: Alone) -> None:
+    ids = alone.ids("A")
+    waiting = [Listener(one, request(ids, 2)) for _ in range(3)]
+    with pytest.raises(Problem) as refused:
+        Listener(one, request(ids, 2))
+    assert refused.value.status == 429
+    assert int(refused.value.headers["Retry-After"]) >= 1
+    one.cancel(waiting[1].handle)  # a place
+    waiting[1] = Listener(one, request(ids, 2))
+    one.start()
+    for listener in waiting:
+        assert isinstance(listener.result()[1], Ended)
+    stats = one.stats()["requests"]
+    assert (stats["completed"], stats["cancelled"], stats["rejected"]) == (3, 1, 1)
+
+
+def test_cancelling_frees_the_place(one: Engine, alone: Alone) -> None:
+    one.start()
+    ids = alone.ids("A")
+    endless = Listener(one, request(ids, CONTEXT - len(ids)))
+    assert isinstance(endless.next(), Piece)
+    one.cancel(endless.handle)
+    after = Listener(one, request(ids, 4))
+    text, end = after.result()
+    assert isinstance(end, Ended)
+    assert text == alone.answer(ids, 4)
+    assert isinstance(endless.result()[1], Failed)
+    one.cancel(endless.handle)  # what has ended is left alone
+    assert one.stats()["requests"]["cancelled"] == 1
+
+
+def test_draining_finishes_what_runs(one: Engine, alone: Alone) -> None:
+    one.start()
+    ids = alone.ids("A")
+    runs = Listener(one, request(ids, 20))
+    first = runs.next()
+    assert isinstance(first, Piece)
+    waits = Listener(one, request(ids, 2))
+    one.drain()
+    refused = waits.result()[1]
+    assert isinstance(refused, Failed)
+    assert refused.problem.status == 503
+    with pytest.raises(Problem) as problem:
+        Listener(one, request(ids, 2))
+    assert problem.value.status == 503
+    text, end = runs.result()
+    assert isinstance(end, Ended)
+    assert first.text + text == alone.answer(ids, 20)
+    assert one.state == "stopping"
+
+
+def test_a_failed_read_ends_one_answer_only(
+    several: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = alone.ids("A")
+    right = decode.generate
+
+    def generate(model: Any, prompt: Any, **more: Any) -> Any:
+        if len(prompt) == 2:
+            raise StoreError("the disk has gone away")
+        return right(model, prompt, **more)
+
+    monkeypatch.setattr(decode, "generate", generate)
+    bad, good = Listener(several, request([5, 6], 4)), Listener(several, request(ids, 4))
+    failure = bad.result()[1]
+    assert isinstance(failure, Failed)
+    assert failure.problem.status == 500
+    assert "disk has gone away" in failure.problem.message
+    assert good.result()[0] == alone.answer(ids, 4)
+    assert several.state == "ok"
+
+
+def test_an_engine_that_fails_tells_all(
+    one: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Conductor) -> bool:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(Conductor, "step", broken)
+    ids = alone.ids("A")
+    listeners = [Listener(one, request(ids, 2)) for _ in range(2)]
+    one.start()
+    for listener in listeners:
+        failure = listener.result()[1]
+        assert isinstance(failure, Failed)
+        assert "a bug" in failure.problem.message
+    assert one.state == "failed"
+    assert isinstance(one.error, AssertionError)
+    with pytest.raises(Problem, match="a bug"):
+        one.check_open()

@@ -1,0 +1,253 @@
+"""The routes, by OpenAI's own client and by hand, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serve_support import (
+    CONTEXT,
+    Alone,
+    get,
+    make_engine,
+    make_guarded,
+    openai_client,
+    post,
+    refused,
+    run,
+)
+
+from offload.serve.engine import Engine
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "What is a list?"}]
+
+
+@pytest.fixture(scope="module")
+def served(model: Any, alone: Alone) -> Iterator[tuple[Any, Engine]]:
+    engine = make_engine(model, alone.tokenizer)
+    engine.start()
+    app, prompts = make_guarded(engine, alone.tokenizer)
+    yield app, engine
+    engine.close()
+    prompts.close()
+
+
+def test_eight_at_once_answer_as_if_alone(served: Any, alone: Alone) -> None:
+    app, _ = served
+
+    async def work(http: httpx.AsyncClient) -> list[str]:
+        client = openai_client(http)
+
+        async def whole(i: int) -> str:
+            done = await client.chat.completions.create(
+                model="tiny_moe", messages=MESSAGES, max_tokens=10, temperature=0.9, top_p=1, seed=i
+            )
+            assert done.usage is not None
+            assert done.usage.prompt_tokens == len(alone.chat_ids(MESSAGES))
+            return done.choices[0].message.content or ""
+
+        async def streamed(i: int) -> str:
+            stream = await client.completions.create(
+                model="tiny_moe", prompt=f"The list {i}", max_tokens=10, temperature=0, stream=True
+            )
+            return "".join([part.choices[0].text async for part in stream])
+
+        return await asyncio.gather(*(whole(i) if i % 2 else streamed(i) for i in range(8)))
+
+    for i, text in enumerate(run(app, work)):
+        if i % 2:
+            expected = alone.answer(
+                alone.chat_ids(MESSAGES), 10, temperature=0.9, top_p=1.0, seed=i
+            )
+        else:
+            expected = alone.answer(alone.ids(f"The list {i}"), 10)
+        assert text == expected
+
+
+def test_a_stream_ends_with_its_usage(served: Any, alone: Alone) -> None:
+    app, _ = served
+
+    async def work(http: httpx.AsyncClient) -> list[Any]:
+        stream = await openai_client(http).chat.completions.create(
+            model="tiny_moe",
+            messages=MESSAGES,
+            max_completion_tokens=7,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        return [part async for part in stream]
+
+    parts = run(app, work)
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert [p.choices[0].finish_reason for p in parts[:-1]][-1] == "length"
+    text = "".join(p.choices[0].delta.content or "" for p in parts[:-1])
+    assert text == alone.answer(alone.chat_ids(MESSAGES), 7)
+    usage = parts[-1].usage
+    assert parts[-1].choices == []
+    assert (usage.completion_tokens, usage.total_tokens) == (7, usage.prompt_tokens + 7)
+
+
+def test_lines_of_a_stream(served: Any) -> None:
+    app, _ = served
+    body = {"prompt": [40, 41], "max_tokens": 3, "stream": True, "ignore_eos": True}
+    response = post(app, "/v1/completions", body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    last = json.loads(lines[-2].removeprefix("data: "))
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["timings"]["first_token_s"] > 0
+
+
+def test_a_stop_sequence_ends_before_itself(served: Any, alone: Alone) -> None:
+    app, _ = served
+    full = alone.answer(alone.ids("The list"), 24)
+    stop = full[8:12]
+    body = {"prompt": "The list", "max_tokens": 24, "temperature": 0, "stop": [stop, "\0"]}
+    choice = post(app, "/v1/completions", body).json()["choices"][0]
+    assert choice == {
+        "index": 0, "text": full[: full.index(stop)], "finish_reason": "stop", "logprobs": None
+    }  # fmt: skip
+
+
+def test_what_answers_carry(served: Any) -> None:
+    app, _ = served
+    answer = post(app, CHAT, {"messages": MESSAGES, "max_tokens": 4}).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny_moe"
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    timings = answer["timings"]
+    assert timings["queue_s"] >= 0
+    assert timings["first_token_s"] > 0
+    # An answer is what the next question is asked after, as a client keeps it.
+    more = [*MESSAGES, answer["choices"][0]["message"], {"role": "user", "content": "Why?"}]
+    assert post(app, CHAT, {"messages": more, "max_tokens": 2}).status_code == 200
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, *MESSAGES]
+    assert post(app, CHAT, {"messages": parts, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": MESSAGES, "max_token": 3}, "max_token"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": "3"}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "n": 2}, "n"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": MESSAGES, "temperature": True}, "temperature"),
+        (CHAT, {"messages": MESSAGES, "temperature": -1}, "temperature"),
+        (CHAT, {"messages": MESSAGES, "top_p": 0}, "top_p"),
+        (CHAT, {"messages": MESSAGES, "seed": 2**63}, "seed"),
+        (CHAT, {"messages": MESSAGES, "stop": ""}, "stop.0"),
+        (CHAT, {"messages": MESSAGES, "stop": 7}, "stop"),
+        (CHAT, {"messages": MESSAGES, "stream": "yes"}, "stream"),
+        (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "Hello"}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages.0.mood"),
+        (CHAT, {}, "messages"),
+        ("/v1/completions", {"prompt": ["one", "two"]}, "prompt"),
+        ("/v1/completions", {"prompt": [1, -1]}, "prompt"),
+        ("/v1/completions", {"prompt": [10**6]}, "prompt"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "echo": True}, "echo"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_body_is_named(
+    served: Any, path: str, body: dict[str, Any], param: str
+) -> None:
+    app, _ = served
+    assert refused(post(app, path, body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}',
+     b'{"prompt": "\\ud800"}', b'{"prompt": "x", "stop": "\\udfff"}',
+     b'{"prompt": "x", "temperature": 1e999}'],
+)  # fmt: skip
+def test_what_is_no_body_at_all(served: Any, content: bytes) -> None:
+    app, engine = served
+    kind = {"Content-Type": "application/json"}
+    send = lambda http: http.post("/v1/completions", content=content, headers=kind)  # noqa: E731
+    refused(run(app, send), 400)
+    assert engine.state == "ok"
+
+
+def test_other_refusals(served: Any) -> None:
+    app, _ = served
+    refused(post(app, CHAT, {"messages": MESSAGES, "model": "gpt"}), 404, "gpt", "tiny_moe")
+    refused(get(app, "/v1/nothing"), 404)
+    refused(get(app, CHAT), 405)
+    error = refused(
+        post(app, "/v1/completions", {"prompt": [7] * (CONTEXT + 3)}),
+        400, str(CONTEXT + 3), str(CONTEXT),
+    )  # fmt: skip
+    assert error["code"] == "context_length_exceeded"
+    long = {"prompt": [7] * 10, "max_tokens": CONTEXT}
+    refused(post(app, "/v1/completions", long), 400, "10", str(CONTEXT + 10), str(CONTEXT))
+    huge = {"prompt": "x" * 2**21}
+    refused(post(app, "/v1/completions", huge), 413, str(2**20))
+    plain = lambda http: http.post(CHAT, content=b"{}", headers={"Content-Type": "text/plain"})  # noqa: E731
+    refused(run(app, plain), 415, "text/plain")
+    refused(get(app, "/health", base="http://rebound.example"), 403, "rebound.example")
+
+
+def test_a_body_without_a_length_is_cut_off(served: Any) -> None:
+    app, _ = served
+    sent = 0
+
+    async def endless() -> Any:
+        nonlocal sent
+        while sent < 100:
+            sent += 1
+            yield b" " * 2**16
+
+    async def work(http: httpx.AsyncClient) -> httpx.Response:
+        kind = {"Content-Type": "application/json"}
+        return await http.post(CHAT, content=endless(), headers=kind)
+
+    refused(run(app, work), 413)
+    assert sent < 20  # the rest was never asked for
+
+
+def test_models_figures_and_page(served: Any) -> None:
+    app, engine = served
+    post(app, CHAT, {"messages": MESSAGES, "max_tokens": 3})
+    assert [m["id"] for m in get(app, "/v1/models").json()["data"]] == ["tiny_moe"]
+    assert get(app, "/v1/models/tiny_moe").json()["object"] == "model"
+    refused(get(app, "/v1/models/other"), 404)
+    stats = get(app, "/stats").json()
+    assert stats["tiers"]["disk"] == {"weights": 2000}
+    assert stats["requests"]["active"] == 0
+    lines = get(app, "/metrics").text.splitlines()
+    figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(figures['offload_tokens_total{kind="generated"}']) == stats["tokens"]["generated"]
+    assert figures['offload_tier_bytes{tier="RAM",part="weights"}'] == "1000"
+    count = figures["offload_token_seconds_count"]
+    assert figures['offload_token_seconds_bucket{le="+Inf"}'] == count
+    assert int(count) > 0
+    page = get(app, "/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert engine.state == "ok"
+
+
+def test_a_model_without_a_template(
+    served: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, _ = served
+    monkeypatch.setattr(alone.tokenizer, "chat_template", None)
+    refused(post(app, CHAT, {"messages": MESSAGES}), 400, "/v1/completions")
