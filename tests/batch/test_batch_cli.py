@@ -17,6 +17,14 @@ from offload.cli.main import main
 
 Checkpoint = Callable[[str], Path]
 
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements and private files of a test stay its own. (Not for packed models: kernels that
+    are compiled already lie in the shared one.)"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 LINES: list[dict[str, Any]] = [
     {"prompt": "the disk", "id": "a"},
     {"prompt": "feeds", "temperature": 1.1, "seed": 5},
