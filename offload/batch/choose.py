@@ -24,8 +24,7 @@ MOST = 256
 """Sequences that are tried. Python's part of a switch is 10 us, so that more would not help."""
 
 WORTH = 0.03
-"""More sequences than needed are not taken for a smaller gain: each takes memory, and time to
-end."""
+"""More sequences are not taken for a smaller gain: each takes memory and time to end."""
 
 PARKED_SHARE = 16
 """One part in so many of the budget is for prompts that wait for each other within a pass."""

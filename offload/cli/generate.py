@@ -191,9 +191,9 @@ def _batch_flags(
         "-p", "--prompt-file", "--prompt-ids", "--record-routing", "--trace", "--trace-plot",
         "--plan", "--prompt-cache",
     )  # fmt: skip
-    for flag, value in zip(names, others, strict=True):
-        if value is not None:
-            raise OffloadError(f"{flag} and --batch contradict each other; drop one")
+    for name, other in zip(names, others, strict=True):
+        if other is not None:
+            raise OffloadError(f"{name} and --batch contradict each other; drop one")
     output.check_target(target, "--output")
     if target.exists() and target.samefile(batch if batch.exists() else target.parent):
         raise OffloadError("--output would write into --batch; give another file")

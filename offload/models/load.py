@@ -232,6 +232,7 @@ def plan_model(
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
+        overhead += options.beside_bytes
         found = reserves_of(
             meta,
             chosen,
@@ -284,9 +285,10 @@ def plan_model(
         if need.in_place:
             baseline += compiled_bytes(need.kernels(), compiling)
         plan = plan_within(ask, ram, directory.name)
-    if kv is not None:
-        plan = kv_plan.predicted(plan, kv, ask(ram).costs)
-        notes.append(kv.note(options))
+    together = kv_plan.beside(kv, options)
+    if together is not None:
+        plan = kv_plan.predicted(plan, together, ask(ram).costs)
+        notes.append(together.note(options))
     if prompts is not None:
         notes.append(prompts.note)
     plan = align_pins(plan, chosen, recipes)
@@ -311,7 +313,8 @@ def plan_model(
         baseline_rss=baseline,
         head_rows=head_rows,
         notes=notes + chosen.notes,
-        kv=kv,
+        kv=together,
+        kv_alone=kv,
         prompts=prompts,
     )
 

@@ -27,6 +27,10 @@ SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 640 * 2**10, 16 * 2**20
 """Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
 part in 64 of the budget, within these bytes."""
 
+BESIDE_BYTES, SEQUENCE_BYTES = 2**20, 160 * 2**10
+"""What running several sequences takes, and each of them: a greenlet's stacks, its settings and
+its text."""
+
 Progress = Callable[[str, int, int], None]
 """``progress(what, done_bytes, total_bytes)``."""
 
@@ -91,6 +95,11 @@ class Options:
     """Set aside for the model's Python objects and for slack; None: measured."""
     tokenizer_bytes: int = 0
     """What this process already holds for the caller and the budget has to cover."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of sequences besides what their model caches and computes: Python's and C's stacks."""
+        return 0 if self.pass_rows is None else BESIDE_BYTES + self.sequences * SEQUENCE_BYTES
 
     def parked_rows(self, prompt: int) -> int:
         """Tokens whose activations wait while another sequence runs."""

@@ -210,6 +210,7 @@ def plan_packed(
             overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
             overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
         overhead += listening_bytes(options, chosen, prompt * options.batch)
+        overhead += options.beside_bytes
         if due:
             overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
         found = {
@@ -252,9 +253,10 @@ def plan_packed(
         if need.in_place:
             baseline += compiled_bytes(need.kernels(), compiling)
         plan = plan_within(ask, ram, name)
-    if kv is not None:
-        plan = kv_plan.predicted(plan, kv, ask(ram).costs)
-        notes.append(kv.note(options))
+    together = kv_plan.beside(kv, options)
+    if together is not None:
+        plan = kv_plan.predicted(plan, together, ask(ram).costs)
+        notes.append(together.note(options))
     if prompts is not None:
         notes.append(prompts.note)
     if not decoder.layers:
@@ -273,7 +275,8 @@ def plan_packed(
         baseline_rss=baseline,
         head_rows=None,
         notes=notes,
-        kv=kv,
+        kv=together,
+        kv_alone=kv,
         prompts=prompts,
         pack=pack,
         resident=resident,

@@ -1,0 +1,149 @@
+"""``generate --batch``: the answers of single runs, a kill in the middle, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.cli.main import main
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements and private files of a test stay its own. (Not for packed models: kernels that
+    are compiled already lie in the shared one.)"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+LINES: list[dict[str, Any]] = [
+    {"prompt": "the disk", "id": "a"},
+    {"prompt": "feeds", "temperature": 1.1, "seed": 5},
+    {"prompt": "the ring", "max_new_tokens": 4},
+    {"prompt": "and the", "stop": ["e", "a"], "id": 3},
+]
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def answers(path: Path) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {line["index"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def words(model: Path, source: Path, target: Path, *more: object) -> list[str]:
+    found = ["generate", "-m", model, "--batch", source, "--output", target, "--no-predict"]
+    return [str(word) for word in (*found, "-n", 12, "-t", 1, "--ram", "6MiB", *more)]
+
+
+def test_the_text_of_single_runs(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = checkpoint("qwen3")
+    source, target = write(tmp_path / "in", LINES), tmp_path / "out"
+    report = tmp_path / "report"
+    assert main(words(model, source, target, "--batch-size", 3, "--json", report)) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "3 prompts at once (as asked for)" in shown.err
+    assert "4 of 4 prompts in" in shown.err
+    found = answers(target)
+    assert [found[i]["id"] for i in range(4)] == ["a", None, None, 3]
+    assert found[1]["seed"] == 5
+    for index, line in enumerate(LINES):
+        flags = ["--temp", 1.1, "--seed", 5] if "seed" in line else []
+        flags += [w for stop in line.get("stop", ()) for w in ("--stop", stop)]
+        single = ["generate", "-m", model, "-p", line["prompt"], "--no-predict", "-t", 1]
+        single += ["-n", line.get("max_new_tokens", 12), *flags]
+        assert main([str(w) for w in single]) == 0
+        assert capsys.readouterr().out == found[index]["text"]
+    data = json.loads(report.read_text())
+    assert data["answered"] == data["prompts"] == 4
+    assert data["most_at_once"] == data["batch"]["sequences"] == 3
+    assert data["new_tokens"] == sum(line["new_tokens"] for line in found.values())
+    # Once more: nothing to do; with other settings: not these answers.
+    assert main(words(model, source, target)) == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert main(words(model, source, target, "--ignore-eos")) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_a_kill_loses_no_answer_and_repeats_none(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint("qwen3")
+    lines = [{"prompt": "abcdefgh"[: 1 + i % 8], "temperature": 0.7} for i in range(12)]
+    source = write(tmp_path / "in", lines)
+    whole, target = tmp_path / "whole", tmp_path / "out"
+    more = ("--batch-size", 2, "--ignore-eos")
+    assert main(words(model, source, whole, *more)) == 0
+    start = [sys.executable, "-m", "offload", *words(model, source, target, *more)]
+    process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
+    assert process.stderr is not None
+    while (line := process.stderr.readline()) and not line.startswith("progress: "):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = answers(target)
+    assert 0 < len(before) < 12
+    assert main(words(model, source, target, *more)) == 0
+    after = answers(target)
+    assert {i: after[i] for i in before} == before
+    assert after == answers(whole)
+
+
+def test_ctrl_c_ends_cleanly(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from offload.cli import batch
+
+    class Sends(batch._Progress):
+        def __call__(self, tally: Any) -> None:
+            if tally.done == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(batch, "_Progress", Sends)
+    source, target = write(tmp_path / "in", LINES), tmp_path / "out"
+    code = main(words(checkpoint("qwen3_moe"), source, target, "--batch-size", 4))
+    shown = capsys.readouterr().err
+    assert code == 130
+    assert shown.splitlines()[-1] == "interrupted"
+    assert "stats: 1 of 4 prompts" in shown
+    assert len(answers(target)) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["-p", "x"], "-p and --batch contradict"),
+        (["--batch-size", "500"], "500 sequences at once do not fit"),
+        (["-c", "4"], "line 1: the prompt does not fit"),
+    ],
+)
+def test_refusals(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    more: list[str], says: str,
+) -> None:  # fmt: skip
+    source = write(tmp_path / "in", LINES)
+    assert main(words(checkpoint("qwen3"), source, tmp_path / "out", *more)) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_flags_without_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "-m", "x", "--output", "y"]) == 2
+    assert "--output is for --batch" in capsys.readouterr().err
+    assert main(["generate", "-m", "x", "--batch", "y"]) == 2
+    assert "--batch needs --output" in capsys.readouterr().err
