@@ -46,6 +46,7 @@ class Handle:
         self.arrived = time.perf_counter()
         self.started = 0.0
         self.last_token: float | None = None
+        self.reused = 0
         self.sequence: Sequence | None = None
         self.run: decode.Run | None = None
 
@@ -74,7 +75,8 @@ class Engine:
             parallel: requests that run at once; memory is set aside for so many.
             max_queue: requests that may wait beyond those.
             prefill_chunk: tokens of a prompt that are read in one pass, and of all prompts
-                together: who comes first reads first.
+                together: who comes first reads first. The grid of the prompt cache, if the model
+                has one.
             tiers: bytes by tier and by what takes them, for ``stats``.
 
         Raises:
@@ -89,7 +91,9 @@ class Engine:
         self._conductor = Conductor(model, most_rows=prefill_chunk)
         self._tiers = {tier: dict(parts) for tier, parts in (tiers or {}).items()}
         self._settings = copy.deepcopy(model.generation_config)
-        self._settings.prefill_chunk_size = prefill_chunk
+        self._prompts = model.offload.prompts
+        if self._prompts is None:
+            self._settings.prefill_chunk_size = prefill_chunk
         # Every request brings settings of its own, and what it leaves out must not come back:
         # transformers fills what is None from the model's.
         self._models_own, model.generation_config = model.generation_config, GenerationConfig()
@@ -226,6 +230,7 @@ class Engine:
                     )
                 },
                 "kv": model.get("kv"),
+                "prompt_cache": model.get("prompt_cache"),
                 "memory": {
                     "now_bytes": current_rss(),
                     "peak_bytes": model["peak_rss_bytes"],
@@ -272,13 +277,20 @@ class Engine:
                 self._publish()
                 self._changed.wait()
             starting = []
-            while self._queue and len(self._active) < self._parallel:
+            while self._queue and self._has_room():
                 handle = self._queue.pop()
                 self._active.add(handle)
                 starting.append(handle)
         for handle in starting:
             self._start(handle)
         return True
+
+    def _has_room(self) -> bool:
+        if self._prompts is not None and any(h.last_token is None for h in self._active):
+            # One prompt after the other: what is read from the disk and what is recorded for it
+            # share a few buffers, which a waiting sequence would keep from the one it waits for.
+            return False
+        return len(self._active) < self._parallel
 
     def _start(self, handle: Handle) -> None:
         handle.started = time.perf_counter()
@@ -298,28 +310,38 @@ class Engine:
     def _generate(self, handle: Handle, settings: Any) -> None:
         request = handle.request
         plain: Decoder = IdDecoder() if self._tokenizer is None else TextDecoder(self._tokenizer)
-        handle.run = decode.generate(
-            self._model,
-            request.prompt,
-            max_new_tokens=request.new_tokens,
-            ignore_eos=request.ignore_eos,
-            decoder=_Counted(plain, lambda: self._count(handle)),
-            stops=request.stops,
-            show=lambda text: handle.deliver(Piece(text)),
-            on_end=lambda _: None,
-            settings=settings,
-        )
+        offload = self._model.offload
+        cache = (self._prompts or offload).new_cache()
+        try:
+            handle.run = decode.generate(
+                self._model,
+                request.prompt,
+                max_new_tokens=request.new_tokens,
+                ignore_eos=request.ignore_eos,
+                decoder=_Counted(plain, lambda: self._count(handle)),
+                stops=request.stops,
+                show=lambda text: handle.deliver(Piece(text)),
+                on_end=lambda _: None,
+                cache=cache,
+                settings=settings,
+            )
+        finally:
+            offload.release_cache(cache)
 
     def _count(self, handle: Handle) -> None:
         """A token has come."""
         now = time.perf_counter()
+        if handle.last_token is None and self._prompts is not None and self._prompts.last:
+            handle.reused = self._prompts.last.tokens
+        read = len(handle.request.prompt) - handle.reused
         with self._changed:
             counters = self.counters
             if handle.last_token is None:
                 counters.queue_s.observe(handle.started - handle.arrived)
                 counters.first_token_s.observe(now - handle.started)
-                counters.prompt_tokens += len(handle.request.prompt)
-                counters.prompt_speed.add(len(handle.request.prompt))
+                counters.prompt_tokens += read
+                counters.reused_tokens += handle.reused
+                counters.prompt_speed.add(read)
             else:
                 counters.token_s.observe(now - handle.last_token)
             counters.new_tokens += 1
@@ -341,7 +363,7 @@ class Engine:
                 Ended(
                     finish="length" if run.finished == "length" else "stop",
                     prompt_tokens=run.prompt_tokens,
-                    reused_tokens=run.reused_tokens,
+                    reused_tokens=handle.reused,
                     new_tokens=len(run.token_ids),
                     queue_s=handle.started - handle.arrived,
                     first_s=run.ttft_s or 0.0,
