@@ -131,7 +131,7 @@ def planned(**options: Any) -> Planned:
 def main() -> None:
     """The other side of ``planned``."""
     from offload.train.options import TrainOptions
-    from offload.train.run import prepare
+    from offload.train.preparing import prepare
     from offload.train.updates import Updater
 
     given = json.loads(sys.argv[1])

@@ -23,6 +23,7 @@ def load(
     kernels: str | None = None,
     ram: str | int | None = None,
     kv_ram: str | int | None = None,
+    attention: str | None = None,
     prompt_cache: str | Path | None = None,
     prompt_cache_limit: str | int | None = None,
     gpu: str | int | None = None,
@@ -58,6 +59,9 @@ def load(
             as fit beside the least that weights need. ``model.generate`` then makes its own cache
             (``model.offload.new_cache()`` one to pass as ``past_key_values``), refuses a
             ``cache_implementation``, and one cache is alive at a time.
+        attention: ``"exact"``: the model's own, the default. ``"offload"``: our kernels, which read
+            blocks of keys and values where they are: the same bits for any ``kv_ram``, other
+            rounding than torch's, and no copy of a layer's keys and values in one piece.
         prompt_cache: a directory (made for its owner only) in which keys and values of prompts are
             kept: ``model.generate`` with one sequence reads from there what this or another process
             has computed before for the same first tokens, with the same model and settings, on the
@@ -95,13 +99,8 @@ def load(
         OffloadError: with one clear message; see ``offload.errors``.
     """
     if train is not False:
-        asked = {
-            "quant": quant,
-            "kernels": kernels,
-            "gpu": gpu,
-            "kv_ram": kv_ram,
-            "prompt_cache": prompt_cache,
-        }
+        asked = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
+        asked |= {"attention": attention, "prompt_cache": prompt_cache}
         given = [name for name, value in asked.items() if value is not None]
         if given or device not in ("auto", "cpu"):
             raise OffloadError(
@@ -124,6 +123,7 @@ def load(
         kernels=kernels,
         ram=ram,
         kv_ram=kv_ram,
+        attention=attention,
         prompt_cache=prompt_cache,
         prompt_cache_limit=prompt_cache_limit,
         gpu=gpu,

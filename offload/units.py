@@ -48,3 +48,11 @@ def format_bytes(n: int | float) -> str:
         if n >= scale * (10 if unit == "TiB" else 1):
             return f"{sign}{n / scale:.1f} {unit}"
     return f"{sign}{n:.0f} B"
+
+
+def format_count(n: int) -> str:
+    """``117k``, ``5.66M``, ``1.24B``: three digits that count, powers of ten."""
+    for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if n >= scale * 0.9995:  # what would round to 1000 of the unit below
+            return f"{float(f'{n / scale:.3g}'):,g}{unit}"
+    return str(n)

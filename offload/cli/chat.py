@@ -12,6 +12,7 @@ from offload.cli.chat_history import Overflow
 from offload.cli.chat_input import open_source
 from offload.cli.prompt import read_text
 from offload.cli.sampling import Sampling
+from offload.cli.tracing import Tracing, check_trace
 from offload.errors import OffloadError
 
 
@@ -72,6 +73,7 @@ def chat(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    attention: flags.Attention = None,
     kv_ram: flags.KvRam = None,
     prompt_cache: flags.PromptCache = None,
     prompt_cache_limit: flags.PromptCacheLimit = None,
@@ -85,6 +87,8 @@ def chat(
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
     record_routing: flags.RecordRouting = None,
+    trace: flags.Trace = None,
+    trace_plot: flags.TracePlot = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -104,6 +108,7 @@ def chat(
     flags.check_stops(stop)
     output.check_target(json_file, "--json")
     output.check_target(record_routing, "--record-routing")
+    check_trace(trace, trace_plot)
     source = open_source(once=once)
     from offload.cli import libraries
 
@@ -113,6 +118,7 @@ def chat(
 
     wanted = Wanted(
         ram=ram,
+        attention=None if attention is None else attention.value,
         kv_ram=kv_ram,
         prompt_cache=prompt_cache,
         prompt_cache_limit=prompt_cache_limit,
@@ -143,6 +149,7 @@ def chat(
             ignore_eos=ignore_eos,
             wanted=wanted,
             json_file=json_file,
+            tracing=Tracing(trace, trace_plot),
             verbose=verbose,
         ),
         source,

@@ -21,6 +21,7 @@ from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.report import resident_note
 from offload.cli.sampling import Sampling
 from offload.cli.signals import Interrupted, raise_received, signals_wait
+from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
@@ -47,6 +48,7 @@ class Wish:
     ignore_eos: bool
     wanted: Wanted
     json_file: Path | None
+    tracing: Tracing
     verbose: bool
 
 
@@ -57,6 +59,7 @@ def run_chat(wish: Wish, source: Source) -> None:
         OffloadError: anything for the user to change.
     """
     options = wish.wanted.options()
+    options.recorder = wish.tracing.recorder
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
@@ -85,10 +88,11 @@ def run_chat(wish: Wish, source: Source) -> None:
         # MoE anew for every part.
         prompt_tokens=terms.context,
         context=terms.context,
-        tokenizer_bytes=tokenizer_bytes,
+        tokenizer_bytes=tokenizer_bytes + wish.tracing.ring_bytes,
     )
     view.show_summary(console.err(), prepared)
-    with signals_wait():
+    session.describe_run(wish.tracing, prepared)
+    with wish.tracing, signals_wait():
         _load_and_talk(wish, prepared, terms, conversation, source)
     raise_received()
 

@@ -125,7 +125,7 @@ def _figures(wish: Wish, curve: Curve, lines: JsonLines | None) -> None:
 
 
 def _prepare(options: TrainOptions) -> Run:
-    from offload.train.run import prepare  # type: ignore[import-not-found,unused-ignore]
+    from offload.train.preparing import prepare  # type: ignore[import-not-found,unused-ignore]
 
     if options.method == "lora" and (options.quant is not None or is_gguf(options.model)):
         find_model(options.model, options.quant)  # packed here, where it can be seen

@@ -134,6 +134,22 @@ KvRam = Annotated[
         "same.",
     ),
 ]  # fmt: skip
+
+
+class AttentionName(enum.StrEnum):
+    """``--attention``."""
+
+    exact = "exact"
+    offload = "offload"
+
+
+Attention = Annotated[
+    AttentionName | None,
+    typer.Option(
+        help="exact: the model's own (default); offload: ours, which reads keys and values where "
+        "they are, RAM or disk; the same text for any --kv-ram, rounded otherwise than torch's."
+    ),
+]
 PromptCache = Annotated[
     Path | None,
     typer.Option(
@@ -227,6 +243,43 @@ Stop = Annotated[
     typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware", metavar="NAME|FILE",
+        help="Of another machine: rtx4090-desktop, rtx3060-laptop, h200, cpu-laptop, or a file "
+        "that 'offload probe --json' has written. Default: this one.",
+    ),
+]  # fmt: skip
+DiskSpace = Annotated[
+    int | None,
+    typer.Option(
+        "--disk-space", parser=size, metavar="SIZE",
+        help="Budget of the disk for the model. Default: as much as it takes.",
+    ),
+]  # fmt: skip
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE",
+        help="Obey the plan that 'offload plan --plan-out' has written: same model, budgets and "
+        "machine.",
+    ),
+]  # fmt: skip
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE",
+        help="Write what every lane did when, as a Chrome trace: open it in ui.perfetto.dev.",
+    ),
+]  # fmt: skip
+TracePlot = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace-plot", metavar="FILE",
+        help="The same as a picture (PNG): does I/O hide behind compute? Needs matplotlib.",
+    ),
+]  # fmt: skip
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON, too."),

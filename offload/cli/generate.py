@@ -10,6 +10,7 @@ import typer
 from offload.cli import flags, output
 from offload.cli.prompt import Asked, read_prompt
 from offload.cli.sampling import Sampling
+from offload.cli.tracing import Tracing, check_trace
 from offload.errors import OffloadError
 
 
@@ -79,6 +80,7 @@ def generate(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv_ram: flags.KvRam = None,
+    attention: flags.Attention = None,
     prompt_cache: flags.PromptCache = None,
     prompt_cache_limit: flags.PromptCacheLimit = None,
     prompt_cache_chunk: flags.PromptCacheChunk = None,
@@ -91,6 +93,9 @@ def generate(
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
     record_routing: flags.RecordRouting = None,
+    plan: flags.PlanFile = None,
+    trace: flags.Trace = None,
+    trace_plot: flags.TracePlot = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -104,13 +109,17 @@ def generate(
     With --batch nothing goes to stdout.
     """  # fmt: skip
     batched = _batch_flags(
-        batch, output_file, batch_size, [prompt, prompt_file, prompt_ids, record_routing]
+        batch,
+        output_file,
+        batch_size,
+        [prompt, prompt_file, prompt_ids, record_routing, trace, trace_plot, plan, prompt_cache],
     )
     asked = Asked() if batched else read_prompt(prompt, prompt_file, prompt_ids)
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
     output.check_target(json_file, "--json")
     output.check_target(record_routing, "--record-routing")
+    check_trace(trace, trace_plot)
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
@@ -120,6 +129,7 @@ def generate(
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
+        attention=None if attention is None else attention.value,
         prompt_cache=prompt_cache,
         prompt_cache_limit=prompt_cache_limit,
         prompt_cache_chunk=prompt_cache_chunk,
@@ -134,6 +144,7 @@ def generate(
         routing=routing,
         kernels=None if kernels is None else kernels.value,
         record_routing=record_routing,
+        plan=plan,
     )
     wish = Wish(
         model=model,
@@ -147,6 +158,7 @@ def generate(
         ignore_eos=ignore_eos,
         wanted=wanted,
         json_file=json_file,
+        tracing=Tracing(trace, trace_plot),
     )
     if batched is None:
         run_session(wish)
@@ -171,7 +183,10 @@ def _batch_flags(
         return None
     if target is None:
         raise OffloadError("--batch needs --output FILE for the answers")
-    names = ("-p", "--prompt-file", "--prompt-ids", "--record-routing")
+    names = (
+        "-p", "--prompt-file", "--prompt-ids", "--record-routing", "--trace", "--trace-plot",
+        "--plan", "--prompt-cache",
+    )  # fmt: skip
     for flag, value in zip(names, others, strict=True):
         if value is not None:
             raise OffloadError(f"{flag} and --batch contradict each other; drop one")

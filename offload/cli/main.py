@@ -16,7 +16,19 @@ from typing import Annotated
 import typer
 
 import offload
-from offload.cli import bench, chat, doctor, finetune, generate, pack, plan, probe, serve, synth
+from offload.cli import (
+    bench,
+    chat,
+    doctor,
+    finetune,
+    generate,
+    pack,
+    plan,
+    probe,
+    serve,
+    simulate,
+    synth,
+)
 from offload.cli.signals import Interrupted, signals_raise
 from offload.errors import OffloadError
 
@@ -55,6 +67,9 @@ app.command("chat", short_help="Talk to a model.")(chat.chat)
 app.command("serve", short_help="Answer OpenAI's clients over HTTP.")(serve.serve)
 app.command("finetune", short_help="Train a model, in full or with adapters.")(finetune.finetune)
 app.command("plan", short_help="Show what would live where, and how fast it would be.")(plan.plan)
+app.command("simulate", short_help="Predict a model's speed from its config alone.")(
+    simulate.simulate
+)
 app.command("probe", short_help="Measure the disk, the memory and the CPU.")(probe.probe)
 app.command("doctor", short_help="Check this machine; say what is missing.")(doctor.doctor)
 app.add_typer(bench.app, name="bench", short_help="Replay a recorded routing.")

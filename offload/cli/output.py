@@ -34,7 +34,7 @@ def check_target(path: Path | None, flag: str) -> None:
         raise OffloadError(f"{flag} {path}: the directory {folder} is not writable")
 
 
-def write_json(path: Path | None, data: Mapping[str, Any]) -> None:
+def write_json(path: Path | None, data: Mapping[str, Any], flag: str = "--json") -> None:
     """Write ``data``; a reader sees the old file or the whole new one. Does nothing without a path.
 
     Raises:
@@ -50,7 +50,7 @@ def write_json(path: Path | None, data: Mapping[str, Any]) -> None:
         else:
             _replace(target, text)
     except OSError as error:
-        raise OffloadError(f"--json {path} cannot be written: {error.strerror}") from error
+        raise OffloadError(f"{flag} {path} cannot be written: {error.strerror}") from error
 
 
 def _replace(target: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,9 +17,12 @@ def plan(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv_ram: flags.KvRam = None,
+    attention: flags.Attention = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
+    disk_space: flags.DiskSpace = None,
+    hardware: flags.HardwareName = None,
     dtype: flags.Dtype = None,
     context: flags.Context = None,
     prompt_tokens: Annotated[
@@ -30,6 +34,10 @@ def plan(
     guess: flags.Guess = True,
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
+    plan_out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan, for 'offload generate --plan' to obey."),
+    ] = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -37,27 +45,35 @@ def plan(
 
     What lives where, every line of the budget, the predicted speed with its spread, the bound and
     what sets it, and the reason for each choice. A long prompt needs room for activations that
-    'generate' with a short one leaves to weights: see --prompt-tokens.
+    'generate' with a short one leaves to weights: see --prompt-tokens. With --hardware the plan is
+    for a machine that is not here.
     """
     output.check_json_target(json_file)
+    output.check_target(plan_out, "--plan-out")
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
     import torch
 
-    from offload.cli import console, view
+    from offload.cli import console, machines, session, view
+    from offload.cli.frozen import REPLAY_ROOM, frozen_json
     from offload.cli.planning import (
         Wanted,
         context_limit,
         default_context,
         find_model,
+        first_token,
         make_plan,
     )
     from offload.models.meta import read_config
 
+    machine = None if hardware is None else machines.load(hardware)
+    if machine is not None and not predict:
+        raise OffloadError("--hardware is there to predict from; drop it or --no-predict")
     wanted = Wanted(
         ram=ram,
         kv_ram=kv_ram,
+        attention=None if attention is None else attention.value,
         gpu=gpu,
         device=device,
         disk=disk,
@@ -68,6 +84,7 @@ def plan(
         expert_policy=expert_policy,
         routing=routing,
         kernels=None if kernels is None else kernels.value,
+        hardware=machine,
     )
     options = wanted.options()
     if threads is not None:
@@ -78,8 +95,27 @@ def plan(
         raise OffloadError(
             f"--prompt-tokens {prompt_tokens} is more than the context of {room}; raise --context"
         )
+    beside = 0
+    if plan_out is not None:
+        # Of the run that will obey it; what only shows a plan has no tokenizer.
+        beside = session.measured_tokenizer(directory)[1] + REPLAY_ROOM
     prepared = make_plan(
-        directory, wanted, options, prompt_tokens=prompt_tokens or room, context=room
+        directory,
+        wanted,
+        options,
+        prompt_tokens=prompt_tokens or room,
+        context=room,
+        tokenizer_bytes=beside,
     )
-    view.show_plan(console.out(), prepared)
-    output.write_json(json_file, view.plan_json(prepared))
+    machines.check_space(disk_space, prepared.plan)
+    if machine is not None:
+        prepared.notes.append(
+            f"planned for {machine.name}, not for this machine; what Python takes per layer was "
+            "measured here"
+        )
+    first = first_token(prepared)
+    view.show_plan(console.out(), prepared, first)
+    if plan_out is not None:
+        output.write_json(plan_out, frozen_json(prepared), "--plan-out")
+        console.note(f"{plan_out}, for 'offload generate --plan'", "plan")
+    output.write_json(json_file, view.plan_json(prepared, first))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ import torch
 
 from offload.cli.compiling import compiling_notice
 from offload.cli.console import byte_progress, note, share_progress
+from offload.cli.frozen import Frozen
+from offload.cli.machines import check_fits, default_ram
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
-from offload.io.pack_manifest import is_pack
+from offload.io.pack_manifest import Layout, is_pack
 from offload.io.safetensors import read_header
 from offload.kv.prefix_folder import open_directory
 from offload.models.choose import model_directory
@@ -24,6 +27,7 @@ from offload.models.recipes import spill_directory
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
 from offload.runtime.probe_together import measure
+from offload.scheduler.forecast import Forecast, prefill
 from offload.scheduler.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -52,9 +56,14 @@ class Wanted:
     record_routing: Path | None = None
     kernels: str | None = None
     kv_ram: int | None = None
+    attention: str | None = None
     prompt_cache: Path | None = None
     prompt_cache_limit: int | None = None
     prompt_cache_chunk: int | None = None
+    plan: Path | None = None
+    """A frozen plan to obey."""
+    hardware: Hardware | None = None
+    """Of another machine: plan for that, run nothing."""
 
     def options(self) -> Options:
         """As the library takes them; checks what can be checked without the model.
@@ -74,10 +83,18 @@ class Wanted:
             raise OffloadError(f"{flag} needs a prompt cache; add --prompt-cache DIR or drop it")
         if self.prompt_cache is not None:
             open_directory(self.prompt_cache)
+        ram, device = self.ram, self.device
+        if self.hardware is not None:
+            check_fits(self.hardware, ram, self.gpu)
+            ram = ram or default_ram(self.hardware)
+            # The path through three tiers; whose card computes is the hardware's affair.
+            device = "sim" if device == "auto" and self.gpu is not None else device
         return Options(
-            ram=self.ram,
+            ram=ram,
             gpu=self.gpu,
-            device=self.device,
+            device=device,
+            hardware=self.hardware,
+            elsewhere=self.hardware is not None,
             disk=self.disk,
             dtype=self.dtype,
             guess=self.guess,
@@ -86,6 +103,7 @@ class Wanted:
             record_routing=self.record_routing,
             kernels=self.kernels,
             kv_ram=self.kv_ram,
+            attention=self.attention,
             prompt_cache=self.prompt_cache,
             **more,
         )
@@ -151,21 +169,43 @@ def make_plan(
     prompt_tokens: int,
     context: int,
     tokenizer_bytes: int = 0,
+    frozen: Frozen | None = None,
 ) -> Prepared:
-    """Plan the checkpoint in ``directory``; see ``offload.models.load.prepare`` for the errors."""
+    """Plan the checkpoint in ``directory``; see ``offload.models.load.prepare`` for the errors.
+
+    ``frozen``: the plan to obey.
+    """
     options.prompt_tokens, options.context = prompt_tokens, context
     options.tokenizer_bytes = tokenizer_bytes
-    if wanted.predict:
+    if wanted.predict and wanted.hardware is None and frozen is None:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
         options.hardware = on_these_files(find_hardware(directory), directory)
     with compiling_notice() as compiling:
         prepared = prepare(directory, options, compiling)
+    if frozen is not None:
+        frozen.apply(prepared)
     spills = prepared.kv is not None and prepared.kv.blocks[1]
     if wanted.disk is not None and not prepared.recipes.convert and not spills:
         prepared.notes.append(
             f"--disk {wanted.disk} is not needed: every block is read from the checkpoint itself"
         )
     return prepared
+
+
+def first_token(prepared: Prepared) -> Forecast | None:
+    """The first prompt after loading, predicted; None without rates."""
+    costs = prepared.request.costs
+    if costs is None:
+        return None
+    pack = getattr(prepared, "pack", None)
+    if pack is not None:  # its blocks are bytes to the scheduler
+        flops = {
+            block.name: sum(2 * prod(p.shape) for p in block.parts if p.layout is Layout.PACKED)
+            for block in pack.manifest.blocks
+        }
+        costs = replace(costs, flops=flops)
+    tokens = prepared.options.prompt_tokens or prepared.options.context
+    return prefill(prepared.plan, costs, tokens)
 
 
 def find_model(model: str, quant: str | None, kernels: str | None = None) -> Path:

@@ -36,6 +36,7 @@ def probe(
     from offload.cli import console
     from offload.runtime.hardware_cache import default_threads, save
     from offload.runtime.probe import probe as measure
+    from offload.scheduler.hardware_file import document
 
     threads = threads or default_threads()
     with signals_wait(), console.share_progress("probing") as report:
@@ -50,7 +51,7 @@ def probe(
             f"the rates cannot be kept: {error}; set XDG_CACHE_HOME to a writable directory"
         ) from error
     console.note(f"kept in {kept}")
-    output.write_json(json_file, found.to_json())
+    output.write_json(json_file, document(found))
 
 
 def _lines(found: Hardware) -> list[tuple[str, ...]]:

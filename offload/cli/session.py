@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from offload.cli import console, decode, output, prompt, report, view
+from offload.cli.frozen import Frozen
 from offload.cli.planning import Wanted, context_limit, find_model, fit_context, make_plan
 from offload.cli.sampling import Sampling
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import IdDecoder, TextDecoder
+from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
@@ -38,6 +40,7 @@ class Wish:
     ignore_eos: bool
     wanted: Wanted
     json_file: Path | None
+    tracing: Tracing
 
 
 def run_session(wish: Wish) -> None:
@@ -47,6 +50,7 @@ def run_session(wish: Wish) -> None:
         OffloadError: anything for the user to change.
     """
     options = wish.wanted.options()
+    options.recorder = wish.tracing.recorder
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
@@ -59,22 +63,25 @@ def run_session(wish: Wish) -> None:
         )
     ids = prompt.encode(wish.asked, tokenizer, raw=wish.raw, directory=directory)
     prompt.check_ids(ids, config)
+    frozen = None if wish.wanted.plan is None else Frozen(wish.wanted.plan)
     new_tokens, context = fit_context(
         prompt=len(ids),
         new_tokens=wish.max_new_tokens,
-        context=wish.context,
+        context=wish.context if frozen is None else frozen.context(wish.context),
         limit=context_limit(config),
     )
     prepared = make_plan(
         directory,
         wish.wanted,
         options,
-        prompt_tokens=len(ids),
+        prompt_tokens=len(ids) if frozen is None else frozen.prompt_tokens(len(ids)),
         context=context,
-        tokenizer_bytes=tokenizer_bytes,
+        tokenizer_bytes=tokenizer_bytes + wish.tracing.ring_bytes,
+        frozen=frozen,
     )
     view.show_summary(console.err(), prepared)
-    with signals_wait():
+    describe_run(wish.tracing, prepared)
+    with wish.tracing, signals_wait():
         _load_and_run(wish, prepared, ids, new_tokens, tokenizer)
     raise_received()
 
@@ -108,6 +115,13 @@ def _load_and_run(
         model.offload.close()
         if runs and not pipe_gone:
             _report(runs[0], prepared, wish, sampling)
+
+
+def describe_run(tracing: Tracing, prepared: Prepared) -> None:
+    """What a trace says of the run beside its spans."""
+    if tracing.recorder is not None:
+        tracing.title = f"offload: {model_name(prepared.meta.directory)}"
+        tracing.facts |= view.plan_json(prepared)
 
 
 def stop_between_units(prepared: Prepared) -> None:

@@ -15,6 +15,7 @@ from offload.models.load import Prepared
 from offload.models.naming import model_name
 from offload.scheduler import describe
 from offload.scheduler.explain import WARNING
+from offload.scheduler.forecast import Forecast
 from offload.scheduler.plan import Home, Interval, Plan
 from offload.units import format_bytes
 
@@ -29,6 +30,10 @@ def title(prepared: Prepared) -> Text:
     """What is run: name, family, dtype, size, where it computes."""
     meta, plan = prepared.meta, prepared.plan
     where = "a simulated device" if plan.compute_tier is Tier.DEVICE else "RAM"
+    options = prepared.options
+    card = options.hardware.card if options.hardware is not None and options.elsewhere else None
+    if card is not None and plan.compute_tier is Tier.DEVICE:
+        where = card.name
     return Text.assemble(
         (model_name(meta.directory), "bold"),
         f": {meta.model.config.model_type}, {str(meta.dtype).removeprefix('torch.')}, "
@@ -36,8 +41,9 @@ def title(prepared: Prepared) -> Text:
     )
 
 
-def show_plan(console: Console, prepared: Prepared) -> None:
-    """The whole plan: homes, budgets line by line, speed, reasons, notes."""
+def show_plan(console: Console, prepared: Prepared, first: Forecast | None = None) -> None:
+    """The whole plan: homes, budgets line by line, speed, reasons, notes; ``first``: of the
+    prompt."""
     plan, options = prepared.plan, prepared.options
     console.print(title(prepared), soft_wrap=True)
     console.print(
@@ -49,7 +55,7 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     sections = [
         ("what lives where", describe.homes(plan)),
         ("budget", describe.budget(plan)),
-        ("speed", describe.prediction(plan)),
+        ("speed", [*describe.prediction(plan), *(describe.prompt(first) if first else ())]),
     ]
     for name, lines in sections:
         console.print()
@@ -112,8 +118,8 @@ def tokens_per_s(pass_s: Interval) -> dict[str, float]:
     return {"low": 1 / pass_s.high, "mid": 1 / pass_s.mid, "high": 1 / pass_s.low}
 
 
-def plan_json(prepared: Prepared) -> dict[str, Any]:
-    """The plan's figures; sizes in bytes, times in seconds."""
+def plan_json(prepared: Prepared, first: Forecast | None = None) -> dict[str, Any]:
+    """The plan's figures; sizes in bytes, times in seconds. ``first``: of the prompt."""
     plan, meta = prepared.plan, prepared.meta
     predicted = plan.predicted_pass_s
     homes: dict[str, dict[str, int]] = {}
@@ -121,7 +127,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
         entry = homes.setdefault(f"{plan.blocks[block].kind.value}s {home.value}", _nothing())
         entry["blocks"] += 1
         entry["bytes"] += plan.blocks[block].nbytes
-    return {
+    found = {
         "model": str(meta.directory),
         "model_type": meta.model.config.model_type,
         "dtype": str(meta.dtype).removeprefix("torch."),
@@ -147,6 +153,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
         "reasons": list(plan.reasons),
         "notes": list(prepared.notes),
     }
+    return found if first is None else found | {"predicted_prompt": first.to_json()}
 
 
 def _tier_json(plan: Plan, tier: Tier) -> dict[str, Any]:

@@ -42,8 +42,10 @@ Table = npt.NDArray[np.int64]
 """[blocks, 3]: addresses of keys and values, filled tokens; only the last may be partly filled.
 A block that no query sees is not touched, its addresses may be anything."""
 
-GO = 256
-"""Segments whose partial results are kept at a time: 1 to 3 MiB, which stay in cache."""
+SCRATCH_BYTES = 3 * 2**20
+"""Of partial results that are kept at a time, which stay in cache."""
+LEAST_GO = 8
+"""Segments of a region at least, so that threads are not started for too little."""
 LINE = 64
 
 
@@ -54,6 +56,17 @@ def _lined(shape: tuple[int, ...], dtype: Any) -> Array:
     skip = -address_of(memory) % LINE
     found: Array = memory[skip : skip + nbytes].view(dtype).reshape(shape)
     return found
+
+
+def scratch_bytes(
+    *, sequences: int, heads: int, key_heads: int, queries: int, key_dim: int, dim: int
+) -> int:
+    """What attention of so many queries holds beside them and its result: state, queries in the
+    kernels' order and in float32, partial results."""
+    row = 4 * (dim + EXTRA)
+    some = min(queries, max(1, ROWS // max(1, heads // key_heads)))
+    partial = max(SCRATCH_BYTES, LEAST_GO * heads * some * row)
+    return sequences * heads * queries * (row + 8 * key_dim) + partial
 
 
 class _Scratch(threading.local):
@@ -235,9 +248,10 @@ class BlockAttention:
         a[Attend.SCALE], a[Attend.CAP] = self._scalars
         a[Attend.POSITIONS] = address_of(self._positions)
         a[Attend.FIRSTS], a[Attend.WINDOW] = address_of(self._firsts), self._window
-        go = segments if chunk else min(GO, segments)
+        go = segments
         if not chunk:
             each = self.key_heads * self.rows * (self.dim + EXTRA)
+            go = min(segments, max(LEAST_GO, SCRATCH_BYTES // (4 * each)))
             a[Attend.PARTIALS] = address_of(_scratch.floats(go * each))
         for first in range(0, segments, go):
             a[Attend.FIRST], a[Attend.COUNT] = first, min(go, segments - first)

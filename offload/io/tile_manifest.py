@@ -148,6 +148,19 @@ def dump(commit: Commit) -> bytes:
     return _head(written, VERSION) + written + b"}\n"
 
 
+def manifest_space(
+    shapes: Sequence[Sequence[int]], identity: Mapping[str, Any], meta: Mapping[str, Any], hold: int
+) -> int:
+    """Bytes of disk that the manifest of any commit takes, with no longer a ``meta`` than this."""
+    layout = Layout(shapes)
+    largest = Commit(
+        number=10**18 - 1, identity=identity, meta=meta, layout=layout,
+        generations=bytes(len(layout)), present=bytes(layout.parts),
+        sums=array("Q", bytes(8 * layout.parts)), held=(10**18 - 1,) * hold,
+    )  # fmt: skip
+    return align_up(len(dump(largest)))
+
+
 def load(raw: bytes, where: str) -> Commit:
     """What ``dump`` wrote.
 

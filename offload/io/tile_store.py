@@ -35,12 +35,21 @@ from offload.io.tile_directory import (
     is_tile_store,
 )
 from offload.io.tile_file import Checksum, DamagedError, TileFile, UnsyncedError, aligned
-from offload.io.tile_manifest import LOST, MOST_GENERATIONS, VIRGIN, space_needed
+from offload.io.tile_manifest import (
+    LOST,
+    MOST_GENERATIONS,
+    VIRGIN,
+    manifest_space,
+    space_needed,
+)
 from offload.io.tile_map import TileMap
 from offload.io.tile_opening import Given, make_store, open_store
 from offload.io.transfer import Moved, Transfer, failed
 
-__all__ = ["Checksum", "TileStore", "has_commits", "is_tile_store", "reserved", "space_needed"]
+__all__ = [
+    "Checksum", "TileStore", "has_commits", "is_tile_store", "manifest_space", "reserved",
+    "space_needed",
+]  # fmt: skip
 
 
 def reserved(directory: str | os.PathLike[str]) -> int:

@@ -4,7 +4,8 @@
 
 A model's own attention wants a layer's keys and values in one piece. They are gathered into one
 buffer that all layers share, one after the other: bit for bit what ``DynamicCache`` concatenates,
-with the same strides. What attends block by block takes ``TieredLayer.table.walk`` instead.
+with the same strides. Attention "offload" reads blocks where they are (``in_place``): it gets the
+step's own keys and values, with a handle to all of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers.cache_utils import (
 
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.kv.homes import upcoming
+from offload.kv.in_place import TierHandle, is_latent, kernel_layout, tag
 from offload.kv.shape import KvShape
 from offload.kv.store import Block
 from offload.kv.table import LayerTable
@@ -34,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 class Backing(Protocol):
     """What a cache stands on; ``offload.kv.tiers.KvTiers``."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether attention reads blocks where they are."""
+        ...
 
     def table(self, layer: int, shape: KvShape, sequences: int) -> LayerTable: ...
 
@@ -53,6 +60,8 @@ class Life:
         self.backing = backing
         self.layers: list[TieredLayer] = []
         self.live = True
+        self.handed: TierHandle | None = None
+        """What attention was given last."""
 
     def check_live(self) -> None:
         """Raises OffloadError: another generation has taken the memory."""
@@ -62,13 +71,24 @@ class Life:
                 "model keeps one cache at a time"
             )
 
+    def check_attended(self) -> None:
+        """Raises UnsupportedModelError: the model did something else with the last handle's keys
+        than to hand them to attention, and went on without those that are in blocks."""
+        if self.handed is not None and not self.handed.used:
+            raise UnsupportedModelError(
+                "this model does not pass its keys to attention as the KV cache returned them, and "
+                "attention 'offload' did not find their blocks; drop --attention offload"
+            )
+        self.handed = None
+
     def behind(self, index: int) -> Iterator[Block]:
         """The blocks that are read after those of a layer: of the caches behind this one, then of
         all at the layers behind it."""
         turns = self.backing.lives()
         layers = [life.layers[i] for i in range(len(self.layers)) for life in turns]
-        order = [[u.block for u in n.table.uses()] if n.table is not None else [] for n in layers]
-        return upcoming(order, index * len(turns) + turns.index(self))
+        return upcoming(
+            lambda at: layers[at].blocks(), len(layers), index * len(turns) + turns.index(self)
+        )
 
     def release(self) -> None:
         """Give all blocks back; the cache cannot be used any more."""
@@ -94,7 +114,9 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         self._life = life
         self._index = index
         self.table: LayerTable | None = None
-        """Its blocks, for what attends to them where they are; None before the first token."""
+        """Its blocks; None before the first token."""
+        self._first = 0
+        """No token before it was attended to by the last step: a window that slides."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if key_states.dim() != 4 or value_states.dim() != 4:
@@ -105,19 +127,35 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         self.dtype, self.device = key_states.dtype, key_states.device
         self._shape = shape_of(key_states, value_states)
         self.table = self._life.backing.table(self._index, self._shape, key_states.shape[0])
+        self._attended = self._life.backing.in_place and not is_latent(self._shape)
+        if self._attended:
+            kernel_layout(self.table.layout)
         self.is_initialized = True
+
+    def blocks(self) -> Iterator[Block]:
+        """Those that a step reads, in its order."""
+        if self.table is not None:
+            for use in self.table.uses():
+                if use.first + use.filled > self._first:
+                    yield use.block
+
+    def _behind(self, first: int) -> Iterator[Block]:
+        self._first = first
+        return self._life.behind(self._index)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store what is new; returns all there is, ``[B, H, T, D]``, in a buffer that the next
-        layer's call overwrites.
+        layer's call overwrites; or, for attention that reads blocks, what is new, with a handle to
+        all there is on the keys.
 
         Raises:
             OffloadError: gradients are wanted, the memory belongs to another cache, no room is
                 left, or the disk failed.
         """
         self._life.check_live()
+        self._life.check_attended()
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise OffloadError(
                 "this KV cache is for inference: its buffer is used again for every layer; run "
@@ -128,6 +166,10 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         table = self.table
         if table is None:
             raise AssertionError("lazy_initialization makes it")
+        if self._attended:
+            table.append(key_states, value_states)
+            self._life.handed = handle = TierHandle(table, self._behind)
+            return tag(key_states, handle), value_states
         past, new = table.length, key_states.shape[-2]
         keys, values = self._life.backing.gather_buffers(
             self._shape, key_states.shape[0], past + new
@@ -165,6 +207,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         """Blocks are read ahead anyway."""
 
     def reset(self) -> None:
+        self._first = 0
         if self.table is not None:
             self.table.clear()
 

@@ -9,7 +9,7 @@ layers and into the next token. The newest, partly filled block of each sequence
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -107,9 +107,8 @@ def shares(count: int, layers: int) -> tuple[int, ...]:
     return tuple(each + (i < more) for i in range(layers))
 
 
-def upcoming(layers: Sequence[Sequence[T]], after: int) -> Iterator[T]:
+def upcoming(blocks: Callable[[int], Iterable[T]], layers: int, after: int) -> Iterator[T]:
     """What is used behind layer ``after``: the layers after it, then the next token's, once
-    round. ``layers``: each one's blocks in the order of use."""
-    count = len(layers)
-    for step in range(1, count + 1):
-        yield from layers[(after + step) % count]
+    round. ``blocks``: of a layer, in the order of use; asked for no earlier than needed."""
+    for step in range(1, layers + 1):
+        yield from blocks((after + step) % layers)

@@ -23,6 +23,7 @@ class Pool:
         # A cache may be made while generating; tensors made then could not be written afterwards.
         with torch.inference_mode(False):
             self._memory = HostMemory(slots * slot_bytes, "KV blocks")
+        self._base = int(self._memory.tensor().data_ptr())
         self._free = list(range(slots - 1, -1, -1))
         self._lent = [False] * slots
         self._views: dict[BlockLayout, list[Views | None]] = {}
@@ -53,7 +54,7 @@ class Pool:
 
     def address(self, slot: int) -> int:
         """Of its first byte: what kernels take."""
-        return int(self._memory.tensor().data_ptr()) + slot * self.slot_bytes
+        return self._base + slot * self.slot_bytes
 
     def copy(self, into: int, source: int) -> None:
         """All bytes of one slot into another."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 
@@ -80,6 +81,7 @@ class BlockStore:
         self._writing: dict[Block, None] = {}
         self._window_free = [s for s in (pool.take() for _ in range(homes.window)) if s is not None]
         self._window: dict[Block, _Incoming] = {}
+        self._window_slots = homes.window
         self._dying: list[tuple[_Incoming, int | None]] = []
         self._refused: StoreError | None = None
         """Why nothing is spilled any more."""
@@ -171,6 +173,17 @@ class BlockStore:
         Raises:
             StoreError: a block could not be read.
         """
+        with closing(self.runs(blocks, behind, most=1)) as runs:
+            for run in runs:
+                yield from run
+
+    def runs(
+        self, blocks: Sequence[Block], behind: Iterable[Block] = (), *, most: int | None = None
+    ) -> Generator[list[tuple[int, int]], None, None]:
+        """As ``walk``, several at a time: what is in RAM in a row, or what has arrived from the
+        disk, of which half the window at most, so that reading goes on meanwhile. How blocks are
+        divided into runs depends on the disk's pace; their order does not.
+        """
         at = -1
 
         def rest() -> Iterator[Block]:
@@ -180,21 +193,35 @@ class BlockStore:
                 if index > at:
                     yield block
 
+        share = 1 if most == 1 else max(1, self._window_slots // 2)
         ahead = chain(rest(), behind)
         self._read_ahead(ahead)
-        for index, block in enumerate(blocks):
-            at = index
-            if block.slot is not None:
-                self.stats.hits += 1
-                yield index, block.slot
-                continue
-            incoming = self._arrive(block)
+        streamed: list[tuple[Block, int]] = []
+        while at + 1 < len(blocks):
+            run: list[tuple[int, int]] = []
+            for index in range(at + 1, len(blocks)):
+                block = blocks[index]
+                if block.slot is not None:
+                    if streamed or len(run) == most:
+                        break
+                    self.stats.hits += 1
+                    run.append((index, block.slot))
+                    continue
+                if run and not (streamed and len(streamed) < share and self._is_here(block)):
+                    break
+                incoming = self._arrive(block)
+                streamed.append((block, incoming.slot))
+                run.append((index, incoming.slot))
+            at = run[-1][0]
             try:
-                yield index, incoming.slot
+                yield run
             finally:
-                if self._window.pop(block, None) is not None:
-                    self._window_free.append(incoming.slot)
-            self._read_ahead(ahead)
+                for block, slot in streamed:
+                    if self._window.pop(block, None) is not None:
+                        self._window_free.append(slot)
+            if streamed:
+                streamed.clear()
+                self._read_ahead(ahead)
 
     def settle(self) -> None:
         """Wait for what is under way to the disk, and for reads that nobody needs."""
@@ -325,6 +352,13 @@ class BlockStore:
         reading = self.spill.read(block.place, self.pool.view(slot), ahead=ahead)
         found = self._window[block] = _Incoming(slot, reading)
         return found
+
+    def _is_here(self, block: Block) -> bool:
+        """Whether it has been read without an error."""
+        incoming = self._window.get(block)
+        if incoming is None or not incoming.reading.done():
+            return False
+        return incoming.reading.exception() is None
 
     def _arrive(self, block: Block) -> _Incoming:
         """A block of the window that is there, read now if nobody did before."""

@@ -10,6 +10,7 @@ then has fewer blocks than sequences, and each is read once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -92,17 +93,27 @@ class LayerTable:
             done += count
             # After each column: what an error leaves behind is whole.
             self.length = start + done
-            self._uses = None
+            self._renew(column)
 
     def uses(self) -> list[Use]:
         """The blocks in the order in which attention reads them: by token, then by sequence."""
         if self._uses is None:
-            self._uses = list(self._columns())
+            self._uses = list(self._columns(0))
         return self._uses
 
-    def _columns(self) -> Iterator[Use]:
+    def _renew(self, column: int) -> None:
+        """From there on ``uses`` are others: at a long context listing all of them for every token
+        would take longer than attending to some."""
+        if self._uses is not None:
+            first = column * self.layout.tokens
+            while self._uses and self._uses[-1].first >= first:
+                self._uses.pop()
+            self._uses += self._columns(column)
+
+    def _columns(self, start: int) -> Iterator[Use]:
         size = self.layout.tokens
-        for column, first in enumerate(range(0, self.length, size)):
+        for column in range(start, -(-self.length // size)):
+            first = column * size
             owners: dict[Block, list[int]] = {}
             for row, blocks in enumerate(self._rows):
                 owners.setdefault(blocks[column], []).append(row)
@@ -123,6 +134,15 @@ class LayerTable:
             use = uses[index]
             address = pool.address(slot)
             yield Held(slot, address, address + value_at, use.first, use.filled, use.rows)
+
+    def runs(self, behind: Iterator[Block], skip: int = 0) -> Iterator[list[tuple[Use, int]]]:
+        """As ``walk`` from the ``skip``-th use on, several at a time: uses and the addresses of
+        their blocks."""
+        uses = self.uses()[skip:]
+        pool = self._store.pool
+        with closing(self._store.runs([u.block for u in uses], behind)) as runs:
+            for run in runs:
+                yield [(uses[index], pool.address(slot)) for index, slot in run]
 
     def gather(self, keys: torch.Tensor, values: torch.Tensor, behind: Iterator[Block]) -> None:
         """Copy all tokens into the first ``length`` of ``[B, H, T, D]``."""

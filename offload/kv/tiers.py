@@ -41,6 +41,7 @@ class KvTiers:
         caches: int = 1,
         engine: str | None = None,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
+        in_place: bool = False,
     ) -> None:
         """
         Args:
@@ -51,9 +52,11 @@ class KvTiers:
             block_tokens: of that layer; others have as many or fewer.
             context: tokens that are expected, so that the buffer need not grow.
             caches: that live at the same time, for sequences that run beside each other.
+            in_place: the model attends with attention "offload", which gathers nothing.
         """
         self.config = config
         self.ram = ram
+        self.in_place = in_place
         self._directory = directory
         self._slot_bytes = slot_bytes
         self._block_tokens = block_tokens

@@ -141,6 +141,10 @@ class Attachment:
     def _hook_unit(self, unit: Unit) -> None:
         blocks = tuple(b for b in unit.blocks if b not in self._resident)
         if not blocks:
+            if (story := self.executor.story) is not None:
+                self._hooks(
+                    unit.module, lambda *_: story.begins(unit.name), lambda *_: story.ends()
+                )
             return
         inside = set(map(id, unit.module.modules()))
         # (parameters dict, attribute, block, tensor name, flag): all a hook has to touch

@@ -4,7 +4,8 @@
 
 ``register()`` puts it into transformers' tables together with its mask; without a mask entry left
 padding would be ignored without a word. The cache is not handed to an attention function, so a
-cache that keeps blocks attaches a handle to the keys that its ``update`` returns::
+cache that keeps blocks attaches a handle to the keys that its ``update`` returns
+(``offload.kv.in_place``)::
 
     keys._tier = handle      # a KvHandle
 
@@ -24,11 +25,10 @@ import torch
 from offload.cpu_ops.block_attention import BlockAttention, Table
 from offload.cpu_ops.block_layout import BlockKind, BlockLayout
 from offload.errors import OffloadError, UnsupportedModelError
+from offload.kv.in_place import HANDLE
 
 NAME = "offload"
 """Of the implementation: ``model.set_attn_implementation("offload")``."""
-HANDLE = "_tier"
-"""Attribute of the keys that holds their ``KvHandle``."""
 BLOCK_TOKENS = 256
 
 _PAIR = tuple[BlockLayout, Sequence[Table]]
@@ -42,10 +42,11 @@ class KvHandle(Protocol):
         """Tokens of each sequence."""
         ...
 
-    def groups(self) -> Iterator[_PAIR]:
+    def groups(self, first: int = 0) -> Iterator[_PAIR]:
         """Ascending runs of blocks: their layout, and for each sequence a table int64 [blocks, 3]
         of addresses of keys and values and of filled tokens. A group's memory is good until the
-        next is asked for."""
+        next is asked for. No query sees a token before ``first``: blocks of such tokens alone need
+        not be there."""
         ...
 
 
@@ -76,7 +77,7 @@ class TensorBlocks:
         for table in self._tables:
             table[:, 2] = np.clip(self.length - tokens * np.arange(blocks), 0, tokens)
 
-    def groups(self) -> Iterator[_PAIR]:
+    def groups(self, first: int = 0) -> Iterator[_PAIR]:
         yield self._layout, self._tables
 
 
@@ -167,13 +168,29 @@ def offload_attention(
             window=window,
             firsts=firsts,
         )
-        for layout, tables in blocks.groups():
+        first = max(min(firsts or [0]), length - queries - window + 1 if window else 0)
+        for layout, tables in blocks.groups(first):
             one.add(layout, tables)
         sinks = None if s_aux is None else np.ascontiguousarray(s_aux.float().numpy())
         found = torch.from_numpy(one.result(sinks))
     if query.dtype == torch.bfloat16:
         found = found.view(torch.bfloat16)
     return found.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def switch_on(model: Any) -> None:
+    """Have a transformers model attend with our kernels.
+
+    Raises:
+        UnsupportedModelError: its attention cannot be exchanged.
+    """
+    register()
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has an attention of its own that cannot be exchanged; drop "
+            f"--attention offload"
+        )
+    model.set_attn_implementation(NAME)
 
 
 def register() -> None:

@@ -170,6 +170,9 @@ def _torch_products(prepared: PackedPrepared, dtype: torch.dtype) -> Iterator[No
     """Inside, the model computes with torch, in ``dtype``."""
     model, pack = prepared.meta.model, prepared.pack
     with contextlib.ExitStack() as undo:
+        if (ours := model.config._attn_implementation) == "offload":
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+            undo.callback(model.set_attn_implementation, ours)
         for name, param in prepared.resident.items():
             if pack.tensors[name].part.format != str(dtype).removeprefix("torch."):
                 continue  # float32 in the checkpoint, too

@@ -91,6 +91,11 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self._total)
         return out
 
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        self._purge()
+        return self._total
+
     def park(self, *_: Any) -> None:
         """A module begins: another sequence may run meanwhile. Takes any arguments: a hook."""
         if self._total > self.parked:

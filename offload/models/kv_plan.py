@@ -16,6 +16,7 @@ from offload.kv.homes import (
     least_slots,
     place,
 )
+from offload.kv.in_place import is_latent, kernel_layout
 from offload.kv.shape import BlockLayout, KvShape
 from offload.models.footprint import Footprint, decode_peak
 from offload.models.options import Options
@@ -37,6 +38,8 @@ class KvNeed:
         shapes: of the layers that are kept in blocks.
         other_bytes: of all others: windows, recurrent states.
         activation_bytes: of one more token at the end of the context.
+        in_place: attention reads blocks where they are, and no layer is put in one piece.
+        attention_bytes: what it then holds beside queries and results.
     """
 
     shapes: tuple[KvShape, ...]
@@ -46,6 +49,8 @@ class KvNeed:
     block_tokens: int
     other_bytes: int
     activation_bytes: int
+    in_place: bool = False
+    attention_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -54,7 +59,8 @@ class KvNeed:
     @property
     def gathered_bytes(self) -> int:
         """Of the largest layer in one piece, as the model's own attention takes it."""
-        return max(s.gathered_bytes(self.context, self.together) for s in self.shapes)
+        whole = (s for s in self.shapes if not self.in_place or is_latent(s))
+        return max((s.gathered_bytes(self.context, self.together) for s in whole), default=0)
 
     @property
     def whole_slots(self) -> int:
@@ -69,6 +75,17 @@ class KvNeed:
     def token_bytes(self) -> int:
         """Of a token of one sequence, in blocks."""
         return sum(s.token_bytes for s in self.shapes)
+
+    def kernels(self) -> list[Any]:
+        """What attention in place needs compiled."""
+        from offload.cpu_ops.block_attention import kernels_for
+
+        found: dict[Any, None] = {}
+        for s in self.shapes:
+            if not is_latent(s):
+                layout = kernel_layout(BlockLayout(s, self.block_tokens))
+                found |= dict.fromkeys(kernels_for(layout, half_queries=s.dtype == "bfloat16"))
+        return list(found)
 
     def homes(self, ram: int) -> KvHomes:
         """Raises PlanError: ``ram`` bytes are too few."""
@@ -95,11 +112,13 @@ class KvPlan:
     @property
     def reserves(self) -> dict[str, int]:
         """Bytes of RAM by what takes them."""
-        return {
-            "KV blocks": self.homes.ram_bytes,
-            "KV of one layer in one piece": self.need.gathered_bytes,
-            "KV windows and states": self.need.other_bytes,
-        }
+        found = {"KV blocks": self.homes.ram_bytes}
+        if gathered := self.need.gathered_bytes:
+            found["KV of one layer in one piece"] = gathered
+        if self.need.in_place:
+            found["attention over blocks"] = self.need.attention_bytes
+        found["KV windows and states"] = self.need.other_bytes
+        return found
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -125,6 +144,7 @@ class KvPlan:
         return (
             f"keys and values of {tokens} tokens make {in_ram + on_disk} blocks of "
             f"{self.need.block_tokens} tokens: {where}"
+            + ("; attention 'offload' reads them where they are" if self.need.in_place else "")
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -140,6 +160,7 @@ class KvPlan:
             "bytes_per_token_of_context": self.need.token_bytes,
             "disk_bytes_per_token": self.disk_bytes_per_token,
             "gathered_bytes": self.need.gathered_bytes,
+            "attention": "offload" if self.need.in_place else "exact",
             "other_bytes": self.need.other_bytes,
         }
 
@@ -155,6 +176,11 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
     if not shapes or not supported() or options.device == "sim":
         return None
     context = max(options.context, options.prompt_tokens or 0)
+    in_place = attends_in_place(options)
+    if in_place:
+        for shape in shapes:
+            if not is_latent(shape):
+                kernel_layout(BlockLayout(shape, options.kv_block_tokens))
     other = 0
     for layer in layers:
         if layer.shape is None:
@@ -173,18 +199,49 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         activation_bytes=_last_token_bytes(model, context, options.batch)
         if any((s.key_heads, s.key_dim) != (s.value_heads, s.value_dim) for s in shapes)
         else 0,
+        in_place=in_place,
+        attention_bytes=_attention_bytes(model, shapes, options, tokens) if in_place else 0,
     )
 
 
+def _attention_bytes(model: Any, shapes: tuple[KvShape, ...], options: Options, tokens: int) -> int:
+    from offload.cpu_ops.block_attention import scratch_bytes
+
+    config = model.config.get_text_config(decoder=True)
+    heads = int(getattr(config, "num_attention_heads", 0) or max(s.key_heads for s in shapes))
+    return max(
+        scratch_bytes(
+            sequences=options.batch, heads=heads, key_heads=s.key_heads, queries=tokens,
+            key_dim=s.key_dim, dim=s.value_dim,
+        )
+        for s in shapes
+    )  # fmt: skip
+
+
+def attends_in_place(options: Options) -> bool:
+    """Whether keys and values that are in blocks are attended to there: with ``--attention
+    offload``, and with kernels that were asked to be fast."""
+    if options.attention is None:
+        return options.kernels == "fast"
+    return options.attention == "offload"
+
+
 def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None:
-    """The plan for ``--kv-ram``; None without it.
+    """The plan for ``--kv-ram`` or ``--attention offload``; None without both.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be kept in blocks.
         PlanError: it is too small.
     """
     if options.kv_ram is None:
-        return None
+        if options.attention != "offload":
+            return None
+        if need is None:
+            raise UnsupportedModelError(
+                f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "
+                f"that attends to all tokens); drop --attention offload"
+            )
+        return KvPlan(need=need, homes=need.homes(need.whole_slots * need.slot_bytes))
     if options.device == "sim":
         raise UnsupportedModelError(
             "--kv-ram shares keys and values out between RAM and the disk, and a simulated "
@@ -224,7 +281,7 @@ def predicted(plan: Plan, kv: KvPlan, costs: CostModel | None) -> Plan:
     """The plan's speed with the reads and copies of keys and values at the end of the context.
 
     Reads share the disk with streamed weights; copies (RAM to the gathered layer) are the computing
-    thread's own time.
+    thread's own time, and so is reading where blocks are attended to in place.
     """
     if costs is None or plan.predicted_pass_s is None:
         return plan

@@ -138,7 +138,7 @@ def prepare(
     """Plan a checkpoint. Loads no weights.
 
     Args:
-        compiling: for a packed model: called with ``offload.cpu_ops.warm.Compiling`` while kernels
+        compiling: called with ``offload.cpu_ops.warm.Compiling`` while kernels
             are compiled that this machine does not have yet. None: a line in the log.
 
     Raises:
@@ -162,7 +162,20 @@ def prepare(
     check_device(options)
     warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
-    return plan_model(directory, options, warm)
+    return plan_model(directory, options, warm, compiling)
+
+
+def compiled_bytes(kernels: list[Any], compiling: Callable[[Any], None] | None = None) -> int:
+    """Compile what is missing and load all; returns by how much the process has grown, which is
+    the program and not the model."""
+    from offload.cpu_ops.warm import compile_ahead
+
+    before = current_rss()
+    compile_ahead(kernels, compiling)
+    gc.collect()
+    grown = max(0, current_rss() - before)
+    reset_peak_rss()
+    return grown
 
 
 def ram_budget(options: Options) -> int:
@@ -170,7 +183,12 @@ def ram_budget(options: Options) -> int:
     return options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
 
 
-def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
+def plan_model(
+    directory: Path,
+    options: Options,
+    warm: Warm,
+    compiling: Callable[[Any], None] | None = None,
+) -> Prepared:
     """``prepare`` in a process that is warm already."""
     baseline = warm.baseline_rss - options.tokenizer_bytes
     device = check_device(options)
@@ -181,6 +199,8 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     ram = ram_budget(options)
     need = kv_plan.kv_need(meta.model, footprint, options, prompt)
     kv = kv_plan.asked_for(need, options, directory.name)
+    if kv is not None and kv.need.in_place:
+        baseline += compiled_bytes(kv.need.kernels(), compiling)
     prompts = plan_prompts(options, meta, footprint, prompt)
     notes: list[str] = []
     if options.ram is None:
@@ -252,7 +272,7 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
     try:
         plan = plan_within(ask, ram, directory.name)
     except PlanError:
-        if kv is not None or need is None:
+        if options.kv_ram is not None or need is None:
             raise
         # Then keys and values leave RAM, and what weights do not need at least is theirs.
         plain = minimum_budgets(ask(ram))[Tier.RAM]
@@ -261,6 +281,8 @@ def plan_model(directory: Path, options: Options, warm: Warm) -> Prepared:
         if tiered >= plain:
             raise  # so little is cached that blocks take more
         kv = kv_plan.with_spare(kv, ram - tiered)
+        if need.in_place:
+            baseline += compiled_bytes(need.kernels(), compiling)
         plan = plan_within(ask, ram, directory.name)
     if kv is not None:
         plan = kv_plan.predicted(plan, kv, ask(ram).costs)

@@ -94,7 +94,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         if wrap_store is not None:
             store = wrap_store(store)
         device = make_device(options, plan.budgets.get(Tier.DEVICE))
-        executor = Executor(plan, store, device)
+        executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = Attachment(
             meta.model,
@@ -156,7 +156,12 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
         caches=options.sequences,
         engine=options.engine,
         queue_depth=options.queue_depth,
+        in_place=kv.need.in_place,
     )
+    if kv.need.in_place:
+        from offload.models.block_attention import switch_on
+
+        switch_on(model)
     tiers.serve(model, handle.attachment.on_detach)
     handle.kv, handle.make_cache, handle.end_cache = tiers, tiers.new_cache, tiers.release
     weakref.finalize(model, tiers.close)

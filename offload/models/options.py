@@ -12,6 +12,7 @@ import torch
 from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
 from offload.kv.shape import BLOCK_TOKENS
+from offload.runtime.timeline import Recorder
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.policy import NAMES
 from offload.units import format_bytes, parse_bytes
@@ -51,6 +52,9 @@ class Options:
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
     hardware: Hardware | None = None
+    elsewhere: bool = False
+    """Whether ``hardware`` is another machine, and nothing will run here: its card, if the plan has
+    three tiers, is what computes."""
     guess: bool = True
     """Whether experts may be read on a guess into disk time that nothing else can use; without,
     only experts that were routed to are ever read. The results are the same."""
@@ -61,9 +65,14 @@ class Options:
     """For the policy ``pinned``: a recorded routing, whose most used experts stay."""
     record_routing: str | Path | None = None
     """A file to record into what every layer routes to, published when the model is closed."""
+    recorder: Recorder | None = None
+    """Of what the lanes do when; its ring counts as ``tokenizer_bytes`` do."""
     kernels: str | None = None
     """``"exact"``: torch's; ``"fast"``: ours, on a pack, and the error of unquantised weights is
     measured when it is opened. None: a pack's are ours, a checkpoint's torch's."""
+    attention: str | None = None
+    """``"exact"``: the model's own; ``"offload"``: our kernels over keys and values in blocks, with
+    other rounding. None: the model's own, or ours with fast kernels and blocks."""
     kv_ram: int | None = None
     """Bytes of RAM for keys and values in blocks; what does not fit streams from the disk. None:
     all are in RAM, or as many as fit beside the least that weights need."""
@@ -95,6 +104,10 @@ class Options:
                 f"--kv-ram is a part of --ram, and its {format_bytes(self.kv_ram)} are more than "
                 f"the {format_bytes(self.ram)} of all; lower it or raise --ram"
             )
+        if self.attention not in (None, "exact", "offload"):
+            raise OffloadError(f"attention {self.attention!r} is not one of exact, offload")
+        if self.attention == "offload" and self.device == "sim":
+            raise OffloadError("--attention offload computes on the CPU; drop it or --device sim")
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
 

@@ -41,7 +41,7 @@ from offload.models.lean_run import (
     lean_kernels,
     prove_lean,
 )
-from offload.models.load import Prepared, plan_within, ram_budget
+from offload.models.load import Prepared, compiled_bytes, plan_within, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
 from offload.models.options import (
@@ -137,7 +137,7 @@ def prepare_packed(
     lean = prove_lean(shape, lean)
     warm = warm_up(config, model_class(config), torch.float32)
     reset_peak_rss()
-    return plan_packed(pack, config, options, warm, lean)
+    return plan_packed(pack, config, options, warm, lean, compiling)
 
 
 def pack_kernels(pack: PackedModel) -> list[Kernel]:
@@ -155,7 +155,12 @@ def pack_kernels(pack: PackedModel) -> list[Kernel]:
 
 
 def plan_packed(
-    pack: PackedModel, config: Any, options: Options, warm: Warm, lean: LeanModel | None = None
+    pack: PackedModel,
+    config: Any,
+    options: Options,
+    warm: Warm,
+    lean: LeanModel | None = None,
+    compiling: Report | None = None,
 ) -> PackedPrepared:
     """``prepare_packed`` in a process that is warm already."""
     baseline = warm.baseline_rss - options.tokenizer_bytes
@@ -169,6 +174,8 @@ def plan_packed(
     ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)
     kv = kv_plan.asked_for(need, options, model_name(pack.path))
+    if kv is not None and kv.need.in_place:
+        baseline += compiled_bytes(kv.need.kernels(), compiling)
     notes = [
         "weights are packed and activations float32: results differ from the unquantised model's"
     ]
@@ -232,7 +239,7 @@ def plan_packed(
     try:
         plan = plan_within(ask, ram, name)
     except PlanError:
-        if kv is not None or need is None:
+        if options.kv_ram is not None or need is None:
             raise
         # Then keys and values leave RAM, and what weights do not need at least is theirs.
         plain = minimum_budgets(ask(ram))[Tier.RAM]
@@ -242,6 +249,8 @@ def plan_packed(
         if tiered >= plain:
             raise  # so little is cached that blocks take more
         kv = kv_plan.with_spare(kv, ram - tiered)
+        if need.in_place:
+            baseline += compiled_bytes(need.kernels(), compiling)
         plan = plan_within(ask, ram, name)
     if kv is not None:
         plan = kv_plan.predicted(plan, kv, ask(ram).costs)

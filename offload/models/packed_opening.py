@@ -123,7 +123,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
             store = wrap_store(store)
         fill_resident(prepared, store)
         device = NullDevice()
-        executor = Executor(plan, store, device)
+        executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = PackedAttachment(
             prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder

@@ -125,6 +125,7 @@ def request_of(
             queue_depth=options.queue_depth,
             staged=staged,
             expert_overhead_s=warm.expert_s,
+            on_card=computes_on_card(options, top),
         )
     return PlanRequest(
         blocks=blocks,
@@ -142,6 +143,12 @@ def request_of(
         expert_policy=policy[0],
         hot=policy[1],
     )
+
+
+def computes_on_card(options: Options, top: Tier) -> bool:
+    """Whether the hardware's card computes: a simulated device has the CPU do it."""
+    carded = options.hardware is not None and options.hardware.card is not None
+    return carded and top is Tier.DEVICE and (options.elsewhere or options.device == "cuda")
 
 
 def trace_of(chosen: Cut) -> list[Step]:

@@ -29,9 +29,11 @@ from offload.runtime.device import Device, Event
 from offload.runtime.interrupts import Shield
 from offload.runtime.order import OrderWatcher
 from offload.runtime.road import Conducting, Road
+from offload.runtime.timeline import Recorder, Story
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
+from offload.scheduler.timeline import H2D, READ
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,17 @@ class Executor:
     """See the module's text. ``enter``/``leave`` and the expert calls belong to one thread."""
 
     def __init__(
-        self, plan: Plan, store: Store, device: Device, *, watchdog_s: float = WATCHDOG_S
+        self,
+        plan: Plan,
+        store: Store,
+        device: Device,
+        *,
+        watchdog_s: float = WATCHDOG_S,
+        recorder: Recorder | None = None,
     ) -> None:
+        """``recorder``: of what the lanes do when."""
+        self._recorder = recorder
+        self.story = None if recorder is None else Story(recorder)
         self.plan = plan
         self.device = device
         self.store = store
@@ -139,6 +150,8 @@ class Executor:
             if self._closed:
                 return
             self._closed = True
+            if self.story is not None:
+                self.story.finish()
             self._todo.clear()
             self._changed.notify_all()
             self._changed.wait_for(
@@ -185,16 +198,25 @@ class Executor:
                 self._submit(self._residency.retrace(cycle))
             ticket, todo = self._residency.need(unit, blocks)
             self._submit(todo)
+            story = self.story
+            if story is not None:
+                story.begins(unit)
             try:
                 if missing := self._residency.missing(ticket):
+                    if story is not None:
+                        story.waits(unit)
                     began = time.perf_counter()
                     while missing:
                         self._raise_failures(missing)
                         self._wait(unit, missing, self._progress)
                         missing = self._residency.missing(ticket)
                     self.stats.stall_s += time.perf_counter() - began
+                    if story is not None:
+                        story.goes_on()
             except BaseException:
                 self._submit(self._residency.done(ticket))
+                if story is not None:
+                    story.ends()
                 raise
             self._begin_use(blocks)
             return ticket
@@ -205,6 +227,8 @@ class Executor:
             self._end_use(blocks)
             self._submit(self._residency.done(ticket))
             self._let_close()
+            if self.story is not None:
+                self.story.ends()
 
     def views(self, block: str) -> Views:
         """The tensors of a block that is held (or pinned where compute runs)."""
@@ -243,8 +267,12 @@ class Executor:
                 if there:
                     break
                 self._raise_failures([expert])
+                if self.story is not None:
+                    self.story.waits(expert)
                 self._wait("an expert", [expert], seen)
             self.stats.stall_s += time.perf_counter() - began
+            if self.story is not None:
+                self.story.expert(expert)
             self._begin_use((expert,))
             return self.views(expert)
 
@@ -263,8 +291,12 @@ class Executor:
                 if there:
                     break
                 self._raise_failures([first])
+                if self.story is not None:
+                    self.story.waits(first)
                 self._wait("an expert", [first], seen)
             self.stats.stall_s += time.perf_counter() - began
+            if self.story is not None:
+                self.story.expert(first)
             leases = self._leases[self.plan.compute_tier]
             held = [first]
             for expert in experts[1:most]:
@@ -303,6 +335,8 @@ class Executor:
         with self._shield, self._changed:
             if not self._closed:
                 self._submit(self._residency.end_route())
+            if self.story is not None:
+                self.story.goes_on()
 
     # -- rows -----------------------------------------------------------------------------
 
@@ -317,6 +351,8 @@ class Executor:
                     buffer[dst : dst + nbytes] = there[src : src + nbytes]
                 return
         began = time.perf_counter()
+        if self.story is not None:
+            self.story.waits(f"rows of {block}")
         reading = self.store.read_spans_into(block, spans, buffer, priority=DEMAND)
         try:
             receipt = reading.result(timeout=self._watchdog_s)
@@ -329,7 +365,11 @@ class Executor:
         with self._lock:
             self._count(receipt)
             self.stats.row_reads += len(spans)
-            self.stats.stall_s += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.stats.stall_s += ended - began
+            if self._recorder is not None and self.story is not None:
+                self._recorder.add(READ, block, began, ended, receipt.payload_bytes)
+                self.story.goes_on()
 
     # -- inspection -----------------------------------------------------------------------
 
@@ -413,6 +453,7 @@ class Executor:
             self._order("host-slot-free", lane, event)
         self.device.touch(lane, lease.region, "w")
         self._moving += 1
+        asked = time.perf_counter()
         priority = DEMAND if fetch.demand else PREFETCH
         try:
             future = self.store.read_into(fetch.block, lease.view, priority=priority)
@@ -428,6 +469,7 @@ class Executor:
                 # Also after an error: it has written something, and the next owner comes after.
                 lease.ready = self.device.signal(lane)
                 self._lanes.append(lane)
+                self._note(READ, fetch, asked)
                 self._finish(fetch, error)
 
         future.add_done_callback(on_read)
@@ -442,12 +484,21 @@ class Executor:
         lease.ready = self._last_use[Tier.RAM, fetch.block] = copied
         self._moving += 1
         self.stats.h2d_bytes += lease.region.nbytes
+        asked = time.perf_counter()
 
         def on_copied(error: BaseException | None) -> None:
             with self._changed:
+                self._note(H2D, fetch, asked)
                 self._finish(fetch, error)
 
         copied.then(on_copied)
+
+    def _note(self, lane: str, fetch: Fetch, asked: float) -> None:
+        """A transfer has ended, for the timeline. What was asked for together is laid one behind
+        the other when it is read."""
+        if self._recorder is not None:
+            nbytes = self.plan.blocks[fetch.block].nbytes
+            self._recorder.add(lane, fetch.block, asked, time.perf_counter(), nbytes)
 
     def _finish(self, fetch: Fetch, error: BaseException | None) -> None:
         """A transfer has ended: tell the state machine and go on."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from offload.blocks import BlockSpec, TensorSpec
-from offload.scheduler.hardware import Hardware, Rate
+from offload.scheduler.hardware import Card, Hardware, Rate
 from offload.scheduler.plan import Interval
 
 
@@ -40,7 +40,12 @@ class CostModel:
         guess_precision: share of the experts guessed for the next layer that it will use: 0.7 to
             0.8 on a small trained model with two experts per token, 0.9 to 1 on random ones with
             eight.
+        flops: per token, of the blocks whose tensors do not tell: packed ones are just bytes.
+        on_card: the hardware's card computes, and not the CPU.
         pick: which of the measured rates to use.
+
+    Raises:
+        ValueError: ``on_card`` without a card.
     """
 
     hardware: Hardware
@@ -50,7 +55,13 @@ class CostModel:
     staged: bool = False
     expert_overhead_s: float = 0.0
     guess_precision: float = 0.85
+    flops: Mapping[str, int] = field(default_factory=dict, hash=False)
+    on_card: bool = False
     pick: Pick = Pick.MID
+
+    def __post_init__(self) -> None:
+        if self.on_card and self.hardware.card is None:
+            raise ValueError(f"{self.hardware.name} has no card to compute on")
 
     def at(self, pick: Pick) -> CostModel:
         """The same machine on a fast, typical or slow day."""
@@ -98,12 +109,16 @@ class CostModel:
         (2 per weight and token) at the matmul rate, but never less than reading the weights.
         """
         gemv_s = matmul_s = 0.0
+        card = self._card
+        product_s = self.hardware.product_s if card is None else card.launch_s
         for spec in specs:
+            if tokens > 1 and spec.id in self.flops:
+                matmul_s += self.flops[spec.id] * tokens / self._matmul("bfloat16")
             for tensor in spec.tensors:
                 gemv_s += tensor.nbytes / self._gemv(tensor.dtype)
                 if len(tensor.shape) > 1:
-                    gemv_s += self.hardware.product_s
-                if tokens > 1:
+                    gemv_s += product_s
+                if tokens > 1 and spec.id not in self.flops:
                     matmul_s += _flops(tensor) * tokens / self._matmul(tensor.dtype)
         return max(gemv_s, matmul_s)
 
@@ -123,13 +138,21 @@ class CostModel:
             return rate.median
         return rate.high if self.pick is Pick.FAST else rate.low
 
+    @property
+    def _card(self) -> Card | None:
+        return self.hardware.card if self.on_card else None
+
     def _gemv(self, dtype: str) -> float:
-        rate = self.hardware.gemv.get(dtype)
+        card = self._card
+        rates, limit = (
+            (self.hardware.gemv, self.hardware.ram_read) if card is None else (card.gemv, card.read)
+        )
         # A dtype that was not probed is assumed to run at the limit of the memory.
-        return self._of(rate if rate is not None else self.hardware.ram_read)
+        return self._of(rates.get(dtype, limit))
 
     def _matmul(self, dtype: str) -> float:
-        rates = self.hardware.matmul
+        card = self._card
+        rates = self.hardware.matmul if card is None else card.matmul
         if dtype in rates:
             return self._of(rates[dtype])
         # Not probed (an integer format): computed in some float type, the slowest to be safe.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.blocks import BlockKind, Tier
+from offload.scheduler.forecast import Forecast
 from offload.scheduler.plan import Home, Plan
 from offload.units import format_bytes
 
@@ -81,6 +82,38 @@ def prediction(plan: Plan) -> list[Row]:
     if plan.expected_hit_rate is not None:
         rows.append(Row("expert hits", f"{plan.expected_hit_rate:.1%}", "expected, even routing"))
     return rows
+
+
+def prompt(found: Forecast) -> list[Row]:
+    """The first token's time as an interval, and the lane that sets it."""
+    p, speed = found.pass_s, found.tokens_per_s
+    return [
+        Row(
+            "first token",
+            f"{p.mid:.3g} s",
+            f"{p.low:.3g} to {p.high:.3g}, a prompt of {found.tokens} tokens after loading",
+        ),
+        Row(
+            "prompt",
+            f"{speed.mid:.3g} tok/s",
+            f"set by {found.bottleneck}: {lanes(found)}",
+        ),
+    ]
+
+
+def lanes(found: Forecast) -> str:
+    """Busy time and bytes of each lane, the busiest first."""
+    ranked = sorted(found.lane_s.items(), key=lambda lane: -lane[1])
+    return ", ".join(
+        f"{name} {seconds(s)}"
+        + (f" ({format_bytes(found.lane_bytes[name])})" if found.lane_bytes.get(name) else "")
+        for name, s in ranked
+    )
+
+
+def seconds(s: float) -> str:
+    """Three digits of seconds or milliseconds."""
+    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"
 
 
 def describe(plan: Plan) -> list[str]:

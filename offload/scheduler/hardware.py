@@ -73,6 +73,63 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """An accelerator with memory of its own.
+
+    Attributes:
+        name: for people.
+        memory_bytes: what its memory holds.
+        read: a read-only stream of that memory.
+        matmul, gemv: as the machine's, computed on the card.
+        launch_s: seconds that a product with a matrix takes besides reading it.
+    """
+
+    name: str
+    memory_bytes: int
+    read: Rate
+    matmul: Mapping[str, Rate] = field(hash=False)
+    gemv: Mapping[str, Rate] = field(hash=False)
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 1:
+            raise ValueError(f"a card with {self.memory_bytes} bytes of memory is none")
+        if not 0 <= self.launch_s < math.inf:
+            raise ValueError(f"a launch cannot take {self.launch_s} s")
+        _freeze_tables(self)
+        _check_units(self)
+
+    def rates(self) -> Iterable[tuple[str, Rate]]:
+        """All rates with their names."""
+        yield "read", self.read
+        yield from _table_rates(self)
+
+    def to_json(self) -> dict[str, object]:
+        """As a dict that ``json`` can write."""
+        return {
+            "name": self.name,
+            "memory_bytes": self.memory_bytes,
+            "read": self.read.to_json(),
+            "matmul": {dtype: rate.to_json() for dtype, rate in self.matmul.items()},
+            "gemv": {dtype: rate.to_json() for dtype, rate in self.gemv.items()},
+            "launch_s": self.launch_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Card:
+        """Inverse of ``to_json``. Raises ValueError that names what is wrong."""
+        d = _mapping(data, "card")
+        return cls(
+            name=_field(d, "name", str),
+            memory_bytes=_field(d, "memory_bytes", int),
+            read=_rate(d, "read"),
+            matmul=_rates_by_dtype(d, "matmul"),
+            gemv=_rates_by_dtype(d, "gemv"),
+            launch_s=_optional(d, "launch_s", 0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One machine and one disk of it.
 
@@ -88,6 +145,7 @@ class Hardware:
         read_beside: share of ``ssd_read`` that is left while the CPU computes.
         gemv_beside: share of ``gemv`` that is left while the disk is read.
         h2d, d2h: copies to and from a device; None without one.
+        card: the device, if it has been measured.
         cores: threads the CPU rates were measured with.
         ram_bytes: RAM this process can have at most.
         name: for people: CPU, disk.
@@ -106,6 +164,7 @@ class Hardware:
     gemv_beside: float = 1.0
     h2d: Rate | None = None
     d2h: Rate | None = None
+    card: Card | None = None
     cores: int
     ram_bytes: int
     name: str
@@ -120,24 +179,16 @@ class Hardware:
             )
         if not 0 <= self.product_s < math.inf:
             raise ValueError(f"a product cannot take {self.product_s} s besides its bytes")
-        for table in ("matmul", "gemv"):
-            rates: Mapping[str, Rate] = getattr(self, table)
-            if not rates:
-                raise ValueError(f"{table} has no rate for any dtype")
-            object.__setattr__(self, table, MappingProxyType(dict(rates)))
-        for name, rate in self._rates():
-            unit = FLOP_PER_S if name.startswith("matmul") else BYTES_PER_S
-            if rate.unit != unit:
-                raise ValueError(f"{name} must be in {unit}, got {rate.unit}")
+        _freeze_tables(self)
+        _check_units(self)
 
-    def _rates(self) -> Iterable[tuple[str, Rate]]:
+    def rates(self) -> Iterable[tuple[str, Rate]]:
+        """All rates of the machine with their names, without the card's own."""
         for name in ("ssd_read", "ssd_write", "ssd_mixed", "ram_read", "memcpy", "h2d", "d2h"):
             rate = getattr(self, name)
             if rate is not None:
                 yield name, rate
-        for name in ("matmul", "gemv"):
-            for dtype, rate in getattr(self, name).items():
-                yield f"{name}[{dtype}]", rate
+        yield from _table_rates(self)
 
     def to_json(self) -> dict[str, object]:
         """As a dict that ``json`` can write."""
@@ -154,6 +205,7 @@ class Hardware:
             "gemv_beside": self.gemv_beside,
             "h2d": None if self.h2d is None else self.h2d.to_json(),
             "d2h": None if self.d2h is None else self.d2h.to_json(),
+            "card": None if self.card is None else self.card.to_json(),
             "cores": self.cores,
             "ram_bytes": self.ram_bytes,
             "name": self.name,
@@ -176,10 +228,32 @@ class Hardware:
             gemv_beside=_optional(d, "gemv_beside", 1.0),
             h2d=None if d.get("h2d") is None else _rate(d, "h2d"),
             d2h=None if d.get("d2h") is None else _rate(d, "d2h"),
+            card=None if d.get("card") is None else Card.from_json(d["card"]),
             cores=_field(d, "cores", int),
             ram_bytes=_field(d, "ram_bytes", int),
             name=_field(d, "name", str),
         )
+
+
+def _freeze_tables(owner: Card | Hardware) -> None:
+    for table in ("matmul", "gemv"):
+        rates: Mapping[str, Rate] = getattr(owner, table)
+        if not rates:
+            raise ValueError(f"{table} has no rate for any dtype")
+        object.__setattr__(owner, table, MappingProxyType(dict(rates)))
+
+
+def _check_units(owner: Card | Hardware) -> None:
+    for name, rate in owner.rates():
+        unit = FLOP_PER_S if name.startswith("matmul") else BYTES_PER_S
+        if rate.unit != unit:
+            raise ValueError(f"{name} must be in {unit}, got {rate.unit}")
+
+
+def _table_rates(owner: Card | Hardware) -> Iterable[tuple[str, Rate]]:
+    for table in ("matmul", "gemv"):
+        for dtype, rate in getattr(owner, table).items():
+            yield f"{table}[{dtype}]", rate
 
 
 def _mapping(data: object, what: str) -> Mapping[str, object]:

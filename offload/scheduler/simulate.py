@@ -11,6 +11,8 @@ Where the disk's bytes arrive in the memory that compute reads, either slows the
 is computed while a read is under way, by the measured share; reads, which are priced when they
 begin, by the share of time that compute has been busy so far.
 
+``record`` hears what every lane does when; see ``timeline``.
+
 What is pinned in the compute tier never moves and is left out, which makes the cost of a
 simulation that of the streamed blocks: about 15 µs for each.
 """
@@ -20,7 +22,6 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +38,10 @@ from offload.scheduler.bounds import (
 )
 from offload.scheduler.costs import CostModel
 from offload.scheduler.guesses import guess_count
+from offload.scheduler.lane import Lane
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.residency import Fetch, Instruction, Residency
+from offload.scheduler.timeline import EXPERTS, PASSES, WAITS, Record
 
 Routing = Callable[[int, str], Sequence[str]]
 """(pass number, group) → the experts that the pass uses there, in the order of use."""
@@ -52,7 +55,7 @@ MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """Means of the measured passes: all but the first, which starts with empty rings."""
+    """Means of the passes that count: usually all but the first, which starts with empty rings."""
 
     pass_s: float
     lane_s: dict[str, float]
@@ -61,6 +64,8 @@ class Simulation:
     """Seconds in which compute waited."""
     read_bytes: float
     """Bytes from disk."""
+    h2d_bytes: float
+    """Bytes copied to the device."""
     hits: float
     """Experts used that were above the disk when asked for."""
     misses: float
@@ -74,31 +79,39 @@ def simulate(
     routing: Routing | None = None,
     tokens: float = 1,
     seed: int = 0,
+    skip: int = 1,
+    hot: Sequence[str] | None = None,
+    record: Record | None = None,
 ) -> Simulation:
     """Run ``passes`` passes of ``tokens`` tokens each over the plan's trace.
 
     Args:
-        passes: at least 2; the first one fills the rings and does not count.
+        passes: more than ``skip``.
         routing: without it, experts are drawn evenly by a seeded generator, so that a layer hits
             as often as the plan expects: the spread of a random draw would need hundreds of
             passes to average out.
+        skip: how many passes do not count at first: the very first one fills the rings.
+        hot: experts that the slots hold at first, the likeliest first; none of them: the slots are
+            empty, as after loading. None: some of every layer.
+        record: hears of everything that takes time; its clock starts with the first pass.
 
     Raises:
         SchedulerError: the plan gets stuck (a bug).
     """
-    if passes < 2:
+    if not 0 <= skip < passes:
         raise ValueError(f"one pass to fill the rings and one to measure, got {passes}")
     if routing is None:
         plan = _thinned(plan, tokens)
-    run = _Run(plan, costs, tokens, random.Random(seed))
-    run.warm_up()
-    run.one_pass(0, routing)
+    run = _Run(plan, costs, tokens, random.Random(seed), record)
+    run.warm_up(hot)
     first = run.read_totals()
-    for i in range(1, passes):
+    for i in range(passes):
+        if i == skip:
+            first = run.read_totals()
         run.one_pass(i, routing)
-    n = passes - 1
+    n = passes - skip
     total = [(b - a) / n for a, b in zip(first, run.read_totals(), strict=True)]
-    pass_s, read_s, h2d_s, compute_s, stall_s, read_bytes, hits, misses = total
+    pass_s, read_s, h2d_s, compute_s, stall_s, read_bytes, h2d_bytes, hits, misses = total
     lane_s = {READ: read_s, COMPUTE: compute_s}
     if Tier.DEVICE in plan.tiers:
         lane_s[H2D] = h2d_s
@@ -109,54 +122,23 @@ def simulate(
         lane_s=lane_s,
         stall_s=stall_s,
         read_bytes=read_bytes,
+        h2d_bytes=h2d_bytes,
         hits=hits,
         misses=misses,
     )
 
 
-class _Lane:
-    """One server: requests in order, demand first, ``depth`` in flight, latencies overlap."""
-
-    __slots__ = ("_busy_s", "_demand", "_depth", "_free_at", "_latency_s", "_prefetch", "flying",
-                 "nbytes", "worked_s")  # fmt: skip
-
-    def __init__(self, busy_s: Callable[[float], float], latency_s: float, depth: int) -> None:
-        self._busy_s = busy_s
-        self._latency_s = latency_s
-        self._depth = depth
-        self._demand: deque[tuple[Fetch, int]] = deque()
-        self._prefetch: deque[tuple[Fetch, int]] = deque()
-        self._free_at = 0.0
-        self.flying = 0
-        self.nbytes = 0
-        self.worked_s = 0.0
-
-    def add(self, fetch: Fetch, nbytes: int) -> None:
-        (self._demand if fetch.demand else self._prefetch).append((fetch, nbytes))
-
-    def busy_until(self) -> float:
-        """When what has begun will have been served."""
-        return self._free_at
-
-    def begin(self, now: float, pace: float = 1.0) -> tuple[float, Fetch] | None:
-        """Start the next request: (time of arrival, request), or None if none can start. ``pace``:
-        the share of its rate that the lane has."""
-        queue = self._demand or self._prefetch
-        if not queue or self.flying >= self._depth:
-            return None
-        fetch, nbytes = queue.popleft()
-        busy_s = self._busy_s(nbytes) / pace
-        self._free_at = max(self._free_at, now) + busy_s
-        self.flying += 1
-        self.nbytes += nbytes
-        self.worked_s += busy_s
-        return self._free_at + self._latency_s, fetch
-
-
 class _Run:
     """The host thread, the lanes and the clock."""
 
-    def __init__(self, plan: Plan, costs: CostModel, tokens: float, rng: random.Random) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostModel,
+        tokens: float,
+        rng: random.Random,
+        record: Record | None = None,
+    ) -> None:
         top = plan.compute_tier
         still = plan.tiers[top].pinned
         self._plan = plan
@@ -170,9 +152,14 @@ class _Run:
         }
         self._residency = Residency(replace(plan, tiers=moving))
         self._lanes = {
-            Tier.RAM: _Lane(costs.read_busy_s, costs.read_latency_s, costs.queue_depth),
-            Tier.DEVICE: _Lane(costs.copy_up_busy_s, costs.copy_latency_s, costs.queue_depth),
+            Tier.RAM: Lane(
+                READ, costs.read_busy_s, costs.read_latency_s, costs.queue_depth, record
+            ),
+            Tier.DEVICE: Lane(
+                H2D, costs.copy_up_busy_s, costs.copy_latency_s, costs.queue_depth, record
+            ),
         }
+        self._record = record
         beside = top is Tier.RAM
         self._compute_beside = costs.hardware.gemv_beside if beside else 1.0
         self._read_beside = costs.hardware.read_beside if beside else 1.0
@@ -208,14 +195,20 @@ class _Run:
 
     # -- the program ----------------------------------------------------------------------
 
-    def warm_up(self) -> None:
+    def warm_up(self, hot: Sequence[str] | None) -> None:
         """Load what RAM keeps and fill the slots, outside of time."""
         self._at_once = True
+        record, self._record = self._record, None
         self._submit(self._residency.start())
         while self._arrivals:
             self._arrive()
         slots = max((a.slots for a in self._plan.tiers.values()), default=0)
-        if slots and self._groups:
+        if slots and hot is not None:
+            # The likeliest last: an empty cache fills in any order, a full one forgets the first.
+            blocks = self._plan.blocks
+            for expert in reversed([b for b in hot if self._plan.homes[b] is Home.CACHED][:slots]):
+                self._run_experts(blocks[expert].group, [expert], lambda _: 0.0)
+        elif slots and self._groups:
             longest = max(map(len, self._groups.values()))
             filled = 0
             for i in range(longest):
@@ -227,20 +220,23 @@ class _Run:
             self._arrive()
         self._at_once = False
         self._now = self._stalled_s = 0.0
+        self._record = record
         self._pump()
 
     def one_pass(self, number: int, routing: Routing | None) -> None:
         residency = self._residency
+        began = self._now
         for step, blocks, rows_s, compute_s in self._steps:
             ticket, out = residency.need(step.unit, blocks)
             self._submit(out)
-            self._pause(rows_s)
-            self._wait(lambda t=ticket: not residency.missing(t))  # type: ignore[misc]
-            self._compute(compute_s)
+            self._pause(rows_s, step.unit)
+            self._wait(lambda t=ticket: not residency.missing(t), step.unit)  # type: ignore[misc]
+            self._compute(compute_s, COMPUTE, step.unit)
             if step.group:
                 self._route(number, step.group, routing)
             self._submit(residency.done(ticket))
         self._passes += 1
+        self._note(PASSES, f"pass {number}", began)
 
     def _route(self, number: int, group: str, routing: Routing | None) -> None:
         experts = self._groups[group]
@@ -260,12 +256,14 @@ class _Run:
 
         if self._plan.homes[experts[0]] is Home.PINNED:
             self._resident_uses += len(chosen)
-            self._compute(sum(map(expert_s, chosen)))
+            self._compute(sum(map(expert_s, chosen)), EXPERTS, group)
         else:
-            ahead = self._ahead(group) if routing is None else None
+            ahead = self._ahead(group, number, routing)
             self._run_experts(group, chosen, expert_s, ahead)
 
-    def _ahead(self, group: str) -> tuple[str, list[str]] | None:
+    def _ahead(
+        self, group: str, number: int, routing: Routing | None
+    ) -> tuple[str, list[str]] | None:
         """The next layer's experts, some of them guessed wrong; None without guesses."""
         groups = self._plan.groups
         at = groups.index(group) + 1
@@ -273,8 +271,11 @@ class _Run:
             return None
         after, rng = groups[at], self._rng
         experts = self._groups[after]
-        used = self._draw(after, distinct(len(experts), self._plan.top_k[after], self._tokens))
-        self._drawn[after] = used
+        if routing is None:
+            used = self._draw(after, distinct(len(experts), self._plan.top_k[after], self._tokens))
+            self._drawn[after] = used
+        else:
+            used = list(routing(number, after))
         known = set(used)
         others = [b for b in experts if b not in known]
         precision = self._costs.guess_precision
@@ -295,8 +296,8 @@ class _Run:
         if ahead is not None:
             self._submit(residency.guess(*ahead))
         for expert in experts:
-            self._wait(lambda e=expert: self._acquired(e))  # type: ignore[misc]
-            self._compute(expert_s(expert))
+            self._wait(lambda e=expert: self._acquired(e), expert)  # type: ignore[misc]
+            self._compute(expert_s(expert), EXPERTS, expert)
             self._submit(residency.release(expert))
         self._submit(residency.end_route())
 
@@ -325,7 +326,11 @@ class _Run:
 
     # -- the clock ------------------------------------------------------------------------
 
-    def _compute(self, seconds: float) -> None:
+    def _note(self, lane: str, name: str, began: float) -> None:
+        if self._record is not None and self._now > began:
+            self._record(lane, name, began, self._now, 0)
+
+    def _compute(self, seconds: float, lane: str, name: str) -> None:
         self._computed_s += seconds
         began, left = self._now, seconds
         disk = self._lanes[Tier.RAM]
@@ -341,10 +346,13 @@ class _Run:
             while self._arrivals and self._arrivals[0][0] <= stop:
                 self._arrive()
         self._active_s += self._now - began
+        self._note(lane, name, began)
 
-    def _pause(self, seconds: float) -> None:
+    def _pause(self, seconds: float, name: str) -> None:
+        began = self._now
         self._stalled_s += seconds
         self._pass(seconds)
+        self._note(WAITS, f"rows for {name}", began)
 
     def _pass(self, seconds: float) -> None:
         end = self._now + seconds
@@ -352,13 +360,14 @@ class _Run:
             self._arrive()
         self._now = end
 
-    def _wait(self, until: Callable[[], bool]) -> None:
+    def _wait(self, until: Callable[[], bool], name: str) -> None:
         start = self._now
         while not until():
             if not self._arrivals:
                 raise SchedulerError("compute waits, and nothing is on its way: the plan is stuck")
             self._arrive()
         self._stalled_s += self._now - start
+        self._note(WAITS, name, start)
 
     def _arrive(self) -> None:
         at, _, fetch = heapq.heappop(self._arrivals)
@@ -404,6 +413,7 @@ class _Run:
             self._computed_s,
             self._stalled_s,
             disk.nbytes + self._row_bytes * self._passes,
+            up.nbytes,
             self._residency.hits + self._resident_uses,
             self._residency.misses,
         )

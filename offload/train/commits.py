@@ -6,7 +6,9 @@ time, asked for with ``begin``, told of by ``poll`` or ``end``.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,13 +16,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.errors import OffloadError
+from offload.errors import OffloadError, StoreError
 from offload.io.checksum import xxh3
-from offload.io.tile_store import TileStore, has_commits, is_tile_store
+from offload.io.private import nameless_file, reserve
+from offload.io.tile_store import TileStore, has_commits, is_tile_store, manifest_space
 from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
 from offload.train.reports import CommitReport, Listener
+
+log = logging.getLogger(__name__)
+
+_LARGE = 10**12
+"""A number of steps with as many digits as any."""
 
 
 def check_states(directory: Path, *, resume: bool) -> None:
@@ -92,6 +100,9 @@ class Commits:
         self._resume = resume
         self._store: TileStore | None = None
         self._under_way: tuple[int, float, Future[None]] | None = None
+        self._manifest_bytes = 0
+        self._room: int | None = None
+        """A descriptor of the file that keeps it."""
         self.best: Best | None = None
         self.keep_best = keep_best
 
@@ -110,13 +121,47 @@ class Commits:
             StoreError: as of ``TileStore.create`` and ``open``: no room, of another run, in use.
         """
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shapes = [parts(i) for i in range(len(layout.tiles))]
+        # As ``begin`` will have it; the names are most of what a commit says.
+        names = {piece.param: _LARGE for b in layout.trained for piece in b.pieces}
+        meta = {"step": _LARGE, "param_steps": names, "best": asdict(Best(-1 / 3, _LARGE, _LARGE))}
+        hold = int(self.keep_best)
+        self._manifest_bytes = manifest_space(shapes, self._identity, meta, hold)
+        if not self._resume:
+            self._keep_room()  # first: without it nothing is made
         make = TileStore.open if self._resume else TileStore.create
         self._store = make(  # type: ignore[operator]
-            directory=self._directory, shapes=[parts(i) for i in range(len(layout.tiles))],
-            engine=io, identity=self._identity, keep=self._keep, hold=int(self.keep_best),
-            checksum=xxh3, generations=1 if self._resume else self._versions,
+            directory=self._directory, shapes=shapes, engine=io,
+            identity=self._identity, keep=self._keep, hold=hold, checksum=xxh3,
+            generations=1 if self._resume else self._versions,
         )  # fmt: skip
         return self._store
+
+    def _keep_room(self) -> None:
+        """Take the space of the next manifest, in a file without a name: a disk that is full by
+        then must not refuse a run's only commit. A kill leaves nothing of it.
+
+        Raises:
+            StoreError: there is none.
+        """
+        if self._room is None:
+            fd, _ = nameless_file(self._directory)
+            try:
+                reserve(fd, self._manifest_bytes, os.fspath(self._directory))
+            except BaseException:
+                os.close(fd)
+                raise
+            self._room = fd
+
+    def _give_room(self) -> None:
+        """Let the manifest have it."""
+        if self._room is not None:
+            os.close(self._room)
+            self._room = None
+
+    def close(self) -> None:
+        """Give back what was kept free. Idempotent."""
+        self._give_room()
 
     def restore(self, engine: Engine, total: int, listener: Listener) -> int:
         """Put ``engine`` where the store's commit is; returns how many steps of ``total`` it took.
@@ -131,6 +176,7 @@ class Commits:
         meta = self.store.commit_meta
         if meta is None or int(meta["step"]) < total:
             self.store.reserve(self._versions)  # else nothing will be written
+            self._keep_room()
         if meta is None:
             return 0
         engine.steps.update(meta["param_steps"])
@@ -181,6 +227,7 @@ class Commits:
             "param_steps": engine.steps,
             "best": None if best is None else asdict(best),
         }
+        self._give_room()
         self._under_way = step, began, self.store.commit(meta, held)
 
     def poll(self, listener: Listener) -> None:
@@ -199,6 +246,10 @@ class Commits:
         step, began, future = self._under_way
         self._under_way = None
         future.result()
+        try:
+            self._keep_room()
+        except StoreError as error:  # this commit is there, and the next one may find some
+            log.info("no room is kept for the next commit: %s", error)
         listener.committed(CommitReport(step=step, seconds=time.perf_counter() - began))
 
 

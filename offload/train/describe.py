@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.models.naming import model_name
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from offload.train.run import Run
@@ -21,7 +21,7 @@ def describe(run: Run) -> list[str]:
     data = run.data.train
     best = options.kept != "last" and plan.versions > options.save_total_limit + 1
     lines = [
-        f"model   {model_name(run.meta.directory)}: {layout.elements / 1e6:,.0f}M parameters "
+        f"model   {model_name(run.meta.directory)}: {format_count(layout.elements)} parameters "
         f"trained, {format_bytes(weights)} of weights{_kept(run)}",
         f"data    {data.examples:,} examples, {data.tokens:,} tokens an epoch; {run.total:,} steps "
         f"of up to {options.batch_size * options.grad_accum} x {options.seq_len} tokens",
@@ -45,7 +45,7 @@ def describe(run: Run) -> list[str]:
     if options.skip_untouched_experts:
         lines.append(
             "not exact: a step leaves experts alone that none of its tokens reaches (the plan and "
-            "its time count all of them)"
+            "its time count those that even routing would reach)"
         )
     if run.prediction is not None:
         phases = "; ".join(

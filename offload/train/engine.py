@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.cpu_ops.adam_step import AdamStep
 from offload.errors import OffloadError
 from offload.train.grads import Gradients
 from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.order import UseOrder
+from offload.train.row_grads import taking_rows
 from offload.train.segments import Segment, same_random_numbers
+from offload.train.steps import Clock, Group, NotFinite, StepResult
 from offload.train.updates import Job, Updater
 from offload.train.vertical import Rounds
 from offload.train.weights import Entry, Shared, Weights
@@ -38,52 +39,6 @@ _OWN_GRAD: Any = torch.Tensor.grad
 """The attribute that autograd writes to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Hyper-parameters of some parameters for one step."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def step(self, number: int, clip: float) -> AdamStep:
-        return AdamStep(
-            lr=self.lr, step=number, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
-            weight_decay=self.weight_decay, clip=clip,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """``norm`` of all gradients before clipping, and the factor they were multiplied by.
-
-    ``experts`` and ``skipped``: updates of experts that are taken, and that are not because no
-    token reached them; both 0 unless ``Engine.skip_untouched``.
-    """
-
-    norm: float
-    clip: float
-    experts: int = 0
-    skipped: int = 0
-
-
-class NotFinite(OffloadError):
-    """A loss or a gradient is NaN or infinite; nothing was updated by that step."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """Where the training thread's time goes, in seconds."""
-
-    waiting: float = 0.0
-    """For weights: reads and updates that were not through."""
-    updates: float = 0.0
-    """Of these, for units with an update pending: what the optimizer costs beyond what runs behind
-    computing."""
-
-
 @dataclass(slots=True)
 class _Running:
     """A unit whose weights are in place."""
@@ -91,6 +46,34 @@ class _Running:
     depth: int = 0
     entries: list[Entry] = field(default_factory=list)
     ends: list[Callable[[], Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A view of a block's weights: elements from the block's first one, and strides."""
+
+    block: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Places:
+    """Tells views of these blocks' weights from other tensors."""
+
+    def __init__(self, blocks: dict[int, torch.Tensor]) -> None:
+        self._blocks = [
+            (t.data_ptr(), t.data_ptr() + t.nbytes, index, t.element_size())
+            for index, t in blocks.items()
+        ]
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        at = tensor.data_ptr()
+        for low, high, index, size in self._blocks:
+            if low <= at < high:
+                offset = (at - low) // size
+                return _Place(index, offset, tuple(tensor.shape), tensor.stride())
+        return tensor
 
 
 class Engine:
@@ -153,6 +136,10 @@ class Engine:
         self.table_rows: Callable[[int, int, int], torch.Tensor | None] | None = None
         """Set: (block, first row, end) -> rows of a table that is kept packed and never whole in
         the compute dtype, valid until the next call; None for other blocks."""
+        self.row_tables: frozenset[str] = frozenset()
+        """Parameters whose gradients from lookups are kept by rows (``row_grads``)."""
+        self.kept_units: frozenset[int] = frozenset()
+        """Units that keep their graph until backward instead of being run again."""
         self.inputs: SpilledInputs | None = None
         """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
@@ -219,6 +206,23 @@ class Engine:
                 self.gradients.add(block, piece, gradient)
 
         return take
+
+    def lookups(self, unit: int) -> contextlib.AbstractContextManager[None]:
+        """Gradients of the unit's tables that are looked up inside leave by rows."""
+        if not self.row_tables:
+            return contextlib.nullcontext()
+        tables = {
+            piece.param: (b, i)
+            for b in self.layout.units[unit].blocks
+            for i, piece in enumerate(self.layout.blocks[b].pieces)
+            if piece.param in self.row_tables
+        }
+        return taking_rows(
+            {
+                id(self.params[name]): functools.partial(self.gradients.add_rows, *at)
+                for name, at in tables.items()
+            }
+        )
 
     # -- units ----------------------------------------------------------------------------
 
@@ -291,6 +295,29 @@ class Engine:
     def current_micro(self) -> int:
         """The number of the micro-batch that runs."""
         return self.micro if self.rounds is None else self.rounds.index
+
+    def keeps_graph(self, unit: int) -> bool:
+        return unit in self.kept_units
+
+    def saving(self, unit: int) -> contextlib.AbstractContextManager[Any]:
+        """Inside, autograd saves weights of the running unit as their places: their memory is
+        another's between forward and backward."""
+        places = _Places({e.block.index: e.tensor for e in self._running[unit].entries})
+        return torch.autograd.graph.saved_tensors_hooks(
+            places.pack, functools.partial(self._saved, unit)
+        )
+
+    def _saved(self, unit: int, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Place):
+            return packed  # type: ignore[no-any-return]
+        entries = self._running[unit].entries
+        whole = next((e.tensor for e in entries if e.block.index == packed.block), None)
+        if whole is None:
+            raise AssertionError("backward of a unit whose weights are not in place")
+        with torch.no_grad():
+            return whole.as_strided(
+                packed.shape, packed.stride, whole.storage_offset() + packed.offset
+            )
 
     def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
         if self.inputs is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts
 from offload.models.params import parameters
+from offload.train.row_grads import RowGradient, taking_rows
 from offload.train.segments import without_caches
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,20 @@ class TrainFootprint:
     measured: bool
     inputs: tuple[int, ...] = ()
     """Of each unit, bytes of its input if that can leave RAM until backward; else 0."""
+    graphs: tuple[int, ...] = ()
+    """Of each unit, bytes that autograd keeps of its forward for backward."""
 
 
-def measure_training(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
-    """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed."""
+def measure_training(
+    model: Any, units: list[nn.Module], rows: int, length: int,
+    tables: Collection[torch.Tensor] = (),
+) -> TrainFootprint:  # fmt: skip
+    """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed.
+
+    ``tables``: parameters whose gradients from lookups leave by rows.
+    """
     try:
-        return _measure(model, units, rows, length)
+        return _measure(model, units, rows, length, tables)
     except Exception as error:  # noqa: BLE001  data-dependent code refuses meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
@@ -143,7 +153,9 @@ def any_unit_calls(
     return unit_calls(model, units, rows, length, masked=False)
 
 
-def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> TrainFootprint:
+def _measure(
+    model: Any, units: list[nn.Module], rows: int, length: int, tables: Collection[torch.Tensor]
+) -> TrainFootprint:
     """Raises whatever an operation raises that cannot work without data."""
     calls = any_unit_calls(model, units, rows, length)
     with contextlib.ExitStack() as stack:
@@ -151,12 +163,14 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
             stack.enter_context(stub_experts(group.module, group.n_experts))
         stack.enter_context(buffers_on_meta(model))
         stack.enter_context(_CpuAttention())
+        stack.enter_context(taking_rows({id(table): _forget_rows for table in tables}))
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}
         shared: dict[int, int] = {}
         inputs: dict[int, int] = {}
         peak = 0
-        seen: dict[Any, int] = {}
+        seen: dict[Any, tuple[int, int]] = {}
+        graphs: dict[int, int] = {}
         for unit in units:
             if id(unit) not in calls:
                 continue
@@ -171,7 +185,8 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
                     inputs[id(unit)] = min(tensor.nbytes, storage.nbytes())
             if key not in seen:
                 seen[key] = _unit_peak(unit, leaves, spec, weights)
-            peak = max(peak, seen[key])
+            peak = max(peak, seen[key][0])
+            graphs[id(unit)] = seen[key][1]
     return TrainFootprint(
         unit_bytes=peak + _expert_bytes(model, rows * length),
         boundary_bytes=sum(kept.values()),
@@ -182,10 +197,14 @@ def _measure(model: Any, units: list[nn.Module], rows: int, length: int) -> Trai
         + rows * length * length * 4,
         measured=True,
         inputs=tuple(inputs.get(id(unit), 0) for unit in units),
+        graphs=tuple(graphs.get(id(unit), 0) for unit in units),
     )
 
 
-def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int]) -> int:
+def _unit_peak(
+    unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int]
+) -> tuple[int, int]:  # fmt: skip
+    """(most bytes of forward and backward, bytes that are kept between the two)"""
     inputs = [
         x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
         for x in leaves
@@ -199,6 +218,7 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
     try:
         with torch.enable_grad(), watch:
             out, _ = tree_flatten(unit(*args, **kwargs))
+            graph = watch.live()
             outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
             grads = [torch.empty_like(x) for x in outs]
             if outs:  # none of a frozen embedding's
@@ -206,7 +226,11 @@ def _unit_peak(unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int])
     finally:
         for handle in handles:
             handle.remove()
-    return watch.peak
+    return watch.peak, graph
+
+
+def _forget_rows(rows: RowGradient) -> None:
+    del rows
 
 
 def _forget(param: torch.Tensor) -> None:

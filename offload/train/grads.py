@@ -7,13 +7,14 @@ and read back beside the tile's states.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,12 @@ import torch
 
 from offload.blocks import DTYPE_BYTES, align_up
 from offload.cpu_ops import grad_norm
-from offload.cpu_ops.grad_norm import Numbers
+from offload.cpu_ops.grad_norm import CHUNK, Numbers
 from offload.io.engines import Engine
 from offload.io.files import DirectFile
-from offload.io.store import DEMAND, PREFETCH
-from offload.train.buffers import BufferPool
-from offload.train.layout import Block, Piece, TrainLayout
+from offload.train.grad_spill import GradientFile, largest_tile
+from offload.train.layout import Block, Piece, Tile, TrainLayout
+from offload.train.row_grads import RowGradient
 from offload.train.tiles import numbers
 from offload.train.weights import Shared, as_numbers
 
@@ -35,11 +36,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Held:
-    """A block's gradients: one tensor for each piece that has any."""
+    """A block's gradients: one for each piece that has any."""
 
-    pieces: dict[int, torch.Tensor] = field(default_factory=dict)
+    pieces: dict[int, torch.Tensor | RowGradient] = field(default_factory=dict)
     spilled: set[int] = field(default_factory=set)
     """Pieces whose bytes are in the file."""
+    unwritten: dict[int, Numbers | None] | None = None
+    """Of a block whose gradients leave by slices (``add_slice``): its tiles that are not in the
+    file yet, and what there is of them; None of any other block."""
 
 
 class Gradients:
@@ -55,24 +59,21 @@ class Gradients:
         self.layout = layout
         self.dtype = dtype
         self._shared = shared
-        self._engine = engine
         self._spill = frozenset(spill)
-        self._file = file
         self._workers = workers
         self._held: dict[int, _Held] = {}
         self._leaving: dict[int, _Held] = {}
         """What a step has taken, until the block's update is through."""
         self._factors: dict[tuple[int, int], float] = {}
         self._sums: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
-        self._offsets = spill_offsets(layout, self._spill, dtype)
-        self._staging = BufferPool(SPILL_BUFFERS * align_up(4 * _largest(layout)), "spill")
-        self._writing: dict[int, int] = {}
-        self._parting: deque[tuple[Block, dict[int, torch.Tensor]]] = deque()
+        self.file = GradientFile(layout, shared, engine, file, self._spill, dtype)
+        self._parting: deque[tuple[Block, dict[int, torch.Tensor | RowGradient]]] = deque()
         """What the spilling thread has yet to copy out; at most one unit's."""
+        self._zeros: dict[str, Numbers] = {}
+        """Of the largest tile, by dtype: where gradients of rows are spread out. The updating
+        thread's."""
         self._spiller: threading.Thread | None = None
         self._closed = False
-        self.written_bytes = 0
-        self.read_bytes = 0
 
     def dtype_of(self, block: Block) -> str:
         return self.dtype or block.dtype
@@ -85,16 +86,12 @@ class Gradients:
         """Add ``gradient`` (any shape of the piece's size; [rows] of its first dimension with
         ``rows``) to a piece's. May keep the tensor itself: the caller lets go of it."""
         spec = self.layout.blocks[block]
-        held = self._held.setdefault(block, _Held())
-        self._sums.pop((block, piece), None)
-        factor = self._factors.pop((block, piece), 1.0)
-        if piece in held.spilled:
-            self._fetch(spec, held)
-        if factor != 1.0 and piece in held.pieces:
-            held.pieces[piece] = held.pieces[piece] * factor
+        held = self._open(spec, piece)
         dtype: torch.dtype = getattr(torch, self.dtype_of(spec))
         flat = gradient.detach().reshape(-1)
         total = held.pieces.get(piece)
+        if isinstance(total, RowGradient):
+            total = held.pieces[piece] = total.dense(spec.pieces[piece].count)
         if rows is not None:
             shape = spec.pieces[piece].shape
             if total is None:
@@ -107,19 +104,112 @@ class Gradients:
         else:
             total.add_(flat)
 
+    def add_rows(self, block: int, piece: int, gradient: RowGradient) -> None:
+        """Add a gradient that is zero but for some rows of the piece."""
+        spec = self.layout.blocks[block]
+        held = self._open(spec, piece)
+        total = held.pieces.get(piece)
+        if total is None:
+            dtype: torch.dtype = getattr(torch, self.dtype_of(spec))
+            held.pieces[piece] = gradient.to(dtype)
+        elif isinstance(total, RowGradient):
+            held.pieces[piece] = total.plus(gradient)
+        else:
+            gradient.add_to(total)
+
+    def add_slice(
+        self, block: int, piece: int, gradient: torch.Tensor, rows: slice
+    ) -> None:  # fmt: skip
+        """As ``add`` with ``rows``, for slices that come once in a step and are all there is of the
+        piece: of a spilled block each is measured and written at once, so that the whole gradient
+        is never in RAM. (A head of 128k rows is half a gigabyte, in bfloat16.)"""
+        spec = self.layout.blocks[block]
+        held = self._held.setdefault(block, _Held())
+        begun = held.unwritten is not None
+        width = spec.pieces[piece].count // spec.pieces[piece].shape[0]
+        first, count = rows.start * width, (rows.stop - rows.start) * width
+        if (
+            block not in self._spill
+            or first % CHUNK
+            or ((held.pieces or held.spilled) and not begun)
+        ):
+            self.add(block, piece, gradient, rows)
+            return
+        if held.unwritten is None:
+            held.unwritten = dict.fromkeys(spec.tiles)
+        key = block, piece
+        if piece not in held.spilled:
+            self._sums[key] = np.zeros(grad_norm.chunks(spec.pieces[piece].count), np.float64)
+            held.spilled.add(piece)
+        dtype: torch.dtype = getattr(torch, self.dtype_of(spec))
+        flat = as_numbers(gradient.detach().to(dtype).contiguous())
+        chunk = first // CHUNK
+        sums = self._sums[key][chunk : chunk + grad_norm.chunks(count)]
+        grad_norm.squares(flat, sums, workers=self._workers)
+        low = spec.pieces[piece].offset + first
+        for index in spec.tiles:
+            tile = self.layout.tiles[index]
+            a, b = max(low, tile.start), min(low + count, tile.start + tile.count)
+            if a >= b:
+                continue
+            part = flat[a - low : b - low]
+            if b - a == tile.count:
+                self.file.write(spec, index, partial(np.copyto, src=part))
+                del held.unwritten[index]
+                continue
+            room = held.unwritten[index]
+            if room is None:
+                room = held.unwritten[index] = np.zeros(tile.count, flat.dtype)
+            room[a - tile.start : b - tile.start] = part
+
+    def _flush(self, spec: Block, held: _Held) -> None:
+        """Write the rest of a block whose gradients have left by slices."""
+        if held.unwritten is None:
+            return
+        for index, room in held.unwritten.items():
+
+            def fill(target: Numbers, room: Numbers | None = room, index: int = index) -> None:
+                target[:] = 0 if room is None else room
+                self._fill(spec, index, held.pieces, target)
+
+            self.file.write(spec, index, fill)
+        held.unwritten = None
+        held.spilled.update(held.pieces)
+        held.pieces = {}
+
+    def _open(self, spec: Block, piece: int) -> _Held:
+        """The block's gradients, with this piece's in RAM and its factor applied."""
+        key = spec.index, piece
+        held = self._held.setdefault(spec.index, _Held())
+        self._sums.pop(key, None)
+        factor = self._factors.pop(key, 1.0)
+        if piece in held.spilled:
+            self._fetch(spec, held)
+        if factor != 1.0 and piece in held.pieces:
+            total = held.pieces[piece]
+            if isinstance(total, RowGradient):
+                held.pieces[piece] = total.scaled(factor)
+            else:
+                held.pieces[piece] = total * factor
+        return held
+
     def seal(self, block: int) -> None:
         """No more gradients of this block in this step: measure them, and spill them if planned."""
         spec = self.layout.blocks[block]
         held = self._held.get(block)
         if held is None:
             return
-        if held.spilled:
+        if held.spilled and held.unwritten is None:
             self._fetch(spec, held)
         for i, tensor in held.pieces.items():
+            if isinstance(tensor, RowGradient):
+                self._sums[block, i] = tensor.squares(spec.pieces[i].count)
+                continue
             flat = as_numbers(tensor)
             sums = np.empty(grad_norm.chunks(flat.size), np.float64)
             grad_norm.squares(flat, sums, workers=self._workers)
             self._sums[block, i] = sums
+        self._flush(spec, held)
         self.park(block)
 
     def park(self, block: int) -> None:
@@ -136,8 +226,8 @@ class Gradients:
         if self._spiller is None:
             self._spiller = threading.Thread(target=self._serve, name="offload-spill", daemon=True)
             self._spiller.start()
+        self.file.write_begins(self.layout.blocks[block])
         with self._shared.changed:
-            self._writing[block] = self._writing.get(block, 0) + 1
             self._parting.append((self.layout.blocks[block], held.pieces))
             self._shared.notify()
         held.spilled.update(held.pieces)
@@ -198,12 +288,18 @@ class Gradients:
         held = self._held.get(block)
         if held is None or piece not in self.pieces(block):
             return None
-        if piece in held.pieces:
-            return held.pieces[piece].clone()
         spec = self.layout.blocks[block]
-        copy = _Held(spilled={piece})
-        self._fetch(spec, copy)
-        return copy.pieces[piece]
+        self._flush(spec, held)
+        if piece not in held.pieces:
+            held = _Held(spilled={piece})
+            self._fetch(spec, held)
+            value = held.pieces[piece]
+            assert isinstance(value, torch.Tensor)
+            return value
+        value = held.pieces[piece]
+        if isinstance(value, RowGradient):
+            return value.dense(spec.pieces[piece].count)
+        return value.clone()
 
     def discard(self, block: int, piece: int) -> None:
         """Drop a piece's gradient."""
@@ -237,9 +333,7 @@ class Gradients:
         held = self._leaving.get(block.index)
         if held is None or not held.spilled:
             return None
-        assert self._file is not None
-        self.read_bytes += into.nbytes
-        return self._engine.read(self._file, self._offsets[tile], into, PREFETCH)
+        return self.file.read_ahead(tile, into)
 
     def of_tile(
         self, block: Block, tile: int, buffer: npt.NDArray[np.uint8] | None
@@ -250,12 +344,39 @@ class Gradients:
         for i, piece, low, high in overlaps(block, spec.start, spec.start + spec.count):
             gradient: Numbers | None = None
             if held is not None and i in held.pieces:
-                whole = as_numbers(held.pieces[i])
+                mine = held.pieces[i]
+                if isinstance(mine, RowGradient):
+                    with self._spread(mine, block, low - piece.offset, high - piece.offset) as rows:
+                        yield i, piece, low - spec.start, high - low, rows
+                    continue
+                whole = as_numbers(mine)
                 gradient = whole[low - piece.offset : high - piece.offset]
             elif held is not None and i in held.spilled and buffer is not None:
                 whole = numbers(buffer, self.dtype_of(block))
                 gradient = whole[low - spec.start : high - spec.start]
             yield i, piece, low - spec.start, high - low, gradient
+
+    @contextlib.contextmanager
+    def _spread(
+        self, rows: RowGradient, block: Block, low: int, high: int
+    ) -> Iterator[Numbers]:  # fmt: skip
+        """Elements ``low:high`` of a gradient with its zeros: in one array for all tiles, which is
+        cleared behind each where it is not zero."""
+        dtype = self.dtype_of(block)
+        if dtype not in self._zeros:
+            nbytes = largest_tile(self.layout) * DTYPE_BYTES[dtype]
+            self._zeros[dtype] = numbers(np.zeros(nbytes, np.uint8), dtype)
+        whole = self._zeros[dtype][: high - low]
+        parts = [
+            (slice(at - low, at - low + len(part)), part) for at, part in rows.parts(low, high)
+        ]
+        for where, part in parts:
+            whole[where] = part
+        try:
+            yield whole
+        finally:
+            for where, _ in parts:
+                whole[where] = 0
 
     def leaving_bytes(self) -> int:
         """Bytes in RAM of gradients that updates wait to use."""
@@ -264,10 +385,6 @@ class Gradients:
     def drop(self, block: int) -> None:
         """The block's update is through."""
         self._leaving.pop(block, None)
-
-    def _wait_for_room(self, nbytes: int) -> None:
-        """With the lock held."""
-        self._shared.wait_for(lambda: self._staging.fits(nbytes), "room for spilled gradients")
 
     # -- the file -------------------------------------------------------------------------
 
@@ -287,82 +404,61 @@ class Gradients:
                 del pieces
                 with shared.changed:
                     self._parting.popleft()
-                    self._writing[block.index] -= 1
-                    shared.notify()
+                self.file.write_ended(block)
         except BaseException as error:
             if not self._closed:
                 log.debug("gradients could not be spilled", exc_info=True)
                 shared.fail(error)
 
-    def _write(self, block: Block, pieces: dict[int, torch.Tensor]) -> None:
-        size = DTYPE_BYTES[self.dtype_of(block)]
+    def _write(self, block: Block, pieces: Mapping[int, torch.Tensor | RowGradient]) -> None:
         for index in block.tiles:
-            tile = self.layout.tiles[index]
-            nbytes = align_up(tile.count * size)
-            with self._shared.changed:
-                self._wait_for_room(nbytes)
-                memory = self._staging.take(nbytes)
-            target = numbers(memory.tensor().numpy(), self.dtype_of(block))
-            for i, piece, low, high in overlaps(block, tile.start, tile.start + tile.count):
-                part = target[low - tile.start : high - tile.start]
-                tensor = pieces.get(i)
-                if tensor is None:
-                    part[:] = 0
-                else:
-                    part[:] = as_numbers(tensor)[low - piece.offset : high - piece.offset]
-            assert self._file is not None
-            self.written_bytes += nbytes
-            with self._shared.changed:
-                self._writing[block.index] += 1
-            future = self._engine.write(self._file, self._offsets[index], memory.view())
-            future.add_done_callback(self._done(block.index, memory))
 
-    def _done(self, block: int, memory: Any) -> Callable[[Future[int]], None]:
-        def done(future: Future[int]) -> None:
-            error = future.exception()
-            with self._shared.changed:
-                self._staging.give(memory)
-                self._writing[block] -= 1
-                if error is not None:
-                    self._shared.fail(error)
-                self._shared.notify()
+            def fill(target: Numbers, index: int = index) -> None:
+                if len(pieces) < len(block.pieces):
+                    target[:] = 0
+                self._fill(block, index, pieces, target)
 
-        return done
+            self.file.write(block, index, fill)
+
+    def _fill(
+        self, block: Block, index: int, pieces: Mapping[int, torch.Tensor | RowGradient],
+        target: Numbers,
+    ) -> None:  # fmt: skip
+        """Put what a tile holds of these pieces into it."""
+        tile = self.layout.tiles[index]
+        for i, piece, low, high in overlaps(block, tile.start, tile.start + tile.count):
+            part = target[low - tile.start : high - tile.start]
+            mine = pieces.get(i)
+            if isinstance(mine, RowGradient):
+                part[:] = 0
+                for at, row in mine.parts(low - piece.offset, high - piece.offset):
+                    first = at + piece.offset - low
+                    part[first : first + len(row)] = row
+            elif mine is not None:
+                part[:] = as_numbers(mine)[low - piece.offset : high - piece.offset]
 
     def settle(self, block: int) -> None:
         """Wait until what was spilled of a block is in the file."""
-        with self._shared.changed:
-            self._shared.wait_for(lambda: not self._writing.get(block), "spilled gradients")
+        self.file.settle(block)
 
     def _fetch(self, block: Block, held: _Held) -> None:
         """Bring spilled gradients back, to add to them."""
+        self._flush(block, held)
         self.settle(block.index)
-        assert self._file is not None
-        size = DTYPE_BYTES[self.dtype_of(block)]
         dtype: torch.dtype = getattr(torch, self.dtype_of(block))
-        for i in held.spilled:
-            held.pieces[i] = torch.empty(block.pieces[i].count, dtype=dtype)
-        pool = self._staging
+        back = {i: torch.empty(block.pieces[i].count, dtype=dtype) for i in held.spilled}
         for index in block.tiles:
             tile = self.layout.tiles[index]
-            nbytes = align_up(tile.count * size)
-            with self._shared.changed:
-                self._wait_for_room(nbytes)
-                memory = pool.take(nbytes)
-            try:
-                self.read_bytes += nbytes
-                view = memory.view()
-                self._engine.read(self._file, self._offsets[index], view, DEMAND).result()
-                source = numbers(memory.tensor().numpy(), self.dtype_of(block))
+
+            def use(source: Numbers, tile: Tile = tile) -> None:
                 for i, piece, low, high in overlaps(block, tile.start, tile.start + tile.count):
-                    if i in held.spilled:
-                        whole = as_numbers(held.pieces[i])
-                        whole[low - piece.offset : high - piece.offset] = source[
-                            low - tile.start : high - tile.start
-                        ]
-            finally:
-                with self._shared.changed:
-                    pool.give(memory)
+                    if i in back:
+                        whole = as_numbers(back[i])
+                        part = source[low - tile.start : high - tile.start]
+                        whole[low - piece.offset : high - piece.offset] = part
+
+            self.file.read(block, index, use)
+        held.pieces.update(back)
         held.spilled.clear()
 
     def close(self) -> None:
@@ -374,30 +470,7 @@ class Gradients:
         self._parting.clear()
         self._held.clear()
         self._leaving.clear()
-        self._staging.close()
-        if self._file is not None:
-            self._file.close()
-
-
-SPILL_BUFFERS = 3
-"""Tiles of gradients on their way to the disk."""
-
-
-def _largest(layout: TrainLayout) -> int:
-    return max((t.count for t in layout.tiles), default=1)
-
-
-def spill_offsets(layout: TrainLayout, spill: Iterable[int], dtype: str | None) -> dict[int, int]:
-    """Tile -> its offset in the file of spilled gradients; -1: the file's bytes."""
-    out, end = {}, 0
-    for b in sorted(spill):
-        block = layout.blocks[b]
-        size = DTYPE_BYTES[dtype or block.dtype]
-        for index in block.tiles:
-            out[index] = end
-            end += align_up(layout.tiles[index].count * size)
-    out[-1] = end
-    return out
+        self.file.close()
 
 
 def overlaps(block: Block, start: int, stop: int) -> Iterator[tuple[int, Piece, int, int]]:

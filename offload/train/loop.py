@@ -98,9 +98,18 @@ class EngineHead:
         first, end = self.slices[i]
         return None if self.module.bias is None else self.module.bias.detach()[first:end]
 
+    def _final(self) -> bool:
+        """Whether the slices of this micro-batch are the head's whole gradient in this step."""
+        engine = self.engine
+        users = engine.layout.users[self._places["weight"][0]]
+        alone = engine.rounds is None and engine.micro == 0 and engine.last_micro_batch
+        return alone and users == [self.unit]
+
     def gradient(self, i: int, weight: Tensor, bias: Tensor | None) -> None:
         rows = slice(*self.slices[i])
-        self.engine.gradients.add(*self._places["weight"], weight, rows)
+        gradients = self.engine.gradients
+        add = gradients.add_slice if self._final() else gradients.add
+        add(*self._places["weight"], weight, rows)
         if bias is not None and self.module.bias.requires_grad:
             self.engine.gradients.add(*self._places["bias"], bias, rows)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.blocks import TensorSpec
 from offload.errors import StoreError
 from offload.models.meta import MetaModel
 from offload.models.params import parameters
+from offload.models.request import expert_top_k
 from offload.models.workspace import kernel_bytes
+from offload.train.footprint import TrainFootprint
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import workspace_bytes
 from offload.train.layout import TrainLayout
@@ -20,6 +24,7 @@ from offload.train.loop import HEAD_ROWS
 from offload.train.options import TrainOptions
 from offload.train.plan import StepRates
 from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
+from offload.train.row_grads import lookup_tables
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +33,21 @@ LARGEST_SAMPLE = 1 << 30
 
 
 def step_rates(
-    meta: MetaModel, modules: list[Any], form: HeadForm | None, options: TrainOptions, states: Path
-) -> StepRates | None:
-    """Measure what a prediction needs; None where it cannot be."""
+    meta: MetaModel, layout: TrainLayout, modules: list[Any], form: HeadForm | None,
+    options: TrainOptions, states: Path, tables: Sequence[torch.Tensor],
+) -> StepRates | None:  # fmt: skip
+    """Measure what a prediction needs; None where it cannot be. ``tables``: parameters whose
+    gradients from lookups leave by rows."""
     if max((sum(p.nbytes for p in parameters(m).values()) for m in modules), default=0) > (
         LARGEST_SAMPLE
     ):
         return None
-    micro = compute_seconds(meta.model, modules, form, options.batch_size, options.seq_len)
-    if micro is None:
+    measured = compute_seconds(
+        meta.model, modules, form, options.batch_size, options.seq_len, tables
+    )
+    if measured is None:
         return None
+    micro, each = measured
     try:
         read, write = disk_mix(states.parent)
     except StoreError as error:
@@ -47,7 +57,30 @@ def step_rates(
     return StepRates(
         compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
         disk_read=read, disk_write=write, update=UPDATE_BYTES_S,
+        units={
+            unit.index: each[i] * options.grad_accum
+            for unit in layout.units
+            for i, module in enumerate(modules)
+            if unit.module is module
+        },
     )  # fmt: skip
+
+
+def graph_sizes(
+    layout: TrainLayout, modules: Sequence[Any], footprint: TrainFootprint, options: TrainOptions
+) -> dict[int, int]:  # fmt: skip
+    """``KeptGraphs.sizes``: of units between the first and the head whose weights are all in place
+    while they run (no fused experts), and whose forward adds no loss of its own."""
+    if options.router_aux_loss is not None:
+        return {}
+    measured = dict(zip(map(id, modules), footprint.graphs, strict=False))
+    inputs = dict(zip(map(id, modules), footprint.inputs, strict=False))
+    sizes = {
+        u.index: measured.get(id(u.module), 0)
+        for u in layout.units
+        if not u.groups and inputs.get(id(u.module), 0)
+    }
+    return {unit: size for unit, size in sizes.items() if size}
 
 
 def product_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
@@ -67,11 +100,60 @@ def product_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
     return kernel_bytes(specs, 3 * tokens, ram)
 
 
+def touched_shares(meta: MetaModel, layout: TrainLayout, options: TrainOptions) -> dict[int, float]:
+    """Block of an expert -> how likely a step's tokens reach it, T tokens that each choose k of E
+    evenly: 1 - (1 - k/E)^T. Routers that are not even reach fewer."""
+    top = expert_top_k(meta.model.config.get_text_config())
+    tokens = options.batch_size * options.seq_len * options.grad_accum
+    return {
+        block: 1.0 - (1.0 - min(1.0, top / len(ids))) ** tokens
+        for unit in layout.units
+        for ids in unit.experts.values()
+        for block in ids
+    }
+
+
 def sum_dtype(options: TrainOptions) -> str | None:
     """In which gradients are summed; None: in their weights' dtype."""
     if options.grad_dtype is None:
         return "float32" if options.grad_accum > 1 else None
     return {"bf16": "bfloat16", "fp32": "float32"}[options.grad_dtype]
+
+
+def rows_in_ram(
+    layout: TrainLayout, options: TrainOptions, grad_dtype: str | None
+) -> dict[str, int]:  # fmt: skip
+    """Tables whose gradients are kept by rows, in RAM -> bytes of them at most: those that nothing
+    but lookups uses, where a step's tokens are at most a quarter of the rows."""
+    out = {}
+    tokens = options.batch_size * options.seq_len * options.grad_accum
+    for name, only_looked_up in lookup_tables(layout).items():
+        tensor = layout.params[name].tensor
+        dtype: torch.dtype = getattr(torch, grad_dtype) if grad_dtype else tensor.dtype
+        row = tensor.shape[1] * dtype.itemsize
+        if only_looked_up and 4 * tokens <= tensor.shape[0]:
+            out[name] = tokens * (row + torch.int64.itemsize)
+    return out
+
+
+def row_tables(layout: TrainLayout, in_ram: Mapping[str, int]) -> frozenset[str]:
+    """Parameters whose lookups' gradients are by rows: these, and tables that are a head, too,
+    whose rows are added to its gradient."""
+    tied = {name for name, only_looked_up in lookup_tables(layout).items() if not only_looked_up}
+    return frozenset(tied.union(in_ram))
+
+
+def head_in_slices(
+    layout: TrainLayout, form: HeadForm | None, head: nn.Module | None, options: TrainOptions
+) -> frozenset[str]:
+    """Parameters of a head whose gradient in a step comes slice by slice, each slice once."""
+    if form is None or head is None or options.grad_accum > 1:
+        return frozenset()
+    unit = next((u.index for u in layout.units if u.module is head), None)
+    alone = {b for b, users in enumerate(layout.users) if users == [unit]}
+    return frozenset(
+        piece.param for b in alone for piece in layout.blocks[b].pieces if len(piece.shape) == 2
+    )
 
 
 def loss_bytes(

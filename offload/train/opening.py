@@ -23,7 +23,8 @@ from offload.models.recipes import TensorReader
 from offload.runtime.memory import HostMemory
 from offload.train.engine import Engine
 from offload.train.experts import stream_experts
-from offload.train.grads import Gradients, spill_offsets
+from offload.train.grad_spill import spill_offsets
+from offload.train.grads import Gradients
 from offload.train.inputs import SpilledInputs
 from offload.train.layout import TrainLayout
 from offload.train.order import UseOrder
@@ -68,6 +69,8 @@ class Placement:
     """Updates run inside backward: compute waits while more gradients than these wait for them."""
     inputs: InputSpill | None = None
     """Units whose inputs go to the disk between forward and backward; None: all stay in RAM."""
+    kept: frozenset[int] = frozenset()
+    """Units whose graphs stay in RAM from forward to backward, which does not run them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,8 @@ class EngineOptions:
     seed: int = 0
     skip_untouched: bool = False
     """See ``Engine.skip_untouched``."""
+    row_tables: frozenset[str] = frozenset()
+    """See ``Engine.row_tables``."""
     queue_depth: int = 4
     update_workers: int | None = 1
     directory: Path | None = None
@@ -168,6 +173,8 @@ def open_engine(
         undo.callback(updater.close)
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
         engine.skip_untouched = options.skip_untouched
+        engine.row_tables = options.row_tables
+        engine.kept_units = placement.kept
         engine.gradient_limit = placement.gradient_bytes
         if isinstance(weights, PackedWeights):
             engine.table_rows = weights.table_rows

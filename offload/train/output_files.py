@@ -14,7 +14,16 @@ from offload.train.output_target import MARKER
 log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
-_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".vocab"})
+_SUFFIXES = frozenset({".jinja", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"})
+_NAMES = (
+    "tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece",
+    "sentencepiece", "tekken", "dict", "entity_vocab", "normalizer", "emoji", "bpe.codes",
+    "chat_template", "generation_config", "preprocessor_config", "processor_config",
+    "video_preprocessor", "image_processor", "feature_extractor", "config_sentence_transformers",
+    "sentence_bert_config",
+)  # fmt: skip
+"""How files that tokenizers and processors of transformers read, in .json or .txt, begin: a folder
+has other such files, of losses, data or logs, that are nobody else's business."""
 _LEGAL = ("license", "licence", "notice", "use_policy", "copying")
 _NOT = frozenset({CONFIG, MARKER, MANIFEST, "adapter_config.json"})
 _TEMPLATES = "additional_chat_templates"
@@ -46,7 +55,8 @@ def _belongs(file: Path) -> bool:
     if name in _NOT or name.startswith(".") or name.endswith(".index.json"):
         return False
     legal = name.lower().startswith(_LEGAL) and file.suffix.lower() in ("", ".txt", ".md")
-    if not (legal or file.suffix in _SUFFIXES) or not file.is_file():
+    named = file.suffix in (".json", ".txt") and name.startswith(_NAMES)
+    if not (legal or named or file.suffix in _SUFFIXES) or not file.is_file():
         return False
     if file.stat().st_size > _LARGEST:
         log.warning("%s is not copied: it has more than %d bytes", file, _LARGEST)

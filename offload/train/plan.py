@@ -34,8 +34,14 @@ class Needs:
     """Slots by the dtype of weights."""
     grad_dtype: str | None
     """In which gradients are summed; None: in their weights'."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Parameters whose gradients are kept by rows, and in RAM -> bytes of them at most."""
+    sliced: frozenset[str] = frozenset()
+    """Parameters whose gradients leave by slices where they are spilled."""
     fetched_bytes: int = 0
     """Of fused experts that a unit needs beside its own weights: two at a time."""
+    updated: Mapping[int, float] = field(default_factory=dict)
+    """Block -> share of the steps that update it, where that is not all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +93,8 @@ def slot_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
 
 def grad_bytes(layout: TrainLayout, needs: Needs, block: int) -> int:
     spec = layout.blocks[block]
-    return sum(p.count for p in spec.pieces) * DTYPE_BYTES[needs.grad_dtype or spec.dtype]
+    size = DTYPE_BYTES[needs.grad_dtype or spec.dtype]
+    return sum(needs.rows.get(p.param, p.count * size) for p in spec.pieces)
 
 
 ORDERS = ("weights", "states")
@@ -127,14 +134,24 @@ def make_plan(
     ring_least += most  # an update's block, beside the unit that computes
     trained = [b.index for b in layout.trained]
     grads = {b: grad_bytes(layout, needs, b) for b in trained}
+    in_backward = not clipping and backwards == 1
+
+    def parting(b: int) -> int:
+        """Of a block's gradients, what is in RAM before it is spilled."""
+        whole = grads.get(b, 0)
+        slices = not in_backward and any(p.param in needs.sliced for p in blocks[b].pieces)
+        return min(whole, 2 * largest_tile) if slices else whole
+
     under_way = max(
         (
-            sum(grads.get(b, 0) for b in itertools.chain(u.blocks, *u.experts.values()))
+            sum(parting(b) for b in itertools.chain(u.blocks, *u.experts.values()))
             for u in layout.units
         ),
         default=0,
     )
-    kept_grads = sum(grads[b] for b in pinned if b in grads)
+    # Gradients by rows are never spilled: they are small, and a tile's are made when it is updated.
+    by_rows = {b for b in trained if any(p.param in needs.rows for p in blocks[b].pieces)}
+    kept_grads = sum(grads[b] for b in {*pinned, *by_rows} if b in grads)
     slack = slack_bytes(budget)
 
     def fixed(buffers: int) -> dict[str, int]:
@@ -143,6 +160,8 @@ def make_plan(
         out["states under way"] = buffers * (largest_slot + align_up(largest_tile))
         out["gradients spilling"] = 3 * align_up(largest_tile)
         out["gradients of a unit, to be spilled"] = under_way
+        if needs.rows:
+            out["rows of a tile"] = align_up(largest_tile)
         out["slack"] = slack
         return out
 
@@ -171,9 +190,8 @@ def make_plan(
         )
     left = budget - total(buffers)
     pinned_now, resident_now = set(pinned), set(resident)
-    in_ram: set[int] = {b for b in trained if b in pinned}
+    in_ram: set[int] = {b for b in trained if b in pinned or b in by_rows}
     order = [b for b in _spread(layout) if b not in pinned]
-    in_backward = not clipping and backwards == 1
     if in_backward:
         in_ram.update(trained)  # the engine waits where more than a unit's are there at a time
     # States and gradients by when forward uses their weights: what is updated first is there at
@@ -264,7 +282,7 @@ def traffic(
     updates run inside backward, and forward reads its weights.
     """
     weights = {"forward": 0, "backward": 0}
-    states_read = states_written = spilled = 0
+    states_read = states_written = spilled = 0.0
     ring = placement.weights_bytes - sum(layout.blocks[b].nbytes for b in placement.pinned)
     for block in layout.blocks:
         b = block.index
@@ -274,20 +292,21 @@ def traffic(
         if not block.trained:
             continue
         copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
+        share = needs.updated.get(b, 1.0)
         if b not in placement.resident:
             states = slot_bytes(layout, needs, b)
-            states_read += states - copy
-            states_written += states - (copy if b in placement.pinned else 0)
+            states_read += share * (states - copy)
+            states_written += share * (states - (copy if b in placement.pinned else 0))
         if b in placement.spilled:
-            spilled += grad_bytes(layout, needs, b)
+            spilled += share * grad_bytes(layout, needs, b)
     # Around both turns of a step the ring has what comes next.
     weights = {phase: max(0, n - backwards * ring // 2) for phase, n in weights.items()}
-    reads = {**weights, "forward" if clipping else "backward": 0}
+    reads: dict[str, float] = dict(weights)
     update = "forward" if clipping else "backward"
-    reads[update] = weights[update] + states_read + spilled
-    writes = {"forward": 0, "backward": spilled}
+    reads[update] += states_read + spilled
+    writes = {"forward": 0.0, "backward": spilled}
     writes[update] += states_written
-    return {phase: (reads[phase], writes[phase]) for phase in ("forward", "backward")}
+    return {phase: (round(reads[phase]), round(writes[phase])) for phase in writes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +320,8 @@ class StepRates:
     """Bytes per second, of reads and of writes under a mix of both."""
     update: float
     """Bytes per second of an update's pass over memory, on one thread."""
+    units: Mapping[int, float] = field(default_factory=dict)
+    """Unit -> seconds of its forwards in a step: what backward saves where its graph is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,10 +339,11 @@ class Prediction:
 def predict(plan: TrainPlan, rates: StepRates, update_bytes: int, *, clipping: bool) -> Prediction:
     """``update_bytes``: what all updates of a step read and write in memory."""
     lanes: dict[str, dict[str, float]] = {}
+    kept = sum(rates.units.get(unit, 0.0) for unit in plan.placement.kept)
     for phase, (read, written) in plan.phases.items():
         here = phase == ("forward" if clipping else "backward")
         lanes[phase] = {
-            "compute": rates.compute[phase],
+            "compute": rates.compute[phase] - (kept if phase == "backward" else 0.0),
             "ssd": read / rates.disk_read + written / rates.disk_write,
             "update": update_bytes / rates.update if here else 0.0,
         }

@@ -30,6 +30,7 @@ from offload.train.footprint import any_unit_calls
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import ResidentHead, head_loss
 from offload.train.loop import HEAD_ROWS
+from offload.train.row_grads import RowGradient, taking_rows
 
 logger = logging.getLogger(__name__)
 
@@ -39,32 +40,42 @@ bottleneck."""
 
 
 def compute_seconds(
-    model: Any, units: Sequence[nn.Module], form: HeadForm | None, rows: int, length: int
-) -> dict[str, float] | None:
-    """Phase -> seconds of one micro-batch; None where a unit does not run on made-up inputs."""
+    model: Any, units: Sequence[nn.Module], form: HeadForm | None, rows: int, length: int,
+    tables: Sequence[torch.Tensor] = (),
+) -> tuple[dict[str, float], tuple[float, ...]] | None:  # fmt: skip
+    """Phase -> seconds of one micro-batch, and each unit's seconds of forward; None where a unit
+    does not run on made-up inputs.
+
+    ``tables``: parameters whose gradients from lookups leave by rows.
+    """
     try:
         calls = any_unit_calls(model, list(units), rows, length)
         known: dict[Any, tuple[float, float]] = {}
         forward = backward = 0.0
+        each: list[float] = []
         for unit in units:
+            each.append(0.0)
             if id(unit) not in calls:
                 continue
             leaves, spec = tree_flatten(calls[id(unit)])
             shapes = tuple((tuple(x.shape), x.dtype) for x in leaves if torch.is_tensor(x))
             key = type(unit), shapes, sum(p.nbytes for p in parameters(unit).values())
             if key not in known:
-                known[key] = _time_unit(unit, leaves, spec)
+                known[key] = _time_unit(unit, leaves, spec, tables)
             forward += known[key][0]
+            each[-1] = known[key][0]
             backward += known[key][1]
         if form is not None:
             backward += _time_head(form, next(model.parameters()).dtype, rows * length)
     except Exception as error:  # noqa: BLE001  a prediction must never stop a run
         logger.info("a step's computing cannot be measured: %s", error)
         return None
-    return {"forward": forward, "backward": backward}
+    return {"forward": forward, "backward": backward}, tuple(each)
 
 
-def _time_unit(unit: nn.Module, leaves: list[Any], spec: Any) -> tuple[float, float]:
+def _time_unit(
+    unit: nn.Module, leaves: list[Any], spec: Any, tables: Sequence[torch.Tensor]
+) -> tuple[float, float]:
     """(seconds forward, seconds forward and backward), each the best of two."""
     real = copy.deepcopy(unit).to_empty(device="cpu")
     with torch.no_grad():
@@ -73,6 +84,11 @@ def _time_unit(unit: nn.Module, leaves: list[Any], spec: Any) -> tuple[float, fl
                 tensor.fill_(0.01)
             else:
                 tensor.zero_()
+    by_rows = {
+        id(now.weight): _drop
+        for was, now in zip(unit.modules(), real.modules(), strict=True)
+        if isinstance(now, nn.Embedding) and any(was.weight is table for table in tables)
+    }
     grads = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves]
     inputs = [_real(x) if isinstance(x, torch.Tensor) else x for x in leaves]
     forward, both = [], []
@@ -87,7 +103,7 @@ def _time_unit(unit: nn.Module, leaves: list[Any], spec: Any) -> tuple[float, fl
             x.detach().requires_grad_() if g else x for x, g in zip(inputs, grads, strict=True)
         ]
         args, kwargs = tree_unflatten(fresh, spec)
-        with torch.enable_grad():
+        with torch.enable_grad(), taking_rows(by_rows):
             out, _spec = tree_flatten(real(*args, **kwargs))
         outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
         if outs:  # none of a frozen embedding's
@@ -95,6 +111,10 @@ def _time_unit(unit: nn.Module, leaves: list[Any], spec: Any) -> tuple[float, fl
         both.append(time.perf_counter() - began)
         real.zero_grad()
     return min(forward), min(both)
+
+
+def _drop(rows: RowGradient) -> None:
+    del rows
 
 
 def _real(like: torch.Tensor) -> torch.Tensor:

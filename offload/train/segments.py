@@ -9,7 +9,7 @@ to hooks that nobody calls in time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,18 @@ class Runtime(Protocol):
 
     def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
         """Put a unit's input away until its backward; None: autograd keeps it in RAM."""
+        ...
+
+    def keeps_graph(self, unit: int) -> bool:
+        """Whether backward finds the unit's graph instead of running it again."""
+        ...
+
+    def saving(self, unit: int) -> contextlib.AbstractContextManager[Any]:
+        """What autograd saves inside must not hold the unit's weights in memory."""
+        ...
+
+    def lookups(self, unit: int) -> contextlib.AbstractContextManager[None]:
+        """Gradients of the unit's tables that are looked up inside leave by rows."""
         ...
 
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -160,6 +172,9 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
         runtime, unit = call.segment.runtime, call.segment.unit
+        if runtime.keeps_graph(unit):
+            return _keep_graph(ctx, call, list(tensors))
+        ctx.graph = None
         place = next((i for i, t in enumerate(tensors) if t is not None), -1)
         ctx.kept = None
         with runtime.running(unit, backward=False):
@@ -168,29 +183,20 @@ class _Run(torch.autograd.Function):
             if hidden is not None:  # the first one; the others are the same for all units
                 ctx.kept = runtime.keep(unit, hidden)
             out = call.run(list(tensors))
-        call.fixed = [None if isinstance(x, torch.Tensor) else x for x in out]
         ctx.call = call
         ctx.present = [t is not None for t in tensors]
         ctx.place = -1 if ctx.kept is None else place
         ctx.save_for_backward(
             *[t for i, t in enumerate(tensors) if t is not None and i != ctx.place]
         )
-        given = {id(t) for t in tensors if t is not None}
-        # A unit may hand an input through; autograd wants to be told, or given another tensor.
-        result = [
-            (x.view_as(x) if id(x) in given else x) if isinstance(x, torch.Tensor) else None
-            for x in out
-        ]
-        ctx.mark_non_differentiable(
-            *[x for x in result if x is not None and not x.is_floating_point()]
-        )
-        ctx.set_materialize_grads(False)
-        return tuple(result)
+        return _results(ctx, call, out, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         runtime, unit = call.segment.runtime, call.segment.unit
+        if ctx.graph is not None:
+            return None, None, *_backward_of_graph(ctx, call, grads)
         saved = iter(ctx.saved_tensors)
         needs = ctx.needs_input_grad[2:]
         with runtime.running(unit, backward=True):
@@ -204,13 +210,9 @@ class _Run(torch.autograd.Function):
                 if tensor is not None and need:
                     tensor.requires_grad_()
                 tensors.append(tensor)
-            with torch.enable_grad(), runtime.replay(call.key):
+            with torch.enable_grad(), runtime.replay(call.key), runtime.lookups(unit):
                 out = call.run(tensors)
-            pairs = [
-                (o, g)
-                for o, g in zip(out, grads, strict=True)
-                if isinstance(o, torch.Tensor) and o.requires_grad and g is not None
-            ]
+            pairs = _pairs(out, grads)
             del out
             pairs += runtime.extra_losses()
             if pairs:
@@ -219,6 +221,65 @@ class _Run(torch.autograd.Function):
         runtime.backward_done(unit)
         return None, None, *[None if t is None or not need else t.grad
                              for t, need in zip(tensors, needs, strict=True)]  # fmt: skip
+
+
+def _results(ctx: Any, call: _Call, out: list[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """What a unit returns, as autograd wants it."""
+    call.fixed = [None if isinstance(x, torch.Tensor) else x for x in out]
+    given = {id(t) for t in tensors if t is not None}
+    # A unit may hand an input through; autograd wants to be told, or given another tensor.
+    result = [
+        (x.view_as(x) if id(x) in given else x) if isinstance(x, torch.Tensor) else None
+        for x in out
+    ]
+    ctx.mark_non_differentiable(*[x for x in result if x is not None and not x.is_floating_point()])
+    ctx.set_materialize_grads(False)
+    return tuple(result)
+
+
+def _pairs(
+    out: Sequence[Any], grads: Sequence[torch.Tensor | None]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [
+        (o, g)
+        for o, g in zip(out, grads, strict=True)
+        if isinstance(o, torch.Tensor) and o.requires_grad and g is not None
+    ]
+
+
+def _keep_graph(ctx: Any, call: _Call, tensors: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    """Forward with autograd, on leaves of its own; the graph waits in ``ctx``."""
+    runtime, unit = call.segment.runtime, call.segment.unit
+    needs = ctx.needs_input_grad[2:]
+    leaves = [
+        None if t is None else t.detach().requires_grad_(need)
+        for t, need in zip(tensors, needs, strict=True)
+    ]
+    with runtime.running(unit, backward=False):
+        call.key = runtime.forward_key(unit)
+        with torch.enable_grad(), runtime.saving(unit), runtime.lookups(unit):
+            out = call.run(list(leaves))
+    ctx.call, ctx.graph = call, (leaves, out)
+    return _results(
+        ctx, call, [x.detach() if isinstance(x, torch.Tensor) else x for x in out], tensors
+    )
+
+
+def _backward_of_graph(
+    ctx: Any, call: _Call, grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Gradients of the inputs; those of the weights leave on their way."""
+    runtime, unit = call.segment.runtime, call.segment.unit
+    leaves, out = ctx.graph
+    ctx.graph = ()  # freed as backward goes, and not to be gone through again
+    with runtime.running(unit, backward=True):
+        pairs = _pairs(out, grads)
+        del out
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        del pairs
+    runtime.backward_done(unit)
+    return [None if t is None else t.grad for t in leaves]
 
 
 @contextlib.contextmanager

@@ -30,6 +30,9 @@ from offload.train.weights import Entry, Shared, Weights
 
 log = logging.getLogger(__name__)
 
+EARLIER, BUFFER = "the updates of the step before", "a buffer for optimizer states"
+"""What is waited for."""
+
 
 class Tiles(Protocol):
     """Durable tiles: ``io.tile_store.TileStore``."""
@@ -122,11 +125,22 @@ class Updater:
         return self._kinds[self.layout.blocks[spec.block].dtype].offsets(spec.count)[-1]
 
     def schedule(self, jobs: Collection[Job]) -> None:
-        """Have these updates run, in this order; their blocks are stale until then."""
-        self._weights.make_stale([job.block for job in jobs])
-        with self._shared.changed:
+        """Have these updates run, in this order; their blocks are stale until then.
+
+        Waits for the update before of each of these blocks: most are through, because forward has
+        used their weights since. Not so experts that no token went to, and units that were not
+        called: two updates of a block under way at once would read the same old states, and the
+        first to end would call the weights current.
+        """
+        shared, weights = self._shared, self._weights
+        blocks = frozenset(job.block for job in jobs)
+        with shared.changed:
+            if not weights.stale.isdisjoint(blocks):
+                with weights.idle():
+                    shared.wait_for(lambda: weights.stale.isdisjoint(blocks), EARLIER)
+            weights.make_stale(blocks)
             self._jobs.extend(jobs)
-            self._shared.notify()
+            shared.notify()
 
     def drain(self) -> None:
         """Wait until every update is through and written."""
@@ -206,7 +220,7 @@ class Updater:
             if not fits():
                 if not wait:
                     return False
-                shared.wait_for(fits, "a buffer for optimizer states")
+                shared.wait_for(fits, BUFFER)
             task.memory = self._pool.take(states) if states else None
             task.gradient = self._gradient_pool.take(spilled) if spilled else None
         # Asked only now: before its first write has ended a tile passes for virgin.

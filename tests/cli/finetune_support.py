@@ -81,8 +81,8 @@ class FakeRun:
 
 
 def fake_engine(runs: list[FakeRun], **settings: object) -> ModuleType:
-    """A module to put in the place of ``offload.train.run``; what it prepares goes to ``runs``."""
-    module = ModuleType("offload.train.run")
+    """A module for the place of ``offload.train.preparing``; what it prepares goes to ``runs``."""
+    module = ModuleType("offload.train.preparing")
 
     def prepare(options: TrainOptions) -> FakeRun:
         runs.append(FakeRun(options, **settings))  # type: ignore[arg-type]
@@ -97,7 +97,9 @@ if __name__ == "__main__":
 
     # A parent that ignores SIGINT (a shell's background job) would hand that on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.modules["offload.train.run"] = fake_engine([], step_s=float(os.environ["SECONDS_A_STEP"]))
+    sys.modules["offload.train.preparing"] = fake_engine(
+        [], step_s=float(os.environ["SECONDS_A_STEP"])
+    )
     from offload.cli.main import main
 
     sys.exit(main())

@@ -36,7 +36,7 @@ Tune = Callable[..., Result]
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
     """The runs that were prepared; the engine that prepares them is a fake."""
     found: list[FakeRun] = []
-    monkeypatch.setitem(sys.modules, "offload.train.run", fake_engine(found))
+    monkeypatch.setitem(sys.modules, "offload.train.preparing", fake_engine(found))
     return found
 
 
@@ -241,7 +241,7 @@ def test_a_resumed_run_appends_its_figures(
     figures = tmp_path / "m.jsonl"
     assert tune("--max-steps", 4, "--json", figures).code == 0
     (tmp_path / "out.offload").mkdir()
-    monkeypatch.setitem(sys.modules, "offload.train.run", fake_engine(runs, first=3))
+    monkeypatch.setitem(sys.modules, "offload.train.preparing", fake_engine(runs, first=3))
     assert tune("--max-steps", 6, "--json", figures, "--resume").code == 0
     events = read_lines(figures)
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
@@ -294,7 +294,7 @@ def test_a_run_that_fails_is_closed_and_its_figures_stay(
             raise OffloadError("the loss of step 3 is nan: row 17 of the data")
 
     runs: list[FakeRun] = []
-    monkeypatch.setitem(sys.modules, "offload.train.run", fake_engine(runs, before_step=fail))
+    monkeypatch.setitem(sys.modules, "offload.train.preparing", fake_engine(runs, before_step=fail))
     figures = tmp_path / "m.jsonl"
     done = tune("--max-steps", 5, "--json", figures)
     assert refused(done) == "error: the loss of step 3 is nan: row 17 of the data"
@@ -313,7 +313,7 @@ def test_the_plot_of_a_failed_run_never_hides_why_it_failed(
             (tmp_path / "plots").rmdir()
             raise OffloadError("the disk is full")
 
-    monkeypatch.setitem(sys.modules, "offload.train.run", fake_engine([], before_step=fail))
+    monkeypatch.setitem(sys.modules, "offload.train.preparing", fake_engine([], before_step=fail))
     done = tune("--max-steps", 5, "--plot", tmp_path / "plots" / "p.png")
     assert refused(done) == "error: the disk is full"
     assert "warning: --plot" in done.err
@@ -369,7 +369,7 @@ def test_a_signal_finishes_the_step_and_commits(
     before = signal.getsignal(signum)
     monkeypatch.setattr(View, "stopping", heard)
     runs: list[FakeRun] = []
-    monkeypatch.setitem(sys.modules, "offload.train.run", fake_engine(runs, before_step=kill))
+    monkeypatch.setitem(sys.modules, "offload.train.preparing", fake_engine(runs, before_step=kill))
     done = tune("--max-steps", 9)
     assert done.code == code
     lines = done.err.splitlines()
@@ -393,7 +393,7 @@ def test_a_signal_in_the_last_step_changes_nothing(
         if n == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setitem(sys.modules, "offload.train.run", fake_engine([], before_step=kill))
+    monkeypatch.setitem(sys.modules, "offload.train.preparing", fake_engine([], before_step=kill))
     done = tune("--max-steps", 3)
     assert done.code == 0
     assert "the model after step 3" in done.out

@@ -32,9 +32,10 @@ from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_manifest import load
 from offload.io.tile_store import TileStore
 from offload.train import commits as run_commits
-from offload.train import run
+from offload.train import preparing
 from offload.train.metrics import Listeners
 from offload.train.reports import StepReport
+from offload.train.run import Run
 
 KEEP = 2
 PARTS = ("copy", "p", "m", "v")
@@ -53,22 +54,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stays in RAM, so that every part of a tile is read and written."""
-    real = run.prepare
+    real = preparing.prepare
 
-    def prepare(options: Any) -> run.Run:
+    def prepare(options: Any) -> Run:
         made = real(options)
         everything_on_disk(made)
         return made
 
-    monkeypatch.setattr(run, "warm_training", not_warmed)
-    monkeypatch.setattr(run, "step_rates", lambda *_: None)
-    monkeypatch.setattr(run, "prepare", prepare)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
+    monkeypatch.setattr(preparing, "prepare", prepare)
 
 
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "warm_training", not_warmed)
+        patch.setattr(preparing, "warm_training", not_warmed)
         yield
 
 
@@ -138,18 +139,32 @@ def test_the_disk_of_the_states_is_full(
     finetune: Any, small: Path, tmp_path: Path, wanted: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch, step: int,
 ) -> None:  # fmt: skip
-    """All of the data file was reserved, so the step goes through; its commit does not."""
+    """All of the data file was reserved, and one manifest: so the step and its commit go through;
+    the next commit does not."""
     flags = ("--disk", small / "states")
     with monkeypatch.context() as patch:
         behind(patch, step, lambda: fill(small))
         result = finetune(*flags)
     refused(result, "commit-", "No space left on device", "free some space")
     assert not (tmp_path / "out").exists()
-    assert commits(small / "states") == list(range(1, step))
+    made = list(range(1, step + 1))[-KEEP:]
+    assert commits(small / "states") == made
     refused(finetune(*flags, "--resume"), "space")  # still full: and still nothing is lost
-    assert commits(small / "states") == list(range(1, step))
+    assert commits(small / "states") == made
     (small / "filler").unlink()
     assert finetune(*flags, "--resume").code == 0
+    assert weights_of(tmp_path / "out") == wanted
+
+
+def test_a_disk_that_is_full_at_the_end_takes_the_only_commit(
+    finetune: Any, small: Path, tmp_path: Path, wanted: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    flags = ("--disk", small / "states", "--save-every", 100)
+    with monkeypatch.context() as patch:
+        behind(patch, 4, lambda: fill(small))
+        assert finetune(*flags).code == 0
+    assert len(commits(small / "states")) == 1
     assert weights_of(tmp_path / "out") == wanted
 
 

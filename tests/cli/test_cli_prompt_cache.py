@@ -94,7 +94,7 @@ def test_chat_finds_its_history_in_the_next_run(cli: Cli, tmp_path: Path) -> Non
     assert before["turns"][1]["prompt_cache"]["kept"] >= 3 * CHUNK
     assert before["turns"][1]["prompt_cache"]["read_bytes"] == 0
     # Blocks on two tiers, nothing kept in memory, without a prompt cache of its own: the same text.
-    for more in (("--no-reuse",), ("--kv-ram", "300KiB")):
+    for more in (("--no-reuse",), ("--kv-ram", "640KiB")):
         other, _ = chat(cli, model, said, figures, *words, *more)
         assert other.out == first.out, more
     fresh = ("--system", WORDS * 5, "--prompt-cache", tmp_path / "empty", "--no-reuse")
@@ -107,7 +107,7 @@ def test_chat_takes_kv_ram(cli: Cli, tmp_path: Path) -> None:
     words = ("chat", "-m", model, "-c", 900, "-n", 8, "--ignore-eos", "--no-predict", "-t", 1)
     said = f"{WORDS * 8}\nand\n"
     whole = cli(*words, stdin=said)
-    few = cli(*words, "--kv-ram", "300KiB", stdin=said)
+    few = cli(*words, "--kv-ram", "640KiB", stdin=said)
     assert whole.code == few.code == 0, few.err
     assert few.out == whole.out
 

@@ -47,7 +47,8 @@ def test_shares_are_even_and_complete(count: int, layers: int) -> None:
 def test_what_comes_next_goes_round_once(layers: list[list[int]], data: st.DataObject) -> None:
     after = data.draw(st.integers(0, len(layers) - 1))
     order = [*layers[after + 1 :], *layers[: after + 1]]
-    assert list(upcoming(layers, after)) == [b for layer in order for b in layer]
+    found = upcoming(layers.__getitem__, len(layers), after)
+    assert list(found) == [b for layer in order for b in layer]
 
 
 @given(

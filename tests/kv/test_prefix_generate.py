@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,22 +15,19 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from offload.errors import OffloadError
+from offload.models.pack_open import open_source
+from offload.models.pack_run import pack
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_moe"
 CHUNK, NEW = 32, 6
 IDS = torch.randint(3, 2000, (1, 5 * CHUNK + 9), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @contextmanager
-def loaded(directory: Path | None, **more: Any) -> Iterator[Any]:
+def loaded(directory: Path | None, path: Path = TINY, **more: Any) -> Iterator[Any]:
     if directory is not None:
         more |= {"prompt_cache": directory, "prompt_cache_chunk": CHUNK}
-    model = offload.load(TINY, ram="200MiB", context=256, **more)
+    model = offload.load(path, **{"ram": "200MiB", "context": 256, **more})
     try:
         yield model
     finally:
@@ -79,7 +77,7 @@ def test_the_logits_of_transformers_on_the_same_grid(reference: Any, tmp_path: P
         )
         assert model.offload.stats()["prompt_cache"]["reused_tokens"] == 12 * CHUNK
     # Blocks on two tiers and streamed weights: the same numbers, so the same files.
-    for more in ({"kv_ram": "400KiB"}, {"ram": "40MiB"}):
+    for more in ({"kv_ram": "640KiB"}, {"ram": "40MiB"}):
         with loaded(tmp_path, **more) as model:
             check_equal(generate(model), want)
             assert model.offload.prompts.last.tokens == 5 * CHUNK, more
@@ -137,16 +135,19 @@ def test_a_model_that_is_changed_is_not_served_from_the_disk(
 
 
 def test_packed_weights_and_their_decode_kernels(tmp_path: Path) -> None:
-    def run(directory: Path | None, kernels: Path, **how: Any) -> tuple[Any, Any]:
-        with loaded(directory, quant="q8") as model:
-            found = generate(model, **how)
-            assert type(model.offload.new_cache()).__name__ == "LeanCache"
-            prompts = model.offload.prompts
-            return found, None if prompts is None else prompts.last
+    packed = tmp_path / "packed"
+    with contextlib.closing(open_source(TINY)) as source:
+        pack(source, packed, quant="q8")
 
-    first, none = run(tmp_path / "p", tmp_path)
-    again, all_of_it = run(tmp_path / "p", tmp_path)
-    assert (none.tokens, all_of_it.tokens) == (0, 5 * CHUNK)
+    def run() -> tuple[Any, int]:
+        with loaded(tmp_path / "p", packed) as model:
+            found = generate(model)
+            assert type(model.offload.new_cache()).__name__ == "LeanCache"
+            return found, model.offload.prompts.last.tokens
+
+    first, none = run()
+    again, all_of_it = run()
+    assert (none, all_of_it) == (0, 5 * CHUNK)
     check_equal(again, first)
     with loaded(tmp_path / "p") as model:
         generate(model)

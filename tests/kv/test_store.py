@@ -190,7 +190,8 @@ def test_each_lap_reads_what_is_on_disk_once(tmp_path: Path) -> None:
     for _ in range(laps):
         for layer, table in enumerate(tables):
             order = [[u.block for u in t.uses()] for t in tables]
-            table.gather(torch.zeros(1, 2, 18, 3), torch.zeros(1, 1, 18, 5), upcoming(order, layer))
+            behind = upcoming(order.__getitem__, len(order), layer)
+            table.gather(torch.zeros(1, 2, 18, 3), torch.zeros(1, 1, 18, 5), behind)
     store.settle()
     _, on_disk = store.counts()
     reads = spill.read_bytes // LAYOUT.nbytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Golden, golden, options
+from equivalence import Golden, golden, greedy, options
 from families import tiny_config, write
 
 from offload.blocks import Tier
@@ -97,3 +97,42 @@ def test_what_cannot_be_kept_in_blocks_is_refused(llama: Golden, tmp_path: Path)
     write("mamba", tmp_path / "mamba", torch.bfloat16, config=tiny_config("mamba"))
     with pytest.raises(UnsupportedModelError, match="drop --kv-ram"):
         prepare(tmp_path / "mamba", asked(tmp_path, kv_ram=2**20))
+
+
+def test_attention_in_place(tmp_path: Path) -> None:
+    """Planned without a layer in one piece, the same logits for any budget, near torch's."""
+    directory = tmp_path / "model"
+    write("llama", directory, torch.float32)
+    want = golden(directory, torch.float32)
+    spills = tmp_path / "spills"
+    spills.mkdir()
+    tight: dict[str, Any] = {}
+    found = []
+    for _ in range(2):
+        base = {"kv_block_tokens": 16, "context": 256, "attention": "offload", **tight}
+        prepared = prepare(directory, asked(spills, **base))
+        kv = prepared.kv
+        assert kv is not None
+        reserves = prepared.plan.reserves[Tier.RAM]
+        assert "KV of one layer in one piece" not in reserves
+        assert reserves["attention over blocks"] > 0
+        assert any("reads them where they are" in note for note in prepared.notes)
+        assert (kv.blocks[1] > 0) == bool(tight)
+        tight = {"kv_ram": kv.need.least_bytes}
+        model = prepared.open()
+        try:
+            found.append(greedy(model, want.ids_BL))
+            assert model.config._attn_implementation == "offload"
+        finally:
+            model.offload.close()
+    assert torch.equal(found[0].sequences, want.sequences)
+    assert all(map(torch.equal, found[0].logits, found[1].logits))
+    for got, right in zip(found[0].logits, want.steps_BV, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+    write("mamba", tmp_path / "mamba", torch.bfloat16, config=tiny_config("mamba"))
+    with pytest.raises(UnsupportedModelError, match="drop --attention offload"):
+        prepare(tmp_path / "mamba", asked(spills, attention="offload"))
+    with pytest.raises(OffloadError, match="multiple of 16 tokens"):
+        prepare(directory, asked(spills, attention="offload"))
+    with pytest.raises(UnsupportedModelError, match="float16"):
+        prepare(directory, asked(spills, attention="offload", dtype="float16"))

@@ -65,9 +65,9 @@ class Parts:
     def __init__(self, whole: TensorBlocks, calls: list[int]) -> None:
         self.length, self._whole, self._calls = whole.length, whole, calls
 
-    def groups(self) -> Iterator[Any]:
+    def groups(self, first: int = 0) -> Iterator[Any]:
         self._calls.append(self.length)
-        for layout, tables in self._whole.groups():
+        for layout, tables in self._whole.groups(first):
             yield layout, [table[:1] for table in tables]
             yield layout, [table[1:] for table in tables]
 

@@ -16,6 +16,7 @@ from offload.train.engine import Engine, Group
 from offload.train.layout import Block, Piece, TrainLayout, lay_out
 from offload.train.opening import EngineOptions, InputSpill, Placement, open_engine
 from offload.train.oracle import Oracle
+from offload.train.row_grads import lookup_tables
 
 TILE = 3 * 4096
 """Elements: tiny layers have several."""
@@ -81,6 +82,7 @@ def engine_of(
         parameter.requires_grad_(not freeze(name))
     options |= prepare(meta.model)
     layout = lay_out(meta.model, tile=TILE)
+    options.setdefault("row_tables", frozenset(lookup_tables(layout)))
     made: list[MemoryTiles] = []
 
     def make_tiles(layout: TrainLayout, parts: Any, io: Any) -> MemoryTiles:

@@ -14,8 +14,9 @@ from families import tiny_config, write
 from offload.runtime.rss import current_rss
 from offload.train.opening import InputSpill, Placement
 from offload.train.options import TrainOptions
+from offload.train.preparing import prepare
 from offload.train.reports import CommitReport, EndReport, EvalReport, StepReport
-from offload.train.run import Run, prepare
+from offload.train.run import Run
 
 WORDS = (
     "the disk feeds a ring and every layer waits for its own update while tiles are read".split()

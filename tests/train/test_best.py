@@ -28,12 +28,12 @@ from run_support import (
 from offload.errors import OffloadError, StoreError
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore
-from offload.train import commits, loop, run
+from offload.train import commits, loop, preparing
 from offload.train.commits import state_versions
 from offload.train.engine import NotFinite
 from offload.train.loop import LanguageLoop
 from offload.train.options import TrainOptions
-from offload.train.run import prepare
+from offload.train.preparing import prepare
 
 STEPS, BEST = 5, 3
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ KINDS["packed"] = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from offload.io.files import DirectFile, Syscalls
 from offload.io.stores import RangeStore
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore
-from offload.train import commits, opening, run, source
+from offload.train import commits, opening, preparing, source
 from offload.train.engine import NotFinite
 
 STEPS = 4
@@ -60,7 +60,7 @@ def wanted(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
 
 
 @pytest.fixture(autouse=True)

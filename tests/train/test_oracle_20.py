@@ -24,11 +24,12 @@ from lora_support import pinned
 from run_oracle import Golden, assert_same_output, assert_same_states, golden
 from run_support import Log, not_warmed, options_for, write_data, write_model
 
-from offload.train import run as run_module
+from offload.train import preparing
 from offload.train.engine import Group
 from offload.train.optimizer import AdamW
 from offload.train.oracle import Oracle
-from offload.train.run import Run, prepare
+from offload.train.preparing import prepare
+from offload.train.run import Run
 
 STEPS = 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,8 +106,8 @@ def oracle_key(case: Case) -> Any:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither warming nor measuring: the placement is given."""
-    monkeypatch.setattr(run_module, "warm_training", not_warmed)
-    monkeypatch.setattr(run_module, "step_rates", lambda *_: None)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

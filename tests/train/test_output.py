@@ -285,7 +285,8 @@ def test_the_other_files_come_along(mixtral: Any, tmp_path: Path) -> None:
             "chat_template.jinja", "additional_chat_templates/tools.jinja", "LICENSE",
             "generation_config.json", "NOTICE.txt")  # fmt: skip
     left = ("modeling_own.py", "README.md", "model.safetensors.index.json", "pytorch_model.bin",
-            "pytorch_model.bin.index.json", ".gitattributes", "logo.png")  # fmt: skip
+            "pytorch_model.bin.index.json", ".gitattributes", "logo.png", "heldout.txt",
+            "loss.json", "trainer_state.json", "requirements.txt")  # fmt: skip
     (source / "additional_chat_templates").mkdir()
     for name in (*kept, *left):
         (source / name).write_text("{}")

@@ -29,7 +29,8 @@ from offload.errors import OffloadError, StoreError
 from offload.models.pack_reader import PackedModel
 from offload.train.lora_output import merged
 from offload.train.options import TrainOptions
-from offload.train.run import adapter_directory, prepare
+from offload.train.preparing import prepare
+from offload.train.result import adapter_directory
 
 CASES = {
     "qwen3": {"tie_word_embeddings": True, "vocab_size": 520},
@@ -139,7 +140,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    monkeypatch.setattr("offload.train.run.warm_training", not_warmed)
+    monkeypatch.setattr("offload.train.preparing.warm_training", not_warmed)
 
 
 @pytest.mark.usefixtures("quick")

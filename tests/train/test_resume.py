@@ -24,8 +24,9 @@ from run_support import (
 )
 
 from offload.errors import OffloadError, PlanError
-from offload.train import run
-from offload.train.run import Run, prepare
+from offload.train import preparing
+from offload.train.preparing import prepare
+from offload.train.run import Run
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -48,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from run_support import (
 
 from offload.errors import OffloadError
 from offload.models.expert_groups import expert_groups
-from offload.train import run
+from offload.train import preparing
 from offload.train.layout import Piece
-from offload.train.run import prepare
+from offload.train.preparing import prepare
 
 STEPS = 4
 
@@ -120,7 +120,7 @@ def test_without_the_flag_nothing_is_counted(directory: Path) -> None:
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Options of a run whose steps have few tokens."""
-    monkeypatch.setattr(run, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
     model = write_model(tmp_path / "m", "qwen3_moe", num_local_experts=12)
     data = write_data(tmp_path / "d.jsonl")
     return lambda place, **more: options_for(

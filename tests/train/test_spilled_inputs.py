@@ -26,11 +26,11 @@ from run_support import (
 from offload.errors import PlanError
 from offload.io.engines import make_engine
 from offload.io.files import DirectFile, TransferError
-from offload.train import run
+from offload.train import preparing
 from offload.train.inputs import AHEAD, SpilledInputs, buffer_bytes
 from offload.train.opening import Placement
 from offload.train.plan import Needs, Prediction, TrainPlan
-from offload.train.run import prepare
+from offload.train.preparing import prepare
 from offload.train.spilling import KEPT, MOVING, KeptInputs, best, plans
 from offload.train.weights import Shared
 
@@ -302,8 +302,8 @@ def test_a_run_that_fits_only_so(
     long: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same weights as with RAM for everything."""
-    monkeypatch.setattr(run, "warm_training", not_warmed)
-    monkeypatch.setattr(run, "step_rates", lambda *_: None)
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
     more: dict[str, Any] = {
         "seq_len": 256, "batch_size": 2, "grad_accum": 6, "order": "vertical", "max_steps": 2,
         "save_every": None,

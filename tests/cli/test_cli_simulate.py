@@ -1,0 +1,165 @@
+"""``offload simulate`` and ``plan --hardware``: predictions for what is not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import Cli, refused
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "configs" / "deepseek-v3-671b.json"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's family with 5 small layers."""
+    config: dict[str, Any] = json.loads(EXAMPLE.read_text())
+    config |= {
+        "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256,
+        "num_hidden_layers": 5, "vocab_size": 4096, "n_routed_experts": 32,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 128,
+        "kv_lora_rank": 64, "max_position_embeddings": 4096, "first_k_dense_replace": 1,
+        "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    }  # fmt: skip
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_a_model_is_simulated_from_its_config_alone(cli: Cli, small: Path, tmp_path: Path) -> None:
+    words = ["simulate", small, "--hardware", "rtx3060-laptop", "--quant", "q4", "--ram", "96MiB",
+             "--gpu", "40MiB", "-n", "4", "--prompt-tokens", "16"]  # fmt: skip
+    found = cli(*words, "--json", tmp_path / "a.json", "--trace", tmp_path / "t.json")
+    assert found.code == 0, found.err
+    for said in ("disk read |", "experts |", "bottleneck", "first token after", "expert hits"):
+        assert said in found.out
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert data["decode"]["hit_rate"] > 0.3
+    assert data["decode"]["lane_bytes"]["read"] > 0
+    speed = data["decode"]["tokens_per_s"]
+    assert speed["low"] <= speed["mid"] <= speed["high"] <= 1 / data["decode"]["bound_s"] * 1.3
+    lanes = [
+        e["args"]["name"]
+        for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+        if e["name"] == "thread_name"
+    ]
+    assert lanes == ["passes", "disk read", "RAM to device", "compute", "experts", "waits"]
+    again = cli(*words, "--json", tmp_path / "b.json")
+    assert again.code == 0
+    assert json.loads((tmp_path / "b.json").read_text()) == data
+
+
+def test_more_memory_is_never_predicted_to_be_slower(cli: Cli, small: Path, tmp_path: Path) -> None:
+    speeds = []
+    for ram in ("56MiB", "80MiB", "200MiB"):
+        found = cli("simulate", small, "--hardware", "cpu-laptop", "--ram", ram, "-n", "4",
+                    "--prompt-tokens", "16", "--json", tmp_path / "s.json")  # fmt: skip
+        assert found.code == 0, found.err
+        data = json.loads((tmp_path / "s.json").read_text())
+        speeds.append(data["decode"]["tokens_per_s"]["mid"])
+    assert speeds == sorted(speeds)
+
+
+def test_impossible_simulations_are_refused(cli: Cli, small: Path, tmp_path: Path) -> None:
+    def said(*words: object) -> str:
+        return refused(cli("simulate", small, *words))
+
+    laptop = ("--hardware", "rtx3060-laptop")
+    assert "more than the 5905580032 bytes" in said(*laptop, "--gpu", "8GiB")
+    assert "bytes too small: at least" in said(*laptop, "--ram", "1GiB", "--gpu", "1MiB")
+    assert "has no card" in said("--hardware", "cpu-laptop", "--gpu", "1GiB")
+    assert "more than the" in said(*laptop, "--ram", "64GiB")
+    assert "--disk-space 1.0 MiB" in said(*laptop, "--disk-space", "1MiB")
+    assert "rtx4090-desktop" in said("--hardware", "nothing")
+    assert "zipf:S:R" in said(*laptop, "--routing", "zipf:9")
+    assert "neither even" in said(*laptop, "--routing", "odd")
+    weights = tmp_path / "w.json"
+    weights.write_text("[1, 2]")
+    assert "2 weights for 32 experts" in said(*laptop, "--routing", weights)
+    assert "do not fit a context" in said(*laptop, "-c", "64", "--prompt-tokens", "60")
+    bad = tmp_path / "hw.json"
+    bad.write_text('{"version": 1, "sdd_read": {}}')
+    assert "unknown field sdd_read" in said("--hardware", bad)
+    fp8 = json.loads(small.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(fp8))
+    assert "--quant" in refused(cli("simulate", config, *laptop))
+
+
+def test_a_checkpoint_is_planned_for_another_machine(cli: Cli, moe: Path, tmp_path: Path) -> None:
+    words = ["plan", "-m", moe, "--hardware", "h200", "-c", "64", "--ram", "64MiB"]
+    found = cli(*words, "--gpu", "24MiB", "--json", tmp_path / "p.json")
+    assert found.code == 0, found.err
+    assert "NVIDIA H200" in found.out
+    assert "first token" in found.out
+    data = json.loads((tmp_path / "p.json").read_text())
+    assert data["compute"] == "device"
+    assert data["predicted_prompt"]["pass_s"]["mid"] > 0
+    assert "more than the" in refused(cli(*words, "--gpu", "200GiB"))
+    assert "too small" in refused(cli(*words, "--gpu", "64KiB"))
+
+
+def test_a_plan_is_written_and_obeyed(cli: Cli, moe: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    found = cli("plan", "-m", moe, "--ram", "24MiB", "-c", "64", "--no-predict", "--plan-out", plan)
+    assert found.code == 0, found.err
+    words = ["generate", "-m", moe, "--prompt-ids", "5,6,7", "-n", "4", "--no-predict"]
+    runs = []
+    for name in ("a", "b"):
+        run = cli(*words, "--ram", "24MiB", "--plan", plan, "--json", tmp_path / name)
+        assert run.code == 0, run.err
+        runs.append((run.out, json.loads((tmp_path / name).read_text())))
+    assert runs[0][0] == runs[1][0]
+    frozen = json.loads(plan.read_text())["tiers"]["RAM"]
+    for _, data in runs:
+        assert data["plan"]["tiers"]["ram"]["slots"] == frozen["slots"]
+        assert data["plan"]["tiers"]["ram"]["ring_bytes"] == frozen["ring_bytes"]
+    assert "this run has" in refused(cli(*words, "--ram", "25MiB", "--plan", plan))
+    assert "--context" in refused(cli(*words, "--ram", "24MiB", "--plan", plan, "-c", "65"))
+    assert "is no plan" in refused(cli(*words, "--ram", "24MiB", "--plan", moe / "config.json"))
+
+
+def test_a_run_leaves_a_private_trace_and_a_picture(cli: Cli, moe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "t.json", tmp_path / "t.png"
+    words = ["generate", "-m", moe, "--prompt-ids", "5,6,7", "-n", "4", "--no-predict"]
+    found = cli(*words, "--ram", "32MiB", "--gpu", "12MiB", "--device", "sim",
+                "--trace", trace, "--trace-plot", picture)  # fmt: skip
+    assert found.code == 0, found.err
+    assert stat.S_IMODE(os.stat(trace).st_mode) == 0o600
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" and e["cat"] == "passes" for e in events) == 4
+    assert {"read", "h2d", "compute", "experts"} <= {e.get("cat") for e in events}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "the same file" in refused(cli(*words, "--trace", trace, "--trace-plot", trace))
+    assert "no directory" in refused(cli(*words, "--trace", tmp_path / "no" / "t.json"))
+
+
+def test_an_interrupted_run_leaves_its_trace(
+    cli: Cli, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.cli import decode
+
+    real, trace = decode.generate, tmp_path / "t.json"
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        shown = kwargs["show"]
+
+        def show(text: str) -> None:
+            shown(text)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        return real(*args, **kwargs | {"show": show})
+
+    monkeypatch.setattr(decode, "generate", generate)
+    found = cli("generate", "-m", moe, "--prompt-ids", "5,6,7", "-n", "9", "--no-predict",
+                "--trace", trace)  # fmt: skip
+    assert found.code == 130, found.err
+    data = json.loads(trace.read_text())
+    assert data["otherData"]["ended_with"] == "Interrupted"
+    assert any(e["ph"] == "X" for e in data["traceEvents"])
