@@ -49,6 +49,13 @@ class Handle:
         self.reused = 0
         self.sequence: Sequence | None = None
         self.run: decode.Run | None = None
+        self.unwanted = False
+
+    def abandon(self) -> None:
+        """Nobody wants the answer any more, whether it has been started or is about to be."""
+        self.unwanted = True
+        if self.sequence is not None:
+            self.sequence.cancel()
 
 
 class Engine:
@@ -164,8 +171,8 @@ class Engine:
         with self._changed:
             if self._queue.remove(handle.request.client, handle):
                 self.counters.cancelled += 1
-            elif handle in self._active and handle.sequence is not None:
-                handle.sequence.cancel()
+            else:
+                handle.abandon()
 
     def drain(self) -> None:
         """Take nothing more; what waits is refused, what runs goes on."""
@@ -180,8 +187,7 @@ class Engine:
         """Cancel all that runs; whoever waits for it is told."""
         with self._changed:
             for handle in self._active:
-                if handle.sequence is not None:
-                    handle.sequence.cancel()
+                handle.abandon()
 
     def close(self) -> None:
         """Drain, abandon, and wait for the thread to end; the model is as it was. Idempotent."""
@@ -257,15 +263,16 @@ class Engine:
     # -- on the engine's thread -------------------------------------------------------------
 
     def _serve(self) -> None:
-        try:
-            with self._conductor as conductor:
+        with self._conductor as conductor:
+            try:
                 while self._ready():
                     conductor.step()
                     self.counters.passes = conductor.counters.passes
                     self._publish()
-        except BaseException as error:
-            logger.exception("the engine failed")
-            self._fail(error)
+            except BaseException as error:
+                logger.exception("the engine failed")
+                # Before the conductor ends what runs: it would tell another reason.
+                self._fail(error)
 
     def _ready(self) -> bool:
         """Start what there is room for; wait while nothing runs. False: it is time to end."""
@@ -303,9 +310,13 @@ class Engine:
             sampling.apply(settings)
             self._generate(handle, settings)
 
-        handle.sequence = self._conductor.start(
+        sequence = self._conductor.start(
             work, seed=sampling.seed, on_end=lambda sequence: self._ended(handle, sequence)
         )
+        with self._changed:
+            handle.sequence = sequence
+            if handle.unwanted:
+                sequence.cancel()
 
     def _generate(self, handle: Handle, settings: Any) -> None:
         request = handle.request
@@ -351,6 +362,8 @@ class Engine:
     def _ended(self, handle: Handle, sequence: Sequence) -> None:
         run, error = handle.run, sequence.error
         with self._changed:
+            if handle not in self._active:
+                return  # the engine has failed, and said so
             self._active.discard(handle)
             if error is None:
                 self.counters.completed += 1

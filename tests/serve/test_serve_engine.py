@@ -200,8 +200,14 @@ def test_a_failed_read_ends_one_answer_only(
 def test_an_engine_that_fails_tells_all(
     one: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Conductor) -> bool:
-        raise AssertionError("a bug")
+    step, steps = Conductor.step, 0
+
+    def broken(conductor: Conductor) -> bool:
+        nonlocal steps
+        steps += 1
+        if steps > 5:  # in the middle of the first pass
+            raise AssertionError("a bug")
+        return step(conductor)
 
     monkeypatch.setattr(Conductor, "step", broken)
     ids = alone.ids("A")
@@ -215,6 +221,8 @@ def test_an_engine_that_fails_tells_all(
     assert isinstance(one.error, AssertionError)
     with pytest.raises(Problem, match="a bug"):
         one.check_open()
+    one.close()
+    assert one.stats()["requests"]["failed"] == 2
 
 
 def test_a_shared_beginning_is_read_once(alone: Alone, tmp_path: Path) -> None:
