@@ -187,8 +187,10 @@ async def soak(http: httpx.AsyncClient, args: argparse.Namespace) -> dict[str, A
                 content, status = chance.choice(BROKEN)
                 try:
                     reply = await http.post("/v1/completions", content=content, headers=JSON)
-                except httpx.WriteError:
-                    seen.outcomes["refused while sending"] += 1  # a 413 closes the connection
+                except (httpx.WriteError, httpx.ReadError) as error:
+                    # A 413 closes the connection while the body is still being sent.
+                    sending = status == 413
+                    seen.outcomes["refused while sending" if sending else repr(error)] += 1
                     continue
                 seen.outcomes[f"malformed {reply.status_code}"] += 1
                 ours["wrong status"] += reply.status_code != status

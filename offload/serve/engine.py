@@ -103,7 +103,8 @@ class Engine:
             self._settings.prefill_chunk_size = prefill_chunk
         # Every request brings settings of its own, and what it leaves out must not come back:
         # transformers fills what is None from the model's.
-        self._models_own, model.generation_config = model.generation_config, GenerationConfig()
+        blank: Any = GenerationConfig
+        self._models_own, model.generation_config = model.generation_config, blank()
         self._changed = threading.Condition()
         self._queue: FairQueue[Handle] = FairQueue(max_queue)
         self._active: set[Handle] = set()
