@@ -42,10 +42,10 @@ def serve(
     prefill_chunk: Annotated[
         int,
         typer.Option(
-            min=1,
+            min=2,
             metavar="N",
             help="Tokens of prompts that one pass reads. More: prompts are read sooner; fewer: "
-            "answers under way wait less for them.",
+            "answers under way wait less for them, and more of --prompt-cache is reused.",
         ),
     ] = CHUNK,
     grace: Annotated[
@@ -58,6 +58,9 @@ def serve(
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
+    kv_ram: flags.KvRam = None,
+    prompt_cache: flags.PromptCache = None,
+    prompt_cache_limit: flags.PromptCacheLimit = None,
     gpu: flags.Gpu = None,
     device: flags.DeviceName = "auto",
     disk: flags.Disk = None,
@@ -87,6 +90,10 @@ def serve(
 
     wanted = Wanted(
         ram=ram,
+        kv_ram=kv_ram,
+        prompt_cache=prompt_cache,
+        prompt_cache_limit=prompt_cache_limit,
+        prompt_cache_chunk=None if prompt_cache is None else prefill_chunk,
         gpu=gpu,
         device=device,
         disk=disk,

@@ -14,7 +14,6 @@ from offload.cli import console, decode, output, report, session, view
 from offload.cli.chat_session import chat_context
 from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.signals import raise_received, signals_wait
-from offload.errors import PlanError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
@@ -60,7 +59,7 @@ def run_serve(wish: Wish) -> None:
 
 def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
     options = wish.wanted.options()
-    options.batch = wish.parallel
+    options.sequences, options.pass_rows = wish.parallel, wish.prefill_chunk
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
@@ -77,7 +76,6 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
         context=context,
         tokenizer_bytes=tokenizer_bytes,
     )
-    check_caches(prepared, wish.parallel)
     view.show_summary(console.err(), prepared)
     with signals_wait():
         model = session.open_model(prepared)
@@ -116,16 +114,6 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
         finally:
             model.offload.close()
     _report(wish, prepared, stats, end)
-
-
-def check_caches(prepared: Prepared, parallel: int) -> None:
-    """Raises PlanError: requests at once whose keys and values do not all fit in RAM."""
-    if prepared.kv is not None and parallel > 1:
-        raise PlanError(
-            f"keys and values of {parallel} requests with {prepared.options.context} tokens each "
-            f"do not fit in RAM, and only one request's can stream from the disk; lower --parallel "
-            f"or --context, or raise --ram"
-        )
 
 
 def tier_bytes(plan: Plan) -> dict[str, dict[str, int]]:

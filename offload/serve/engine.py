@@ -46,8 +46,16 @@ class Handle:
         self.arrived = time.perf_counter()
         self.started = 0.0
         self.last_token: float | None = None
+        self.reused = 0
         self.sequence: Sequence | None = None
         self.run: decode.Run | None = None
+        self.unwanted = False
+
+    def abandon(self) -> None:
+        """Nobody wants the answer any more, whether it has been started or is about to be."""
+        self.unwanted = True
+        if self.sequence is not None:
+            self.sequence.cancel()
 
 
 class Engine:
@@ -74,7 +82,8 @@ class Engine:
             parallel: requests that run at once; memory is set aside for so many.
             max_queue: requests that may wait beyond those.
             prefill_chunk: tokens of a prompt that are read in one pass, and of all prompts
-                together: who comes first reads first.
+                together: who comes first reads first. The grid of the prompt cache, if the model
+                has one.
             tiers: bytes by tier and by what takes them, for ``stats``.
 
         Raises:
@@ -89,10 +98,13 @@ class Engine:
         self._conductor = Conductor(model, most_rows=prefill_chunk)
         self._tiers = {tier: dict(parts) for tier, parts in (tiers or {}).items()}
         self._settings = copy.deepcopy(model.generation_config)
-        self._settings.prefill_chunk_size = prefill_chunk
+        self._prompts = model.offload.prompts
+        if self._prompts is None:
+            self._settings.prefill_chunk_size = prefill_chunk
         # Every request brings settings of its own, and what it leaves out must not come back:
         # transformers fills what is None from the model's.
-        self._models_own, model.generation_config = model.generation_config, GenerationConfig()
+        blank: Any = GenerationConfig
+        self._models_own, model.generation_config = model.generation_config, blank()
         self._changed = threading.Condition()
         self._queue: FairQueue[Handle] = FairQueue(max_queue)
         self._active: set[Handle] = set()
@@ -160,8 +172,8 @@ class Engine:
         with self._changed:
             if self._queue.remove(handle.request.client, handle):
                 self.counters.cancelled += 1
-            elif handle in self._active and handle.sequence is not None:
-                handle.sequence.cancel()
+            else:
+                handle.abandon()
 
     def drain(self) -> None:
         """Take nothing more; what waits is refused, what runs goes on."""
@@ -176,8 +188,7 @@ class Engine:
         """Cancel all that runs; whoever waits for it is told."""
         with self._changed:
             for handle in self._active:
-                if handle.sequence is not None:
-                    handle.sequence.cancel()
+                handle.abandon()
 
     def close(self) -> None:
         """Drain, abandon, and wait for the thread to end; the model is as it was. Idempotent."""
@@ -226,6 +237,7 @@ class Engine:
                     )
                 },
                 "kv": model.get("kv"),
+                "prompt_cache": model.get("prompt_cache"),
                 "memory": {
                     "now_bytes": current_rss(),
                     "peak_bytes": model["peak_rss_bytes"],
@@ -252,15 +264,16 @@ class Engine:
     # -- on the engine's thread -------------------------------------------------------------
 
     def _serve(self) -> None:
-        try:
-            with self._conductor as conductor:
+        with self._conductor as conductor:
+            try:
                 while self._ready():
                     conductor.step()
                     self.counters.passes = conductor.counters.passes
                     self._publish()
-        except BaseException as error:
-            logger.exception("the engine failed")
-            self._fail(error)
+            except BaseException as error:
+                logger.exception("the engine failed")
+                # Before the conductor ends what runs: it would tell another reason.
+                self._fail(error)
 
     def _ready(self) -> bool:
         """Start what there is room for; wait while nothing runs. False: it is time to end."""
@@ -272,13 +285,20 @@ class Engine:
                 self._publish()
                 self._changed.wait()
             starting = []
-            while self._queue and len(self._active) < self._parallel:
+            while self._queue and self._has_room():
                 handle = self._queue.pop()
                 self._active.add(handle)
                 starting.append(handle)
         for handle in starting:
             self._start(handle)
         return True
+
+    def _has_room(self) -> bool:
+        if self._prompts is not None and any(h.last_token is None for h in self._active):
+            # One prompt after the other: what is read from the disk and what is recorded for it
+            # share a few buffers, which a waiting sequence would keep from the one it waits for.
+            return False
+        return len(self._active) < self._parallel
 
     def _start(self, handle: Handle) -> None:
         handle.started = time.perf_counter()
@@ -291,35 +311,49 @@ class Engine:
             sampling.apply(settings)
             self._generate(handle, settings)
 
-        handle.sequence = self._conductor.start(
+        sequence = self._conductor.start(
             work, seed=sampling.seed, on_end=lambda sequence: self._ended(handle, sequence)
         )
+        with self._changed:
+            handle.sequence = sequence
+            if handle.unwanted:
+                sequence.cancel()
 
     def _generate(self, handle: Handle, settings: Any) -> None:
         request = handle.request
         plain: Decoder = IdDecoder() if self._tokenizer is None else TextDecoder(self._tokenizer)
-        handle.run = decode.generate(
-            self._model,
-            request.prompt,
-            max_new_tokens=request.new_tokens,
-            ignore_eos=request.ignore_eos,
-            decoder=_Counted(plain, lambda: self._count(handle)),
-            stops=request.stops,
-            show=lambda text: handle.deliver(Piece(text)),
-            on_end=lambda _: None,
-            settings=settings,
-        )
+        offload = self._model.offload
+        cache = (self._prompts or offload).new_cache()
+        try:
+            handle.run = decode.generate(
+                self._model,
+                request.prompt,
+                max_new_tokens=request.new_tokens,
+                ignore_eos=request.ignore_eos,
+                decoder=_Counted(plain, lambda: self._count(handle)),
+                stops=request.stops,
+                show=lambda text: handle.deliver(Piece(text)),
+                on_end=lambda _: None,
+                cache=cache,
+                settings=settings,
+            )
+        finally:
+            offload.release_cache(cache)
 
     def _count(self, handle: Handle) -> None:
         """A token has come."""
         now = time.perf_counter()
+        if handle.last_token is None and self._prompts is not None and self._prompts.last:
+            handle.reused = self._prompts.last.tokens
+        read = len(handle.request.prompt) - handle.reused
         with self._changed:
             counters = self.counters
             if handle.last_token is None:
                 counters.queue_s.observe(handle.started - handle.arrived)
                 counters.first_token_s.observe(now - handle.started)
-                counters.prompt_tokens += len(handle.request.prompt)
-                counters.prompt_speed.add(len(handle.request.prompt))
+                counters.prompt_tokens += read
+                counters.reused_tokens += handle.reused
+                counters.prompt_speed.add(read)
             else:
                 counters.token_s.observe(now - handle.last_token)
             counters.new_tokens += 1
@@ -329,6 +363,8 @@ class Engine:
     def _ended(self, handle: Handle, sequence: Sequence) -> None:
         run, error = handle.run, sequence.error
         with self._changed:
+            if handle not in self._active:
+                return  # the engine has failed, and said so
             self._active.discard(handle)
             if error is None:
                 self.counters.completed += 1
@@ -341,7 +377,7 @@ class Engine:
                 Ended(
                     finish="length" if run.finished == "length" else "stop",
                     prompt_tokens=run.prompt_tokens,
-                    reused_tokens=run.reused_tokens,
+                    reused_tokens=handle.reused,
                     new_tokens=len(run.token_ids),
                     queue_s=handle.started - handle.arrived,
                     first_s=run.ttft_s or 0.0,
