@@ -21,7 +21,14 @@ from concurrent.futures import CancelledError, Future
 import torch
 
 from offload.blocks import Tier
-from offload.errors import ClosedError, OffloadError, SchedulerError, StoreError, WatchdogError
+from offload.errors import (
+    ClosedError,
+    DeviceError,
+    OffloadError,
+    SchedulerError,
+    StoreError,
+    WatchdogError,
+)
 from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
 from offload.runtime.arena import Arena, Lease
 from offload.runtime.device import Device, Event
@@ -400,13 +407,13 @@ class Executor:
             self._lanes.append(f"read/{self._n_lanes}")
             self._n_lanes += 1
         lane = self._lanes.pop()
-        for event in lease.after:
-            self._order("host-slot-free", lane, event)
-        self.device.touch(lane, lease.region, "w")
         self._moving += 1
         asked = time.perf_counter()
         priority = DEMAND if fetch.demand else PREFETCH
         try:
+            for event in lease.after:
+                self._order("host-slot-free", lane, event)
+            self.device.touch(lane, lease.region, "w")
             future = self.store.read_into(fetch.block, lease.view, priority=priority)
         except (OffloadError, OSError) as error:
             future = Future()
@@ -483,7 +490,11 @@ class Executor:
         leases = self._leases[self.plan.compute_tier]
         for block in blocks:
             lease = leases[block]
-            self._order("block-ready", "compute", lease.ready)
+            try:
+                self._order("block-ready", "compute", lease.ready)
+            except DeviceError as error:  # the card failed after the copy was queued
+                story = self._residency.story(block)
+                raise DeviceError(f"{error} (block {block}; {story})") from error
             self.device.touch("compute", lease.region, "r")
             self._in_use += 1
         self._user = threading.get_ident()
@@ -554,7 +565,9 @@ class Executor:
         for block in blocks:
             error = self._failures.pop(block, None)
             if error is not None:
-                kind = ClosedError if isinstance(error, ClosedError) else StoreError
+                kind = next(
+                    (k for k in (ClosedError, DeviceError) if isinstance(error, k)), StoreError
+                )
                 raise kind(f"{error} (block {block}; {self._residency.story(block)})") from error
 
     def _check_open(self) -> None:
