@@ -19,7 +19,7 @@ from offload.kv.homes import (
 from offload.kv.in_place import is_latent, kernel_layout
 from offload.kv.shape import BlockLayout, KvShape
 from offload.models.footprint import Footprint, decode_peak
-from offload.models.options import Options
+from offload.models.options import Options, check_device
 from offload.models.recipes import spill_directory
 from offload.scheduler.bounds import COMPUTE, READ
 from offload.scheduler.costs import CostModel, Pick
@@ -173,7 +173,7 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
     layers = footprint.layers
     shapes = tuple(n.shape for n in layers if n.shape is not None)
     supported = getattr(type(model), "_supports_default_dynamic_cache", lambda: False)
-    if not shapes or not supported() or options.device == "sim":
+    if not shapes or not supported() or check_device(options) != "cpu":
         return None
     context = max(options.context, options.prompt_tokens or 0)
     in_place = attends_in_place(options)
@@ -242,10 +242,10 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
                 f"that attends to all tokens); drop --attention offload"
             )
         return KvPlan(need=need, homes=need.homes(need.whole_slots * need.slot_bytes))
-    if options.device == "sim":
+    if check_device(options) != "cpu":
         raise UnsupportedModelError(
-            "--kv-ram shares keys and values out between RAM and the disk, and a simulated "
-            "accelerator keeps them itself; drop --device sim or --kv-ram"
+            "--kv-ram shares keys and values out between RAM and the disk, and an accelerator "
+            "keeps them itself; drop --device and --gpu, or --kv-ram"
         )
     if need is None:
         raise UnsupportedModelError(

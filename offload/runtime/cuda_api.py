@@ -213,6 +213,11 @@ def current_card() -> int:
     return torch.cuda.current_device()
 
 
+def card_name(device: str) -> str:
+    """What a card, by torch's name of it, is called by its maker."""
+    return str(torch.cuda.get_device_name(device))
+
+
 def check_card(index: int) -> None:
     """Raises OffloadError: there is no card of this number, or none at all."""
     count = card_count()
@@ -254,6 +259,6 @@ def _text(code: int) -> str | None:
 
 
 __all__ = [
-    "CardApi", "Room", "TorchCard", "card_count", "check_card", "current_card", "failed",
-    "open_card",
+    "CardApi", "Room", "TorchCard", "card_count", "card_name", "check_card", "current_card",
+    "failed", "open_card",
 ]  # fmt: skip

@@ -69,6 +69,7 @@ class CudaDevice:
         self._watchdog_s = watchdog_s
         self._faults = Faults()
         self._lock = threading.RLock()
+        self.api.reset_peak()
         self._closed = False
         self._hangs = False
         self._cards: list[CardMemory] = []
@@ -126,6 +127,10 @@ class CudaDevice:
                 self.api.used_by(memory.tensor(), stream.raw)
             self._cards.append(memory)
         return memory
+
+    def peak_memory(self) -> int | None:
+        """See ``Device``: what torch's allocator counted, activations and all."""
+        return self.api.peak()
 
     def acquired_memory(self) -> int:
         with self._lock:

@@ -189,6 +189,7 @@ class Executor:
                 if missing := self._residency.missing(ticket):
                     if story is not None:
                         story.waits(unit)
+                    self.stats.host_waits["block"] += 1
                     began = time.perf_counter()
                     while missing:
                         self._raise_failures(missing)
@@ -227,6 +228,7 @@ class Executor:
         with self._shield, self._changed:
             self._check_open()
             self._forgive(experts)
+            self.stats.host_waits["routing"] += 1
             self._submit(self._residency.route(group, experts, scores))
             self.stats.hits = self._residency.hits
             self.stats.misses = self._residency.misses
@@ -303,6 +305,7 @@ class Executor:
         embedding). Under the lock: ``close()`` in another thread takes the memory away."""
         with self._lock:
             self._check_open()
+            self.stats.host_waits["token"] += 1
             if block in self.plan.tiers[Tier.RAM].pinned:
                 there = self._leases[Tier.RAM][block].view
                 for src, dst, nbytes in spans:
@@ -528,6 +531,7 @@ class Executor:
             self._submit(todo)
             if there:
                 break
+            self.stats.host_waits["block"] += 1
             self._raise_failures([expert])
             if self.story is not None:
                 self.story.waits(expert)
