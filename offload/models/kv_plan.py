@@ -242,10 +242,11 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
                 f"that attends to all tokens); drop --attention offload"
             )
         return KvPlan(need=need, homes=need.homes(need.whole_slots * need.slot_bytes))
-    if check_device(options) != "cpu":
+    if (kind := check_device(options)) != "cpu":
+        who = "a simulated accelerator" if kind == "sim" else "a card"
         raise UnsupportedModelError(
-            "--kv-ram shares keys and values out between RAM and the disk, and an accelerator "
-            "keeps them itself; drop --device and --gpu, or --kv-ram"
+            f"--kv-ram shares keys and values out between RAM and the disk, and {who} keeps them "
+            f"itself; drop {'--device sim' if kind == 'sim' else '--gpu'} or --kv-ram"
         )
     if need is None:
         raise UnsupportedModelError(
