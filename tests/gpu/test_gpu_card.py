@@ -153,7 +153,7 @@ def test_a_refused_registration_is_not_blamed_on_the_next_kernel(card: CudaDevic
 
 def test_a_card_that_is_full_is_an_error_of_the_plan(card: CudaDevice) -> None:
     big = CudaDevice(None)
-    with pytest.raises(PlanError, match=r"needs 1\.0 TiB, but NVIDIA.* free of"):
+    with pytest.raises(PlanError, match=r"needs 1024\.0 GiB, but NVIDIA.* free of"):
         big.device_memory(1 << 40, "slots")
     big.device_memory(MIB, "slots")
     big.close()
@@ -169,7 +169,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"gpu": "1TiB"}, r"1\.0 TiB cannot be had: .* has"),
+        ({"gpu": "1TiB"}, r"1024\.0 GiB cannot be had: .* has"),
         ({"gpu": "10"}, "sizes without a unit are bytes"),
         ({"gpu": "2MiB"}, "short|budget|smallest"),
         ({"device": "cuda:77"}, "there is no card cuda:77: torch sees"),
