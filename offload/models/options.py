@@ -96,6 +96,7 @@ class Options:
             return 0
         most = max(prompt, self.pass_rows or 0)
         return min(most, (self.sequences - 1) * prompt) + self.sequences
+
     @property
     def choice(self) -> Choice:
         """The device that is meant. Raises OffloadError if it cannot be."""
@@ -111,7 +112,7 @@ class Options:
             )
         if self.attention not in (None, "exact", "offload"):
             raise OffloadError(f"attention {self.attention!r} is not one of exact, offload")
-        if self.attention == "offload" and self.device == "sim":
+        if self.attention == "offload" and self.choice.kind != "cpu":
             raise OffloadError("--attention offload computes on the CPU; drop it or --device sim")
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")

@@ -104,7 +104,7 @@ def check_model(model: Any, name: str, device: str) -> None:
             f"{name}: --prompt-cache cannot bring its prompts back exactly: {why}; drop it"
         )
 
-    if device == "sim":
+    if device != "cpu":
         raise refuse("a simulated accelerator keeps keys and values itself")
     supported = getattr(type(model), "_supports_default_dynamic_cache", lambda: False)
     if model.config.is_encoder_decoder or not supported():

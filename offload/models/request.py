@@ -154,7 +154,7 @@ def request_of(
 def computes_on_card(options: Options, top: Tier) -> bool:
     """Whether the hardware's card computes: a simulated device has the CPU do it."""
     carded = options.hardware is not None and options.hardware.card is not None
-    return carded and top is Tier.DEVICE and (options.elsewhere or options.device == "cuda")
+    return carded and top is Tier.DEVICE and (options.elsewhere or options.choice.kind == "cuda")
 
 
 def trace_of(chosen: Cut) -> list[Step]:
