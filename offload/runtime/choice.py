@@ -14,6 +14,7 @@ from offload.errors import OffloadError, PlanError
 from offload.runtime import cuda_api
 from offload.runtime.cuda_device import CudaDevice, pinning_refused
 from offload.runtime.cuda_memory import check_budget
+from offload.runtime.cuda_probe import on_card
 from offload.runtime.device import Device
 from offload.runtime.null_device import NullDevice
 from offload.runtime.sim_device import SimDevice
@@ -127,6 +128,17 @@ def make_device(choice: Choice, capacity: int | None, seed: int = 0) -> Device:
     return NullDevice()
 
 
+def with_card(choice: Choice, hardware: Hardware) -> Hardware:
+    """The machine with the card that is meant in it, measured; as it is if none is."""
+    if choice.kind != "cuda":
+        return hardware
+    device = CudaDevice(None, choice.card)
+    try:
+        return on_card(hardware, device)
+    finally:
+        device.close()
+
+
 def link_rates(file: Path) -> tuple[float, float]:
     """Bytes per second to a card and back, from a hardware file.
 
@@ -150,4 +162,5 @@ def link_rates(file: Path) -> tuple[float, float]:
 
 __all__ = [
     "NAMES", "Choice", "budget", "choose", "link_rates", "make_device", "staged_copies",
+    "with_card",
 ]  # fmt: skip

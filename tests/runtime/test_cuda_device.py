@@ -15,8 +15,10 @@ from offload.io.wrappers import LatencyStore
 from offload.runtime import cuda_stream
 from offload.runtime.cuda_device import CudaDevice, pinning_refused
 from offload.runtime.cuda_memory import check_budget
+from offload.runtime.cuda_probe import on_card
 from offload.runtime.device import Region
 from offload.runtime.executor import Executor
+from offload.scheduler.hardware import Hardware, Rate
 
 MIB = 1 << 20
 Make = Callable[..., CudaDevice]
@@ -248,6 +250,38 @@ def test_a_hanging_card_is_waited_for_once(make: Make, caplog: pytest.LogCapture
     assert source.memory.tensor().eq(1).all()
     card.hangs = False
     card.pins.clear()
+
+
+# -- rates -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refuse", [None, "no"], ids=["pinned", "staged"])
+def test_a_probe_puts_the_card_into_the_machine(make: Make, refuse: str | None) -> None:
+    device = make(None, refuse=refuse, jitter_s=0.0)
+    rate, flops = Rate.of([1e9], "B/s"), Rate.of([1e12], "FLOP/s")
+    machine = Hardware(
+        ssd_read=rate,
+        ssd_write=rate,
+        ssd_mixed=rate,
+        ram_read=rate,
+        memcpy=rate,
+        matmul={"float32": flops},
+        gemv={"float32": rate},
+        cores=1,
+        ram_bytes=2**30,
+        name="a machine",
+    )
+    found = on_card(machine, device, link_bytes=MIB, memory_bytes=MIB, side=64)
+    assert found.card is not None
+    assert found.card.name == device.api.name
+    assert found.card.memory_bytes == 2**31
+    assert {*found.card.gemv} == {*found.card.matmul} == {"float32", "bfloat16"}
+    assert found.card.launch_s > 0
+    assert found.h2d is not None
+    assert found.d2h is not None
+    assert found.ssd_read == machine.ssd_read
+    assert device.acquired_memory() == 0
+    assert "release_cached" in card_of(device).calls
 
 
 # -- the executor on a card ----------------------------------------------------------------------
