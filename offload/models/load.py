@@ -167,6 +167,7 @@ def prepare(
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
+    choice.warm_up(options.choice)
     warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
     return plan_model(directory, options, warm, compiling)

@@ -19,6 +19,7 @@ from offload.runtime.device import Device
 from offload.runtime.null_device import NullDevice
 from offload.runtime.sim_device import SimDevice
 from offload.scheduler.hardware import Hardware
+from offload.scheduler.hardware_file import parse
 from offload.units import format_bytes
 
 NAMES = "auto, cpu, sim, sim:FILE, cuda, cuda:N"
@@ -106,6 +107,12 @@ def budget(choice: Choice, gpu: int | None, ram: int) -> int | None:
     return gpu
 
 
+def warm_up(choice: Choice) -> None:
+    """Have the process weigh what it will with the card in use: before budgets count."""
+    if choice.kind == "cuda":
+        cuda_api.open_card(choice.card).warm_up()
+
+
 def staged_copies(choice: Choice) -> str | None:
     """Why copies to the device have to be staged, if the system pins no memory."""
     if choice.kind != "cuda":
@@ -149,10 +156,7 @@ def link_rates(file: Path) -> tuple[float, float]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise OffloadError(f"the rates of a simulated device: {file}: {error}") from error
-    try:
-        hardware = Hardware.from_json(data)
-    except ValueError as error:
-        raise OffloadError(f"{file} is no hardware file: {error}") from error
+    hardware = parse(data, str(file))
     if hardware.h2d is None or hardware.d2h is None:
         raise OffloadError(
             f"{file} is of a machine without a card ({hardware.name}): h2d and d2h are missing"
@@ -162,5 +166,5 @@ def link_rates(file: Path) -> tuple[float, float]:
 
 __all__ = [
     "NAMES", "Choice", "budget", "choose", "link_rates", "make_device", "staged_copies",
-    "with_card",
+    "warm_up", "with_card",
 ]  # fmt: skip

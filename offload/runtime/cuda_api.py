@@ -104,6 +104,10 @@ class CardApi(Protocol):
         """Give back what torch's allocator keeps of freed memory."""
         ...
 
+    def warm_up(self) -> None:
+        """Load what any model needs on the card, so that a process weighs what it will."""
+        ...
+
 
 class TorchCard:
     """``CardApi`` on ``torch.cuda``.
@@ -200,6 +204,16 @@ class TorchCard:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def warm_up(self) -> None:
+        with torch.inference_mode():
+            for dtype in (torch.float32, torch.bfloat16):
+                for rows in (1, 64):
+                    x = torch.ones((rows, 256), dtype=dtype, device=self.device)
+                    w = torch.ones((256, 256), dtype=dtype, device=self.device)
+                    y = torch.nn.functional.linear(x, w).softmax(-1)
+                    float(y.sum())
         torch.cuda.empty_cache()
 
 

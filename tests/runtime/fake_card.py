@@ -243,5 +243,8 @@ class FakeCard:
     def reset_peak(self) -> None:
         self.most = self.allocated
 
+    def warm_up(self) -> None:
+        self.calls.append("warm_up")
+
     def release_cached(self) -> None:
         self.calls.append("release_cached")

@@ -81,6 +81,7 @@ MACHINE = {
     "cores": 2,
     "ram_bytes": GIB,
     "name": "a machine",
+    "version": 1,
 }  # fmt: skip
 
 
