@@ -17,6 +17,9 @@ from offload.errors import DeviceError, OffloadError
 
 log = logging.getLogger(__name__)
 
+_cuda: Any = torch.cuda
+"""For what has no types there."""
+
 PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every context of the process."""
 
@@ -119,11 +122,11 @@ class TorchCard:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         check_card(index)
-        torch.cuda.init()
+        _cuda.init()
         self.name: str = torch.cuda.get_device_name(index)
 
     def stream(self) -> Any:
-        return torch.cuda.Stream(self.device)
+        return _cuda.Stream(self.device)
 
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -131,7 +134,7 @@ class TorchCard:
     def record(self, stream: Any) -> Any:
         # Blocking: who waits sleeps. A spinning wait would take one of the cores that the disk's
         # lanes and the user's Python need.
-        event = torch.cuda.Event(enable_timing=False, blocking=True)
+        event = _cuda.Event(enable_timing=False, blocking=True)
         event.record(stream)
         return event
 
@@ -263,7 +266,7 @@ def failed(what: str, error: BaseException) -> DeviceError:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()
+    return _cuda.cudart()
 
 
 def _text(code: int) -> str | None:

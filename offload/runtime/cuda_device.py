@@ -202,8 +202,10 @@ class CudaDevice:
         for watcher in self._watchers.values():
             if not watcher.close():
                 log.error("the card has not finished what was queued on %s", watcher.name)
-        for memory in (*self._cards, *self._hosts):
-            memory.close()
+        for slots in self._cards:
+            slots.close()
+        for host in self._hosts:
+            host.close()
 
     def _drained(self) -> bool:
         """Wait until nothing of ours is under way on the card; whether that is so. A card that
