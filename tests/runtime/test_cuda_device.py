@@ -16,7 +16,8 @@ from offload.runtime import cuda_stream
 from offload.runtime.cuda_device import CudaDevice, pinning_refused
 from offload.runtime.cuda_memory import check_budget
 from offload.runtime.cuda_probe import on_card
-from offload.runtime.device import Region
+from offload.runtime.cuda_stream import CopyStream
+from offload.runtime.device import Event, Region
 from offload.runtime.executor import Executor
 from offload.scheduler.hardware import Hardware, Rate
 
@@ -80,16 +81,40 @@ def test_streams_wait_on_the_card_and_the_host_does_not(make: Make) -> None:
     assert slot.memory.tensor().eq(1).all()
 
 
-def test_a_copy_comes_after_the_last_use_of_its_slot(make: Make) -> None:
-    for seed in range(10):
-        device = make(seed=seed, jitter_s=500e-6)
-        slot, out = Region(device.device_memory(MIB, "slot"), 0, MIB), filled(device, MIB, 0)
-        for value in range(1, 6):
-            device.h2d.wait(device.d2h.record())  # its last use: the copy down
-            copied = device.copy(slot, filled(device, MIB, value), device.h2d)
-            device.d2h.wait(copied)
-            device.copy(out, slot, device.d2h).wait()
-            assert out.memory.tensor().eq(value).all()
+def through_one_slot(device: CudaDevice, rounds: int = 5) -> bool:
+    """Send values up and down through one slot without waiting; whether each came back."""
+    slot = Region(device.device_memory(MIB, "slot"), 0, MIB)
+    sources = [filled(device, MIB, value + 1) for value in range(rounds)]
+    back = [filled(device, MIB, 0) for _ in range(rounds)]
+    left = device.d2h.record()
+    for source, target in zip(sources, back, strict=True):
+        device.h2d.wait(left)
+        device.d2h.wait(device.copy(slot, source, device.h2d))
+        left = device.copy(target, slot, device.d2h)
+    left.wait()
+    return all(t.memory.tensor().eq(i + 1).all() for i, t in enumerate(back))
+
+
+@pytest.mark.parametrize("refuse", [None, "no"], ids=["pinned", "staged"])
+def test_a_slot_is_used_by_one_at_a_time(make: Make, refuse: str | None) -> None:
+    for seed in range(6):
+        assert through_one_slot(make(seed=seed, jitter_s=500e-6, refuse=refuse))
+
+
+@pytest.mark.parametrize("gone", ["h2d", "d2h"])
+@pytest.mark.parametrize("refuse", [None, "no"], ids=["pinned", "staged"])
+def test_each_wait_is_missed_when_it_is_gone(
+    make: Make, monkeypatch: pytest.MonkeyPatch, gone: str, refuse: str | None
+) -> None:
+    wait = CopyStream.wait
+
+    def weak(self: CopyStream, event: Event) -> None:
+        if self.name != gone:
+            wait(self, event)
+
+    monkeypatch.setattr(CopyStream, "wait", weak)
+    found = [through_one_slot(make(seed=seed, jitter_s=500e-6, refuse=refuse)) for seed in range(8)]
+    assert not all(found)
 
 
 def test_the_stream_that_torch_computes_on_is_the_one_recorded(make: Make) -> None:
