@@ -75,11 +75,15 @@ def load(
             or hook into the layers of a model that is loaded with it.
         prompt_cache_limit: bytes of all that is in it, 8 GiB by default; what was not used for
             longest goes.
-        gpu: the budget of the device tier; with ``device="sim"`` only.
+        gpu: bytes, or e.g. ``"6GiB"``, of a card's memory: the card then computes, and everything
+            that torch allocates on it for this model is kept below.
         disk: directory for private files (only used for weights that must be converted, and for
             keys and values that do not fit in RAM).
         dtype: compute dtype; None takes the checkpoint's.
-        device: ``"auto"`` or ``"cpu"``: the CPU computes; ``"sim"``: a simulated accelerator.
+        device: ``"auto"``: the card if there is a budget for one, else the CPU; ``"cpu"``;
+            ``"cuda"`` or ``"cuda:1"``: a card, by default with most of what is free there;
+            ``"sim"``: a simulated accelerator (``"sim:FILE"``: with the link's rates of a hardware
+            file). Inputs may be on the CPU whatever computes.
         context: tokens of prompt and answer together that memory is set aside for.
         batch: sequences (or beams) at once that memory is set aside for.
         guess: whether a MoE layer's experts may be read before it is known that it needs them,

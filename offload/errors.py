@@ -44,3 +44,7 @@ class SchedulerError(RuntimeError):
 
 class WatchdogError(OffloadError):
     """A wait took longer than its limit without any progress."""
+
+
+class DeviceError(OffloadError):
+    """The card failed in the middle of the work; nothing on it can be trusted any more."""

@@ -98,7 +98,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def cuda() -> Check:
-    """Whether there is a card, which is not used yet."""
+    """Whether there is a card, which computes where a budget for it is given."""
     try:
         torch = importlib.import_module("torch")
         card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -108,15 +108,15 @@ def cuda() -> Check:
         why = ""
     cupy = importlib.util.find_spec("cupy") is not None
     detail = (
-        f"{card} is here, but cards are not supported yet; the CPU computes"
-        if card
-        else f"no usable card{why}; the CPU computes"
+        f"{card}: computes with --gpu SIZE" if card else f"no usable card{why}; the CPU computes"
     )
     return Check(
         name="CUDA",
-        verdict=Verdict.BETTER,
+        verdict=Verdict.GOOD if card else Verdict.BETTER,
         detail=f"{detail} (cupy is {'' if cupy else 'not '}installed and not needed)",
-        fix="nothing to do; --device sim --gpu SIZE shows how a card's memory would be used",
+        fix=""
+        if card
+        else "nothing to do; --device sim --gpu SIZE shows how a card's memory would be used",
     )
 
 

@@ -107,14 +107,16 @@ Gpu = Annotated[
     int | None,
     typer.Option(
         parser=size, metavar="SIZE",
-        help="Budget of the accelerator; only with --device sim until cards are supported.",
+        help="Budget of the card's memory: the card then computes; with --device sim, of a "
+        "simulated one.",
     ),
 ]  # fmt: skip
 DeviceName = Annotated[
     str,
     typer.Option(
         "--device", metavar="NAME",
-        help="auto or cpu: the CPU computes; sim: a simulated accelerator.",
+        help="auto: a card if there is a --gpu, else the CPU; cpu; cuda or cuda:N: a card; sim: a "
+        "simulated accelerator, sim:FILE: with the link of a hardware file.",
     ),
 ]  # fmt: skip
 Disk = Annotated[

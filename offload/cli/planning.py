@@ -25,6 +25,7 @@ from offload.kv.prefix_folder import open_directory
 from offload.models.choose import model_directory
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
 from offload.models.recipes import spill_directory
+from offload.runtime.choice import with_card
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
 from offload.runtime.probe_together import measure
@@ -186,6 +187,8 @@ def make_plan(
     if wanted.predict and wanted.hardware is None and frozen is None:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
         options.hardware = on_these_files(find_hardware(directory), directory)
+        if options.hardware is not None:
+            options.hardware = with_card(options.choice, options.hardware)
     with compiling_notice() as compiling:
         prepared = prepare(directory, options, compiling)
     if frozen is not None:

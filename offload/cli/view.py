@@ -29,7 +29,8 @@ def streams(plan: Plan) -> bool:
 def title(prepared: Prepared) -> Text:
     """What is run: name, family, dtype, size, where it computes."""
     meta, plan = prepared.meta, prepared.plan
-    where = "a simulated device" if plan.compute_tier is Tier.DEVICE else "RAM"
+    kind = prepared.options.choice.kind
+    where = {"cpu": "RAM", "sim": "a simulated device", "cuda": "a card's memory"}[kind]
     options = prepared.options
     card = options.hardware.card if options.hardware is not None and options.elsewhere else None
     if card is not None and plan.compute_tier is Tier.DEVICE:

@@ -25,6 +25,7 @@ from offload.io.store import Span
 from offload.models.absent import absent, row_table
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, ExpertSession, routing
+from offload.models.inputs import take_inputs
 from offload.models.params import Param
 from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
@@ -81,6 +82,7 @@ class Attachment:
             self._hook_head(cut.head)
         if cut.embedding:
             self._hook_embedding(cut.embedding)
+        self._undo += take_inputs(model, executor.device.torch_device)
         self._without_grad(model)
         self._refuse_to_move(model)
 

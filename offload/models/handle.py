@@ -70,7 +70,9 @@ class OffloadHandle:
 
         ``hit_rate`` is None for a model without streamed experts. ``stall_s`` is the time that
         the computing thread waited for data. ``guessed`` experts were read before they were
-        routed to, ``guessed_right`` of them then were (and count as misses).
+        routed to, ``guessed_right`` of them then were (and count as misses). ``host_waits``: how
+        often it waited for the device, by what for. ``device_peak_bytes``: a card's, everything
+        that torch had allocated there; None where the device's memory is the CPU's.
         """
         stats = self.executor.stats
         budget = self.plan.budgets.get(Tier.RAM)
@@ -89,6 +91,9 @@ class OffloadHandle:
             "baseline_rss_bytes": self.baseline_rss,
             "peak_rss_bytes": peak_rss(),
             "ram_budget_bytes": budget,
+            "device_peak_bytes": self.executor.device.peak_memory(),
+            "device_budget_bytes": self.plan.budgets.get(Tier.DEVICE),
+            "host_waits": dict(stats.host_waits),
             "kv": None if self.kv is None else self.kv.stats(),
             "prompt_cache": None if self.prompts is None else self.prompts.prefixes.to_json(),
         }

@@ -33,37 +33,49 @@ import torch
 import torch.nn.functional as F
 job = json.loads(sys.argv[1])
 torch.set_num_threads(job["threads"])
+device = torch.device(job.get("device", "cpu"))
 dtype = getattr(torch, job["dtype"])
 V, H, step = job["vocabulary"], job["width"], job["slice"]
-size = torch.empty(0, dtype=dtype).element_size()
-page = mmap.ALLOCATIONGRANULARITY
-row = H * size
-# Period: whole rows and whole pages, so that the pattern repeats without a seam.
-unit = math.lcm(page, row)
-period = unit * max(1, (4 << 20) // unit)
-start = job["phase"]
-total = -(-(V * row + start) // period) * period
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = ctypes.c_void_p
-i32 = ctypes.c_int
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, i32, i32, i32, ctypes.c_long]
-fd = os.memfd_create("head")
-os.ftruncate(fd, period)
-base = libc.mmap(None, total, 0, 0x22, -1, 0)
-for at in range(0, total, period):
-    got = libc.mmap(base + at, period, 3, 0x11, fd, 0)
-    if got != base + at:
-        raise OSError("mmap failed")
-whole = (ctypes.c_char * (V * row)).from_address(base + start)
-W = torch.frombuffer(whole, dtype=dtype).view(V, H)
 generator = torch.Generator().manual_seed(0)
-rows = (period - start) // row
-W[:rows] = (torch.randn(min(rows, V), H, generator=generator) * 0.05).to(dtype)
+def random(rows):
+    return torch.randn(rows, H, generator=generator)
+def in_ram():
+    size = torch.empty(0, dtype=dtype).element_size()
+    page = mmap.ALLOCATIONGRANULARITY
+    row = H * size
+    # Period: whole rows and whole pages, so that the pattern repeats without a seam.
+    unit = math.lcm(page, row)
+    period = unit * max(1, (4 << 20) // unit)
+    start = job["phase"]
+    total = -(-(V * row + start) // period) * period
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    i32 = ctypes.c_int
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, i32, i32, i32, ctypes.c_long]
+    fd = os.memfd_create("head")
+    os.ftruncate(fd, period)
+    base = libc.mmap(None, total, 0, 0x22, -1, 0)
+    for at in range(0, total, period):
+        got = libc.mmap(base + at, period, 3, 0x11, fd, 0)
+        if got != base + at:
+            raise OSError("mmap failed")
+    whole = (ctypes.c_char * (V * row)).from_address(base + start)
+    W = torch.frombuffer(whole, dtype=dtype).view(V, H)
+    rows = (period - start) // row
+    W[:rows] = (random(min(rows, V)) * 0.05).to(dtype)
+    return W
+def on_card():
+    W = torch.empty(V, H, dtype=dtype, device=device)
+    some = (random(min(V, 4096)) * 0.05).to(dtype).to(device)
+    for at in range(0, V, len(some)):
+        W[at:at + len(some)] = some[:V - at]
+    return W
+W = in_ram() if device.type == "cpu" else on_card()
 good = []
 for m in job["rows"]:
     equal = True
     for _ in range(max(2, job["outputs"] // (m * V))):
-        x = torch.randn(m, H, generator=generator).to(dtype)
+        x = random(m).to(dtype).to(device)
         want = F.linear(x, W)
         for a in range(0, V, step):
             if not torch.equal(F.linear(x, W[a:a + step]), want[:, a:a + step]):
@@ -85,13 +97,16 @@ def verified_rows(
     threads: int,
     rows: tuple[int, ...] = ROWS_TRIED,
     phase: int = 0,
+    device: str = "cpu",
 ) -> frozenset[int]:
     """Which of these numbers of input rows give bit-equal slices here; cached per machine.
 
-    ``phase``: where the weight starts within 64 bytes.
+    ``phase``: where the weight starts within 64 bytes. ``device``: what multiplies, by torch's
+    name; a card needs room for the whole weight for a moment, outside of any budget.
 
     Empty if it cannot be tried (then the head must stay whole).
     """
+    from offload.runtime.cuda_api import card_name
     from offload.runtime.hardware_cache import cpu_name
 
     job = {
@@ -104,7 +119,11 @@ def verified_rows(
         "outputs": OUTPUTS_TRIED,
         "phase": phase,
     }
-    key = json.dumps({**job, "torch": torch.__version__, "cpu": cpu_name()}, sort_keys=True)
+    where = cpu_name()
+    if device != "cpu":
+        job["device"] = device
+        where = card_name(device)
+    key = json.dumps({**job, "torch": torch.__version__, "cpu": where}, sort_keys=True)
     cache = _load()
     if key in cache:
         return frozenset(cache[key])

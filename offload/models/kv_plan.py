@@ -27,7 +27,7 @@ from offload.kv.homes import (
 from offload.kv.kernel_layout import is_latent, kernel_layout
 from offload.kv.shape import BlockLayout, KvShape
 from offload.models.footprint import Footprint, decode_peak
-from offload.models.options import Options
+from offload.models.options import Options, check_device
 from offload.models.recipes import spill_directory
 from offload.scheduler.bounds import COMPUTE, READ
 from offload.scheduler.costs import CostModel, Pick
@@ -212,7 +212,7 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
     layers = footprint.layers
     shapes = tuple(n.shape for n in layers if n.shape is not None)
     supported = getattr(type(model), "_supports_default_dynamic_cache", lambda: False)
-    if not shapes or not supported() or options.device == "sim":
+    if not shapes or not supported() or check_device(options) != "cpu":
         return None
     context = max(options.context, options.prompt_tokens or 0)
     in_place, lossy = attends_in_place(options), is_lossy(shapes, options.kv)
@@ -291,10 +291,11 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
             )
         whole = need.whole_slots * need.slot_bytes + need.tails_bytes
         return KvPlan(need=need, homes=need.homes(whole))
-    if options.device == "sim":
+    if (kind := check_device(options)) != "cpu":
+        who = "a simulated accelerator" if kind == "sim" else "a card"
         raise UnsupportedModelError(
-            "--kv-ram shares keys and values out between RAM and the disk, and a simulated "
-            "accelerator keeps them itself; drop --device sim or --kv-ram"
+            f"--kv-ram shares keys and values out between RAM and the disk, and {who} keeps them "
+            f"itself; drop {'--device sim' if kind == 'sim' else '--gpu'} or --kv-ram"
         )
     if need is None:
         raise UnsupportedModelError(

@@ -17,6 +17,10 @@ IN_PAGES_FROM = 128 * 2**10
 """Tensors of at least so many bytes are laid out as in the file; smaller ones are copied, a page of
 padding for each would be felt."""
 
+CARD_ALIGN = 512
+"""Where the allocator of torch's starts tensors on a card. cuBLAS is told an operand's alignment up
+to 256 bytes."""
+
 FREE = ("bfloat16", "float16")
 """Dtypes whose results do not depend on where a tensor starts, see ``units._phase``."""
 
@@ -46,6 +50,28 @@ def lay_as_in_file(spec: BlockSpec, found: Sequence[Sequence[Piece]]) -> BlockSp
             if best % DTYPE_BYTES[tensor.dtype] == 0 and fits:
                 phase, to = best, ALIGN
         offset = align_up(end - phase, to) + phase
+        out.append(replace(tensor, offset=offset))
+        end = offset + tensor.nbytes
+    return replace(spec, tensors=tuple(out), nbytes=end)
+
+
+def lay_for_card(spec: BlockSpec, expert: int = 0, row: int = 0) -> BlockSpec:
+    """Lay a block out for a card, whose libraries choose kernels by how the operands are aligned.
+
+    Each tensor starts where it would in a resident model, within ``CARD_ALIGN`` bytes: at 0 if it
+    is a parameter, and if it is a part of one, where that part lies. So the same kernels run. The
+    bytes cost one copy in RAM on their way from the disk, which to a card does not matter.
+
+    Args:
+        expert: which of a fused parameter's parts the block is.
+        row: of the parameter, at which the block's rows begin.
+    """
+    out: list[TensorSpec] = []
+    end = 0
+    for tensor in spec.tensors:
+        per_row = tensor.nbytes // tensor.shape[0] if tensor.shape and tensor.shape[0] else 0
+        phase = (expert * tensor.nbytes + row * per_row) % CARD_ALIGN
+        offset = align_up(end - phase, CARD_ALIGN) + phase
         out.append(replace(tensor, offset=offset))
         end = offset + tensor.nbytes
     return replace(spec, tensors=tuple(out), nbytes=end)

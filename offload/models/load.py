@@ -60,7 +60,9 @@ from offload.models.request import matrices, request_of, reserves_of
 from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, cut, unit_modules
-from offload.models.workspace import limit_kernels, workspace_for
+from offload.models.workspace import WHOLE, limit_kernels, workspace_for
+from offload.runtime import choice
+from offload.runtime.cuda_stream import STAGING_BYTES
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
@@ -70,6 +72,11 @@ if TYPE_CHECKING:
     from offload.models.fast_check import KernelError
 
 logger = logging.getLogger(__name__)
+
+STAGED = (
+    "the system pins no host memory ({why}): copies to the card go through a small pinned buffer, "
+    "each at the cost of a core's time"
+)
 
 __all__ = ["DEFAULT_CONTEXT", "Options", "Prepared", "Progress", "load", "plan_model", "prepare"]
 
@@ -160,6 +167,7 @@ def prepare(
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
+    choice.warm_up(options.choice)
     warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
     return plan_model(directory, options, warm, compiling)
@@ -209,22 +217,29 @@ def plan_model(
         )
     modules = _fine_units(meta.model)
     phases, made = placed_and_made(parameters(meta.model).values(), meta.mapping)
+    if device == "cuda":
+        phases = {}  # a card's tensors each start where its allocator puts them
 
     def cut_it(stream_head: bool) -> Cut:
         return cut(meta.model, stream_head=stream_head, modules=modules, keep=made, phases=phases)
 
     chosen = cut_it(False)
     drop_unloopable(chosen, notes)
-    recipes = make_recipes(chosen, meta.mapping)
-    workspace = workspace_for(matrices(chosen))  # before what the process has grown by is read
+    recipes = make_recipes(chosen, meta.mapping, card=device == "cuda")
+    # Before what the process has grown by is read. A card's is CARD_BYTES.
+    workspace = WHOLE if device == "cuda" else workspace_for(matrices(chosen))
     grown = 0
     if options.overhead_bytes is None:
         gc.collect()
         grown = max(0, current_rss() - baseline - options.tokenizer_bytes)
     budgets = {Tier.RAM: ram}
-    if device == "sim":
-        budgets[Tier.DEVICE] = options.gpu or ram
+    if (on_device := choice.budget(options.choice, options.gpu, ram)) is not None:
+        budgets[Tier.DEVICE] = on_device
     top = max(budgets)
+    on_card = device == "cuda"
+    refused = choice.staged_copies(options.choice)
+    if refused is not None:
+        notes.append(STAGED.format(why=refused))
 
     def set_aside(chosen: Cut, ram: int, staged: bool) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
@@ -247,6 +262,7 @@ def plan_model(
             workspace=workspace,
             staged=staged,
             kv=kv_plan.beside(kv, options),
+            copies=0 if refused is None else 2 * STAGING_BYTES,
         )
         if prompts is not None:
             found[Tier.RAM] |= prompts.reserves
@@ -256,10 +272,10 @@ def plan_model(
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
     head_rows = None
     if weights + sum(reserves[top].values()) > budgets[top]:
-        head_rows, slices = try_head(cut_it(True), notes)
+        head_rows, slices = try_head(cut_it(True), notes, options.choice.name)
         chosen = cut_it(slices)
         drop_unloopable(chosen, notes)
-        recipes = make_recipes(chosen, meta.mapping)
+        recipes = make_recipes(chosen, meta.mapping, card=on_card)
 
     staged = recipes.staged
     policy = policy_of(options, chosen)
@@ -382,15 +398,24 @@ def drop_unloopable(result: Cut, notes: list[str]) -> None:
     notes.append(f"experts are streamed by layer: {bad[0][1]}")
 
 
-def try_head(trial: Cut, notes: list[str]) -> tuple[frozenset[int] | None, bool]:
-    """Whether the LM head can be streamed in slices as in ``trial``, for how many rows at once."""
+def try_head(
+    trial: Cut, notes: list[str], device: str = "cpu"
+) -> tuple[frozenset[int] | None, bool]:
+    """Whether the LM head can be streamed in slices as in ``trial``, for how many rows at once,
+    when ``device`` (by torch's name) computes."""
     if trial.head is None:
         return None, True
     vocabulary, width = trial.head.param.tensor.shape
     step = trial.head.rows[0][1]
     param = trial.head.param
     rows = verified_rows(
-        vocabulary, width, param.tensor.dtype, step, torch.get_num_threads(), phase=param.phase
+        vocabulary,
+        width,
+        param.tensor.dtype,
+        step,
+        torch.get_num_threads(),
+        phase=param.phase,
+        device=device,
     )
     if 1 in rows:
         return rows, True

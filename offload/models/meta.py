@@ -287,6 +287,26 @@ def materialise_buffers(model: Any, mapping: CheckpointMap, read: Any) -> None:
         model.initialize_weights()
 
 
+def place_rest(model: Any, device: torch.device) -> None:
+    """Move what no block streams to ``device``: buffers, and parameters that no checkpoint holds.
+    Weights on meta stay there. What modules share stays shared."""
+    # The old one is kept as well: another tensor could get its identity.
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor, tensor.to(device)
+        return moved[id(tensor)][1]
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = move(buffer)
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.is_meta and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+
+
 def _owner(model: Any, name: str) -> tuple[Any, str]:
     parent, _, leaf = name.rpartition(".")
     return (model.get_submodule(parent) if parent else model), leaf

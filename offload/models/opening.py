@@ -20,14 +20,14 @@ from offload.models.attach import Attachment
 from offload.models.expert_options import recorder_of
 from offload.models.handle import OffloadHandle
 from offload.models.head_check import ROWS_TRIED, verified_rows
-from offload.models.meta import materialise_buffers
+from offload.models.meta import materialise_buffers, place_rest
 from offload.models.options import Options, Progress
 from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, spill_directory
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import HeadSlices
+from offload.runtime import choice
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
-from offload.runtime.null_device import NullDevice
 
 if TYPE_CHECKING:
     from offload.models.load import Prepared
@@ -35,12 +35,7 @@ if TYPE_CHECKING:
 
 def make_device(options: Options, capacity: int | None) -> Device:
     """The device that the options name."""
-    if options.device == "sim":
-        from offload.runtime.sim_device import SimDevice
-
-        # The device's budget covers activations too; its arena can be no larger.
-        return SimDevice(capacity_bytes=capacity or 2**40, seed=options.seed or 0)
-    return NullDevice()
+    return choice.make_device(options.choice, capacity, options.seed or 0)
 
 
 def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any) -> Any:
@@ -94,6 +89,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         if wrap_store is not None:
             store = wrap_store(store)
         device = make_device(options, plan.budgets.get(Tier.DEVICE))
+        place_rest(meta.model, device.torch_device)
         executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = Attachment(
@@ -101,7 +97,9 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
             prepared.cut,
             plan,
             executor,
-            head_rows_verified=rows_check(prepared.head_rows, prepared.cut.head),
+            head_rows_verified=rows_check(
+                prepared.head_rows, prepared.cut.head, options.choice.name
+            ),
             recorder=recorder,
         )
     except BaseException:
@@ -126,7 +124,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         attachment=attachment,
         load_s=time.perf_counter() - began,
         baseline_rss=prepared.baseline_rss,
-        notes=tuple(prepared.notes),
+        notes=(*prepared.notes, *device.notes),
     )
     finish_model(model, meta.directory)
     serve_blocks(prepared, model, handle)
@@ -203,7 +201,9 @@ def finish_model(model: Any, directory: Path) -> None:
         raise OffloadError(f"generation_config.json of {directory.name}: {error}") from error
 
 
-def rows_check(rows: Container[int] | None, head: HeadSlices | None) -> Callable[[int], bool]:
+def rows_check(
+    rows: Container[int] | None, head: HeadSlices | None, device: str = "cpu"
+) -> Callable[[int], bool]:
     """Whether slices of the LM head are bit-equal for a number of input rows: the usual numbers
     were tried before the plan, any other (logits of a whole prompt) is tried when it comes."""
     if rows is None or head is None:
@@ -216,7 +216,9 @@ def rows_check(rows: Container[int] | None, head: HeadSlices | None) -> Callable
         if m not in known:
             threads = torch.get_num_threads()
             phase = head.param.phase
-            known[m] = m in verified_rows(vocabulary, width, dtype, step, threads, (m,), phase)
+            known[m] = m in verified_rows(
+                vocabulary, width, dtype, step, threads, (m,), phase, device
+            )
         return known[m]
 
     return verified

@@ -12,6 +12,7 @@ import torch
 from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
 from offload.kv.shape import BLOCK_TOKENS
+from offload.runtime.choice import Choice, choose
 from offload.runtime.timeline import Recorder
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.policy import NAMES
@@ -108,6 +109,11 @@ class Options:
         most = max(prompt, self.pass_rows or 0)
         return min(most, (self.sequences - 1) * prompt) + self.sequences
 
+    @property
+    def choice(self) -> Choice:
+        """The device that is meant. Raises OffloadError if it cannot be."""
+        return choose(self.device, self.gpu)
+
     def __post_init__(self) -> None:
         check_device(self)
         check_policy(self)
@@ -129,9 +135,9 @@ class Options:
                 f"--prompt-cache keeps keys and values as they are computed, and --kv {self.kv} "
                 f"rounds them; drop one of the two"
             )
-        if (self.attention == "offload" or self.kv is not None) and self.device == "sim":
+        if (self.attention == "offload" or self.kv is not None) and self.choice.kind != "cpu":
             raise OffloadError(
-                "--attention offload and --kv compute on the CPU; drop them or --device sim"
+                "--attention offload and --kv compute on the CPU; drop them, or --gpu and --device"
             )
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
@@ -155,16 +161,8 @@ def check_policy(options: Options) -> None:
 
 
 def check_device(options: Options) -> str:
-    if options.device not in ("auto", "cpu", "sim", "cuda"):
-        raise OffloadError(f"device {options.device!r} is not one of auto, cpu, sim")
-    if options.device == "cuda":
-        raise OffloadError("CUDA is not supported yet; use device='cpu' or device='sim'")
-    if options.gpu is not None and options.device != "sim":
-        raise OffloadError(
-            "a GPU budget needs a card, and cards are not supported yet; drop it, or simulate an "
-            "accelerator with device='sim'"
-        )
-    return "sim" if options.device == "sim" else "cpu"
+    """``cpu``, ``sim`` or ``cuda``. Raises OffloadError: the device or its budget cannot be."""
+    return options.choice.kind
 
 
 def parse_options(

@@ -23,7 +23,7 @@ from offload.kv.prefix_format import footer_bytes
 from offload.kv.prefix_layers import check_config
 from offload.models.footprint import CachedLayer, Footprint
 from offload.models.meta import MetaModel
-from offload.models.options import Options
+from offload.models.options import Options, check_device
 from offload.units import format_bytes
 
 HARMLESS = frozenset({
@@ -83,7 +83,7 @@ def plan_prompts(
     """
     if options.prompt_cache is None:
         return None
-    check_model(meta.model, meta.directory.resolve().name, options.device)
+    check_model(meta.model, meta.directory.resolve().name, check_device(options))
     chunk = options.prompt_cache_chunk
     group_bytes = _group_bytes(footprint, chunk, tokens * options.batch)
     check_limit(chunk, options.prompt_cache_limit, group_bytes)
@@ -104,7 +104,7 @@ def check_model(model: Any, name: str, device: str) -> None:
             f"{name}: --prompt-cache cannot bring its prompts back exactly: {why}; drop it"
         )
 
-    if device == "sim":
+    if device != "cpu":
         raise refuse("a simulated accelerator keeps keys and values itself")
     supported = getattr(type(model), "_supports_default_dynamic_cache", lambda: False)
     if model.config.is_encoder_decoder or not supported():

@@ -25,7 +25,7 @@ from offload.io.ranges import Piece
 from offload.io.safetensors import CheckpointIndex
 from offload.io.store import DEMAND, Receipt, Span, Store
 from offload.io.stores import RangeStore, Recipe
-from offload.models.layouts import lay_as_in_file, lay_on_lines
+from offload.models.layouts import lay_as_in_file, lay_for_card, lay_on_lines
 from offload.models.params import Param
 from offload.models.sources import CheckpointMap, Ranges, Run, Source
 from offload.models.units import Cut
@@ -116,10 +116,11 @@ def placed_and_made(
     return phases, made
 
 
-def make_recipes(cut: Cut, mapping: CheckpointMap) -> Recipes:
+def make_recipes(cut: Cut, mapping: CheckpointMap, *, card: bool = False) -> Recipes:
     """Find for every block the file ranges of its tensors.
 
-    Blocks that can be read as they are get a new layout in ``cut.blocks``, see ``lay_as_in_file``.
+    Blocks that can be read as they are get a new layout in ``cut.blocks``, see ``lay_as_in_file``;
+    ``card``: all get one for the card that computes, see ``lay_for_card``.
     """
     sources, index = mapping.map.sources, mapping.index
     out = Recipes({}, [], {})
@@ -144,11 +145,15 @@ def make_recipes(cut: Cut, mapping: CheckpointMap) -> Recipes:
             else:
                 runs = source.placed.runs
             found.append(to_pieces(runs, index, 0))
+        if card:
+            first = expert_of[block][1] if block in expert_of else 0
+            rows_before = slice_of[block][0] if block in slice_of else 0
+            spec = cut.blocks[block] = lay_for_card(spec, first, rows_before)
         if block in out.reasons:
             out.convert.append(block)
         else:
-            spec = lay_as_in_file(spec, found)
-            cut.blocks[block] = spec
+            if not card:
+                spec = cut.blocks[block] = lay_as_in_file(spec, found)
             pieces = [
                 p._replace(dst=t.offset + p.dst)
                 for t, of_tensor in zip(spec.tensors, found, strict=True)

@@ -12,7 +12,7 @@ from offload.models.meta import MetaModel
 from offload.models.options import Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
-from offload.models.workspace import Workspace, kernel_bytes, workspace_bytes
+from offload.models.workspace import CARD_BYTES, Workspace, kernel_bytes, workspace_bytes
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
 from offload.scheduler.policy import DEFAULT
@@ -54,11 +54,13 @@ def reserves_of(
     workspace: Workspace,
     staged: bool,
     kv: KvPlan | None = None,
+    copies: int = 0,
 ) -> dict[Tier, dict[str, int]]:
-    """What is not weights. The simulated device computes in RAM's address space but has a budget
-    of its own: its activations and KV are charged to it.
+    """What is not weights. A device has a budget of its own, also the simulated one, which computes
+    in RAM's address space: activations and KV are charged to it.
 
     ``workspace``: what products take beside their matrices. ``kv``: the cache is kept in blocks.
+    ``copies``: bytes that copies to the device take on their way.
     """
     n_layers = max(1, len(getattr(meta.model, "base_model", meta.model)._modules))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
@@ -71,7 +73,9 @@ def reserves_of(
     compute = {
         **cache_reserves(cache, n_layers, kv),
         "activations": activation_bytes(footprint, kv, options, prompt),
-        "matrix workspace": workspace_bytes(matrices(chosen), workspace)
+        "matrix workspace": CARD_BYTES
+        if device == "cuda"
+        else workspace_bytes(matrices(chosen), workspace)
         + kernel_bytes(
             (t for g in chosen.groups for t in chosen.blocks[g.blocks[0]].tensors), prompt, ram
         ),
@@ -84,7 +88,9 @@ def reserves_of(
         "tokenizer": options.tokenizer_bytes,
         "weights that no file holds": kept,
     }
-    if device == "sim":
+    if copies:
+        host["copies to the device"] = copies
+    if device != "cpu":
         return {Tier.RAM: host, Tier.DEVICE: compute}
     return {Tier.RAM: compute | host}
 
@@ -148,7 +154,7 @@ def request_of(
 def computes_on_card(options: Options, top: Tier) -> bool:
     """Whether the hardware's card computes: a simulated device has the CPU do it."""
     carded = options.hardware is not None and options.hardware.card is not None
-    return carded and top is Tier.DEVICE and (options.elsewhere or options.device == "cuda")
+    return carded and top is Tier.DEVICE and (options.elsewhere or options.choice.kind == "cuda")
 
 
 def trace_of(chosen: Cut) -> list[Step]:

@@ -72,6 +72,11 @@ class Workspace(NamedTuple):
 WHOLE = Workspace(1.0, 0)
 """Where it is not known: a copy of the largest matrix."""
 
+CARD_BYTES = 72 * 2**20
+"""On a card, whatever the matrices: torch gives cuBLAS 32 MiB on Hopper and 8 MiB before, through
+its own allocator, for each stream that multiplies, and what is freed is found again in blocks of
+2 MiB and more."""
+
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -34,6 +34,7 @@ from offload.models.recipes import RoutedStore, spill_directory
 from offload.models.request import expert_top_k, rows_of, staging_shape, trace_of
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import Cut, cut
+from offload.runtime.choice import budget
 from offload.runtime.executor import Executor
 from offload.runtime.memory import HostMemory
 from offload.runtime.rss import available_ram, current_rss
@@ -59,6 +60,11 @@ def wrap(
     """
     if isinstance(getattr(model, "offload", None), OffloadHandle):
         raise OffloadError("this model is streamed already; call offload.unwrap(model) first")
+    if options.choice.kind == "cuda":
+        raise OffloadError(
+            "a model that is already in memory is streamed on the CPU; for a card, save it with "
+            "save_pretrained and call offload.load(path, gpu=...) on that"
+        )
     began = time.perf_counter()
     baseline = current_rss()
     kept, notes = _keep(model)
@@ -182,10 +188,11 @@ def _plan(
 ) -> tuple[Cut, Plan, frozenset[int] | None]:
     ram = options.ram if options.ram is not None else int(available_ram() * 0.5)
     drop_unloopable(whole, notes)
-    top = Tier.DEVICE if options.device == "sim" else Tier.RAM
+    on_device = budget(options.choice, options.gpu, ram)
+    top = Tier.RAM if on_device is None else Tier.DEVICE
     budgets = {Tier.RAM: ram}
-    if top is Tier.DEVICE:
-        budgets[top] = options.gpu or ram
+    if on_device is not None:
+        budgets[top] = on_device
     largest = max((s.slot_nbytes for s in whole.blocks.values()), default=4096)
     chunks, chunk = staging_shape(options, largest, ram)
     reserves: dict[Tier, dict[str, int]] = {Tier.RAM: {"I/O staging": chunks * chunk}}

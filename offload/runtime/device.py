@@ -94,6 +94,8 @@ class Device(Protocol):
     """Where tensors of the compute tier live, as torch names it."""
     has_memory: bool
     """True if there is a device tier above RAM."""
+    notes: list[str]
+    """What a user should know about how this device works here."""
     compute: Stream
     h2d: Stream
     d2h: Stream
@@ -131,6 +133,11 @@ class Device(Protocol):
 
     def acquired_memory(self) -> int:
         """Bytes of device memory handed out now."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """Most bytes in use on the device at once since it was opened, whoever used them; None if
+        that is not known apart from the host's."""
         ...
 
     def check(self) -> None:

@@ -21,7 +21,14 @@ from concurrent.futures import CancelledError, Future
 import torch
 
 from offload.blocks import Tier
-from offload.errors import ClosedError, OffloadError, SchedulerError, StoreError, WatchdogError
+from offload.errors import (
+    ClosedError,
+    DeviceError,
+    OffloadError,
+    SchedulerError,
+    StoreError,
+    WatchdogError,
+)
 from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
 from offload.runtime.arena import Arena, Lease
 from offload.runtime.device import Device, Event
@@ -182,6 +189,7 @@ class Executor:
                 if missing := self._residency.missing(ticket):
                     if story is not None:
                         story.waits(unit)
+                    self.stats.host_waits["block"] += 1
                     began = time.perf_counter()
                     while missing:
                         self._raise_failures(missing)
@@ -220,6 +228,7 @@ class Executor:
         with self._shield, self._changed:
             self._check_open()
             self._forgive(experts)
+            self.stats.host_waits["routing"] += 1
             self._submit(self._residency.route(group, experts, scores))
             self.stats.hits = self._residency.hits
             self.stats.misses = self._residency.misses
@@ -296,6 +305,7 @@ class Executor:
         embedding). Under the lock: ``close()`` in another thread takes the memory away."""
         with self._lock:
             self._check_open()
+            self.stats.host_waits["token"] += 1
             if block in self.plan.tiers[Tier.RAM].pinned:
                 there = self._leases[Tier.RAM][block].view
                 for src, dst, nbytes in spans:
@@ -400,13 +410,13 @@ class Executor:
             self._lanes.append(f"read/{self._n_lanes}")
             self._n_lanes += 1
         lane = self._lanes.pop()
-        for event in lease.after:
-            self._order("host-slot-free", lane, event)
-        self.device.touch(lane, lease.region, "w")
         self._moving += 1
         asked = time.perf_counter()
         priority = DEMAND if fetch.demand else PREFETCH
         try:
+            for event in lease.after:
+                self._order("host-slot-free", lane, event)
+            self.device.touch(lane, lease.region, "w")
             future = self.store.read_into(fetch.block, lease.view, priority=priority)
         except (OffloadError, OSError) as error:
             future = Future()
@@ -483,7 +493,11 @@ class Executor:
         leases = self._leases[self.plan.compute_tier]
         for block in blocks:
             lease = leases[block]
-            self._order("block-ready", "compute", lease.ready)
+            try:
+                self._order("block-ready", "compute", lease.ready)
+            except DeviceError as error:  # the card failed after the copy was queued
+                story = self._residency.story(block)
+                raise DeviceError(f"{error} (block {block}; {story})") from error
             self.device.touch("compute", lease.region, "r")
             self._in_use += 1
         self._user = threading.get_ident()
@@ -517,6 +531,7 @@ class Executor:
             self._submit(todo)
             if there:
                 break
+            self.stats.host_waits["block"] += 1
             self._raise_failures([expert])
             if self.story is not None:
                 self.story.waits(expert)
@@ -554,7 +569,9 @@ class Executor:
         for block in blocks:
             error = self._failures.pop(block, None)
             if error is not None:
-                kind = ClosedError if isinstance(error, ClosedError) else StoreError
+                kind = next(
+                    (k for k in (ClosedError, DeviceError) if isinstance(error, k)), StoreError
+                )
                 raise kind(f"{error} (block {block}; {self._residency.story(block)})") from error
 
     def _check_open(self) -> None:

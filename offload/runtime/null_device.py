@@ -56,6 +56,7 @@ class NullDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self.notes: list[str] = []
         self._errors: list[BaseException] = []
         self._done = _DoneEvent(self._errors)
         self.compute: Stream = _NullStream("compute", self._done)
@@ -95,6 +96,9 @@ class NullDevice:
 
     def acquire(self, actor: str, event: Event) -> None:
         """Nothing to order."""
+
+    def peak_memory(self) -> int | None:
+        return None
 
     def acquired_memory(self) -> int:
         return 0

@@ -97,6 +97,7 @@ class SimDevice:
             if rate is not None and not rate > 0:
                 raise ValueError(f"a copy rate must be positive or None, got {rate} bytes/s")
         self.torch_device = torch.device("cpu")
+        self.notes: list[str] = []
         self.capacity_bytes = capacity_bytes
         self.poison = poison
         self._races = RaceDetector() if check_races else None
@@ -173,6 +174,9 @@ class SimDevice:
             self._memories.pop(id(memory), None)
         if self._races is not None:
             self._races.forget(memory)
+
+    def peak_memory(self) -> int | None:
+        return None
 
     def acquired_memory(self) -> int:
         with self._lock:

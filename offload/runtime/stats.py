@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -20,6 +21,9 @@ class Stats:
     guessed: int = 0
     guessed_right: int = 0
     passes: int = field(default=0)
+    host_waits: Counter[str] = field(default_factory=Counter)
+    """How often the computing thread waited for the device: ``routing`` (a MoE layer's, without
+    which nobody knows what to read), ``token`` (rows of an embedding), ``block`` (under way)."""
 
     @property
     def hit_rate(self) -> float | None:

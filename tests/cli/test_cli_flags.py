@@ -65,7 +65,7 @@ def test_generate_has_the_flag(cli: Cli, flag: str) -> None:
         (["--gpu", "4XiB"], "'4XiB' is not a size"),
         (["--dtype", "int8"], "'int8' is not one of bfloat16"),
         (["--device", "tpu"], "'tpu' is not one of auto, cpu, sim"),
-        (["--device", "cuda"], "CUDA is not supported yet"),
+        (["--device", "cuda"], "no card that torch can use was found"),
         (["--gpu", "1GiB"], "simulate an accelerator"),
         (["-n", "0"], "-n"),
         (["-n", "many"], "valid integer"),

@@ -80,7 +80,7 @@ def golden(directory: Path, dtype: torch.dtype = torch.bfloat16, generates: bool
 
 def options(device: str, **kwargs: Any) -> Options:
     """Plenty of everything; ``overhead_bytes=0`` keeps the interpreter out of tiny budgets."""
-    gpu = PLENTY if device == "sim" else None
+    gpu = None if device == "cpu" else PLENTY
     base = {"ram": PLENTY, "gpu": gpu, "device": device, "context": 64, "overhead_bytes": 0}
     return Options(**{**base, **kwargs})
 

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from fake_card import FakeCard
 
 from offload.errors import PlanError
+from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device, Region
 from offload.runtime.null_device import NullDevice
 from offload.runtime.sim_device import SimDevice
@@ -15,17 +17,26 @@ from offload.runtime.sim_device import SimDevice
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["null", "sim"])
+@pytest.fixture(params=["null", "sim", "cuda", "staged"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    made: Device = NullDevice() if request.param == "null" else SimDevice(8 * MIB)
+    """``cuda``: the device of a card, on a fake of the card; ``staged``: that does not pin."""
+    card = FakeCard(refuse="not permitted" if request.param == "staged" else None)
+    made: Device
+    if request.param == "null":
+        made = NullDevice()
+    elif request.param == "sim":
+        made = SimDevice(8 * MIB)
+    else:
+        made = CudaDevice(8 * MIB, api=card, watchdog_s=30)
     yield made
     made.close()
     made.close()
+    card.end()
 
 
 def test_kind_and_tier(device: Device) -> None:
-    assert device.kind in ("null", "sim")
-    assert device.has_memory == (device.kind == "sim")
+    assert device.kind in ("null", "sim", "cuda")
+    assert device.has_memory == (device.kind != "null")
     assert device.torch_device.type == "cpu"
     assert [s.name for s in (device.compute, device.h2d, device.d2h)] == ["compute", "h2d", "d2h"]
     assert device.acquired_memory() == 0
@@ -38,7 +49,15 @@ def test_copies_move_exactly_the_region(device: Device) -> None:
     for memory in (a, b):
         device.touch("host", Region(memory, 0, memory.nbytes), "w")
     device.h2d.wait(device.compute.record())
-    device.copy(Region(b, 100, 4000), Region(a, 3, 2001), device.h2d).wait(30)
+    source = Region(a, 3, 2001)
+    if device.has_memory:  # up and down again
+        slot = Region(device.device_memory(MIB, "slot"), 4096, 2001)
+        device.copy(slot, source, device.h2d)
+        device.d2h.wait(device.h2d.record())
+        device.d2h.wait(device.compute.record())
+        device.copy(Region(b, 100, 4000), slot, device.d2h).wait(30)
+    else:
+        device.copy(Region(b, 100, 4000), source, device.h2d).wait(30)
     got = b.tensor().tolist()
     assert got[100:2101] == [i % 256 for i in range(3, 2004)]
     assert set(got[:100] + got[2101:]) == {7}
@@ -77,6 +96,9 @@ def test_events_call_back_once_and_keep_what_callbacks_raise(device: Device) -> 
 
     device.check()
     device.compute.record().then(broken)
+    arrived.clear()
+    device.compute.record().then(callback)  # called after the other
+    assert arrived.wait(30)
     with pytest.raises(KeyError, match="in a callback"):
         device.check()
 
