@@ -107,7 +107,7 @@ def load(
         OffloadError: with one clear message; see ``offload.errors``.
     """
     if train is not False:
-        asked = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
+        asked: dict[str, Any] = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
         asked |= {"attention": attention, "kv": kv, "prompt_cache": prompt_cache}
         given = [name for name, value in asked.items() if value is not None]
         if given or device not in ("auto", "cpu"):

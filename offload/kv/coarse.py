@@ -99,4 +99,4 @@ def _bytes_of(pool: Pool, slot: int, nbytes: int) -> np.ndarray[tuple[int], np.d
     if nbytes > pool.slot_bytes:
         raise OffloadError(f"a block of {nbytes} bytes is too large for {pool.slot_bytes}")
     raw = (ctypes.c_uint8 * nbytes).from_address(pool.address(slot))
-    return np.frombuffer(raw, np.uint8)
+    return np.frombuffer(memoryview(raw), np.uint8)

@@ -72,7 +72,7 @@ class PromptReuse:
             self.last = None
             cache = self._cache_for(args, kwargs)
             if cache is not None:
-                ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+                ids: Any = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
                 self.last = self.fill(ids, cache)
                 kwargs["past_key_values"] = cache
             return inner(*args, **kwargs)
@@ -135,7 +135,7 @@ class PromptReuse:
 
     def _pass(self, ids: torch.Tensor, at: int, cache: Any) -> None:
         """The pass that ``generate`` makes of a chunk of a prompt without padding."""
-        more = dict(self._more)
+        more: dict[str, Any] = dict(self._more)
         if self._positions:
             more["position_ids"] = torch.arange(at, at + ids.shape[1])[None]
         inputs = self._model.prepare_inputs_for_generation(
