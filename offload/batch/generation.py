@@ -105,7 +105,8 @@ def generate(
     settings.return_dict_in_generate = False
     settings.cache_implementation = None  # the plan's cache, whatever the checkpoint wishes
     if ignore_eos:
-        settings.eos_token_id = None
+        # Not None, which generate() fills in from the checkpoint again.
+        settings.eos_token_id = []
     if settings.pad_token_id is None:
         settings.pad_token_id = 0  # one sequence: nothing is padded, but its absence is warned of
     ends = settings.eos_token_id

@@ -180,9 +180,13 @@ class KvTiers:
         self, shape: KvShape, sequences: int, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[B, H, T, D]`` of one layer, contiguous, not initialised. The same
-        memory each time."""
-        dtype: torch.dtype = getattr(torch, shape.dtype)
+        memory each time; for latents of caches that take turns, memory of their own: projections
+        that expand a latent may be a unit of their own, at which another sequence's turn comes."""
         nbytes = shape.gathered_bytes(tokens, sequences)
+        if self._caches > 1 and is_latent(shape):
+            with torch.inference_mode(False):
+                own = torch.empty(nbytes, dtype=torch.uint8)
+            return self._gathered(own, shape, sequences, tokens)
         if self._buffer is None or self._buffer.nbytes < nbytes:
             if self._buffer is not None:
                 self._buffer.close()
@@ -191,7 +195,13 @@ class KvTiers:
                 self._buffer = HostMemory(
                     shape.gathered_bytes(room, sequences), "gathered keys and values"
                 )
-        memory = self._buffer.tensor()
+        return self._gathered(self._buffer.tensor(), shape, sequences, tokens)
+
+    @staticmethod
+    def _gathered(
+        memory: torch.Tensor, shape: KvShape, sequences: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype: torch.dtype = getattr(torch, shape.dtype)
         keys = (sequences, shape.key_heads, tokens, shape.key_dim)
         values = (sequences, shape.value_heads, tokens, shape.value_dim)
         with torch.inference_mode(False):

@@ -149,7 +149,24 @@ def meta_forward(
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
+        stack.enter_context(remembering_nothing(model))
         return _run(model, tokens, batch, decode, held)
+
+
+@contextlib.contextmanager
+def remembering_nothing(model: Any) -> Iterator[None]:
+    """What modules note down of themselves inside is forgotten behind it. RWKV notes that it has
+    divided its weights (which were on meta), and would go on as if the real ones were divided."""
+    plain = (bool, int, float, str, type(None))
+    before = [
+        (m.__dict__, {k: v for k, v in m.__dict__.items() if isinstance(v, plain)})
+        for m in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for own, noted in before:
+            own.update(noted)
 
 
 def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:

@@ -85,7 +85,14 @@ class KvNeed:
     def gathered_bytes(self) -> int:
         """Of the largest layer in one piece, as the model's own attention takes it."""
         whole = (s for s in self.shapes if not self.in_place or is_latent(s))
-        return max((s.gathered_bytes(self.context, self.together) for s in whole), default=0)
+        return max(
+            (
+                # Caches that take turns share the memory, but for latents.
+                s.gathered_bytes(self.context, self.sequences if is_latent(s) else self.together)
+                for s in whole
+            ),
+            default=0,
+        )
 
     @property
     def whole_slots(self) -> int:

@@ -24,6 +24,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "num_hidden_layers": 3,
     },
+    # Latents are expanded by a projection that streams by itself.
+    "deepseek_v3": {
+        "intermediate_size": 256,
+        "first_k_dense_replace": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+    },
 }
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
@@ -40,17 +52,19 @@ def write_model(family: str, target: Path) -> None:
         tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>"
     )
     config = CONFIG_MAPPING[family](
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **{
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            **SHAPES[family],
+        },
         vocab_size=len(words),
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=0,
-        **SHAPES[family],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

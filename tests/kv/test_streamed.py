@@ -141,10 +141,10 @@ def test_attention_in_place(tmp_path: Path) -> None:
 def test_keys_and_values_in_few_bits(tmp_path: Path) -> None:
     """Less memory for the same context, said to be lossy, and by how much."""
     directory = tmp_path / "model"
-    write("llama", directory, torch.float32, config=tiny_config("llama", head_dim=32))
+    write("llama", directory, torch.float32, config=tiny_config("llama", head_dim=64))
     spills = tmp_path / "spills"
     spills.mkdir()
-    base: dict[str, Any] = {"kv_block_tokens": 16, "context": 256}
+    base: dict[str, Any] = {"kv_block_tokens": 64, "context": 256}
     sizes = []
     for kind in ("bf16", "q8", "q4"):
         prepared = prepare(directory, asked(spills, kv=kind, **base))
@@ -155,7 +155,7 @@ def test_keys_and_values_in_few_bits(tmp_path: Path) -> None:
         tight = prepare(directory, asked(spills, kv=kind, kv_ram=kv.need.least_bytes, **base))
         model = tight.open()
         try:
-            ids = torch.randint(3, 100, (1, 80))
+            ids = torch.randint(3, 100, (1, 200))
             model.generate(ids, max_new_tokens=3, do_sample=False)
             figures = model.offload.stats()["kv"]
             assert figures["read_bytes"] > 0

@@ -14,6 +14,7 @@ import torch
 from equivalence import Golden, budgets, check_logits, opened, options
 from families import CORE, FLOAT32_ONLY, tail
 
+from offload.errors import OffloadError
 from offload.models.load import prepare
 
 pytestmark = pytest.mark.usefixtures("cut_small")
@@ -73,6 +74,19 @@ def test_rare_family(checkpoint: Checkpoint, family: str) -> None:
     """One streamed run each: the device with all tiers, as little memory as possible."""
     dtype = torch.float32 if family in FLOAT32_ONLY else torch.bfloat16
     _check(checkpoint(family, dtype), "sim", "minimum")
+
+
+def test_a_forward_that_changes_weights(checkpoint: Checkpoint) -> None:
+    """RWKV divides weights of every second layer here, at its first forward. What was measured on
+    meta must not pass for that, and weights that come and go cannot be divided."""
+    want = checkpoint("rwkv", overrides={"num_hidden_layers": 4, "rescale_every": 2})
+    _check(want, "cpu", "all")
+    least = budgets(want.directory, "cpu")["minimum"]
+    with (
+        opened(prepare(want.directory, options("cpu", **least))) as model,
+        pytest.raises(OffloadError, match=r"attention\.output\.weight is streamed .*div_"),
+    ):
+        model(want.ids_BL)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "mamba2"])

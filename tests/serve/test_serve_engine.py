@@ -254,7 +254,7 @@ def test_a_shared_beginning_is_read_once(alone: Alone, tmp_path: Path) -> None:
 
 def test_keys_and_values_that_stream_too(alone: Alone, tmp_path: Path) -> None:
     """Several requests, with room for a part of their keys and values in RAM."""
-    model = open_streaming(kv_ram=2**20, kv_block_tokens=16, disk=tmp_path)
+    model = open_streaming(kv_ram=600 * 1024, kv_block_tokens=16, disk=tmp_path)
     engine = make_engine(model, alone.tokenizer)
     engine.start()
     try:
