@@ -54,6 +54,9 @@ class Sequence:
         self._answer: Any = None
         self._throw: BaseException | None = None
         self._grad = torch.is_grad_enabled()
+        # A row of a packed table is waited for within an operation, where torch leaves out autograd
+        # until the operation ends; that is not to be so for the others meanwhile.
+        self._keys = _dispatch_keys()
         self._rng: torch.Tensor | None = None  # its own generator's state, and everybody's
         self._others = torch.empty(0, dtype=torch.uint8)
         self._draws = seed is not None
@@ -80,7 +83,9 @@ class Sequence:
         if self._grad != grad:
             torch._C._set_grad_enabled(self._grad)
         try:
-            self._greenlet.switch()
+            with torch._C._ForceDispatchKeyGuard(*self._keys):
+                self._greenlet.switch()
+                self._keys = _dispatch_keys()
         finally:
             self._grad = torch.is_grad_enabled()
             if self._grad != grad:
@@ -144,3 +149,8 @@ class Sequence:
 
 
 __all__ = ["Cancelled", "Sequence"]
+
+
+def _dispatch_keys() -> tuple[Any, Any]:
+    """What torch's dispatcher takes in and leaves out in this thread now."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

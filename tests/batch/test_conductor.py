@@ -45,6 +45,8 @@ def test_each_gets_the_tokens_it_gets_alone(
         assert [s.error for s in running] == [None] * len(CASES)
         assert [s.result for s in running] == alone
         assert torch.equal(torch.get_rng_state(), before)
+        # Autograd is as it was, too: rows of packed tables are waited for within operations.
+        assert (torch.ones(1, requires_grad=True) * 2).requires_grad
         # As many rounds as the longest has passes, and each reads at most what a pass streams.
         assert conductor.counters.passes == max(c.new for c in CASES)
         assert conductor.counters.forwards == sum(c.stop_after or c.new for c in CASES)
