@@ -248,7 +248,8 @@ def _plan(
         )  # fmt: skip
         candidates += plans(make, needs, inputs)
         if base is None:
-            candidates += plans_keeping(make, needs, graphs)
+            buffers = candidates[-1].placement.buffers
+            candidates += plans_keeping(make, needs, graphs, buffers=buffers)
     rates = step_rates(meta, layout, modules, form, options, states, tables)
     plan, prediction = candidates[0], None
     if rates is not None and base is not None:

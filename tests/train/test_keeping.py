@@ -123,15 +123,20 @@ def test_shares() -> None:
         if needs.fixed[GRAPHS] > 700:
             raise PlanError("too much")
         return TrainPlan(
-            budget=1000, placement=Placement(weights_bytes=1, pinned=frozenset()),
+            budget=1000,
+            placement=Placement(
+                weights_bytes=1, pinned=frozenset(), buffers=6 if needs.fixed[GRAPHS] < 600 else 5
+            ),
             ram=needs.fixed, disk_bytes=0, spill_bytes=0, phases={},
         )  # fmt: skip
 
     needs = Needs(fixed={"else": 1}, kinds={}, grad_dtype=None)
     graphs = KeptGraphs(sizes={u: 50 for u in range(1, 9)}, at_once=2)
-    found = plans_keeping(make, needs, graphs)
+    found = plans_keeping(make, needs, graphs, buffers=5)
     assert [p.placement.kept for p in found] == [frozenset(range(9 - n, 9)) for n in range(1, 8)]
     assert asked == [100 * n for n in range(1, 9)]
+    fewer = plans_keeping(make, needs, graphs, buffers=6)
+    assert len(fewer) == 5  # the next one would have fewer tiles under way
     assert "7 of 8 units keep" in found[-1].inputs_text
 
 
