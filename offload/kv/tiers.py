@@ -21,6 +21,7 @@ from offload.kv.coarse import (
     stored_shape,
     tails_homes,
 )
+from offload.kv.generation import take_place
 from offload.kv.homes import KvHomes, place
 from offload.kv.kernel_layout import is_latent
 from offload.kv.pool import Pool
@@ -240,11 +241,6 @@ class KvTiers:
         the caller's business.
         """
         inner = model.generate
-        before = model.__dict__.get("generate")
-        settings = getattr(model, "generation_config", None)
-        wish = getattr(settings, "cache_implementation", None)
-        if settings is not None:
-            settings.cache_implementation = None  # a checkpoint's wish would go past the budget
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             asked = kwargs.get("generation_config")
@@ -261,15 +257,7 @@ class KvTiers:
                 kwargs["past_key_values"] = self.new_cache()
             return inner(*args, **kwargs)
 
-        def undo() -> None:
-            model.__dict__.pop("generate", None)
-            if before is not None:
-                model.__dict__["generate"] = before
-            if settings is not None:
-                settings.cache_implementation = wish
-
-        model.__dict__["generate"] = generate
-        on_detach(undo)
+        on_detach(take_place(model, generate))
 
     def close(self) -> None:
         """Wait for transfers, free memory, file and threads. Idempotent."""

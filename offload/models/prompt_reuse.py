@@ -21,6 +21,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from offload.errors import UnsupportedModelError
+from offload.kv.generation import take_place
 from offload.kv.prefix_cache import PrefixCache, Reuse
 from offload.kv.prefix_layers import cached_tokens, crop_to
 from offload.models.prompt_plan import PromptPlan, live_facts
@@ -62,11 +63,6 @@ class PromptReuse:
     def serve(self, on_detach: Callable[[Callable[[], None]], None]) -> None:
         """Have ``model.generate`` look here first; ``on_detach`` is called with what undoes it."""
         model, inner = self._model, self._model.generate
-        before = model.__dict__.get("generate")
-        settings = getattr(model, "generation_config", None)
-        wish = getattr(settings, "cache_implementation", None)
-        if settings is not None:
-            settings.cache_implementation = None  # a checkpoint's wish for a kind of its own
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             self.last = None
@@ -77,15 +73,7 @@ class PromptReuse:
                 kwargs["past_key_values"] = cache
             return inner(*args, **kwargs)
 
-        def undo() -> None:
-            model.__dict__.pop("generate", None)
-            if before is not None:
-                model.__dict__["generate"] = before
-            if settings is not None:
-                settings.cache_implementation = wish
-
-        model.__dict__["generate"] = generate
-        on_detach(undo)
+        on_detach(take_place(model, generate))
 
     def new_cache(self) -> Any:
         """An empty cache that ``generate`` may be given again and again: it knows which of its
