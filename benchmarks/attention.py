@@ -8,7 +8,9 @@ over the same memory by as many threads; and the multiply-adds it needs (two per
 head of a group) at the rate of a loop of nothing but those in registers. The peer is torch's SDPA
 with ``enable_gqa`` on the same shapes in contiguous tensors, bfloat16 and float32.
 
-Chunk: --queries queries at the end of --chunk-context tokens, against the second bound.
+Blocks: bfloat16 decode with blocks of other sizes. Quantise: a block of bfloat16 to 8 and 4 bits,
+by the kernel and by numpy. Chunk: --queries queries at the end of --chunk-context tokens, against
+the second bound and SDPA with a mask.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any
 from common import facts, record, settings
 
 KINDS = "bf16,f32,q8,q4"
-SHAPES = "32/4x128,32/8x128,16/16x128,32/4x64,32/8x64,16/16x64"
+SHAPES = "32/4x128,32/8x128,16/16x128,32/4x64,32/8x64,16/2x256"
+BLOCKS = "64,128,256,512,1024"
 
 
 def seconds(work: Callable[[], object], samples: int) -> float:
@@ -40,7 +43,7 @@ def seconds(work: Callable[[], object], samples: int) -> float:
 
 def multiply_rates(samples: int) -> dict[str, float]:
     """Multiply-adds per second of all threads, from registers: "fma" and, where there are
-    the instructions, "dot" of bfloat16 and "bytes", two instructions for integers of 15 bits."""
+    the instructions, "dot" of bfloat16 and "words" of 16 bits."""
     import numpy as np
 
     from offload.cpu_ops import threads
@@ -49,7 +52,7 @@ def multiply_rates(samples: int) -> dict[str, float]:
     from offload.cpu_ops.isa import Isa, choose
 
     found, a = {}, np.zeros(8, np.int64)
-    ways = ["fma", multiplier(choose()), *(["bytes"] if choose() is Isa.AVX512VNNI else [])]
+    ways = ["fma", multiplier(choose()), *(["words"] if choose() is Isa.AVX512VNNI else [])]
     for how in dict.fromkeys(ways):
         entry = multiply_entry(how)
 
@@ -91,8 +94,9 @@ def tables(memory: Any, layout: Any, context: int) -> list[Any]:
 
 
 def decode(
-    shape: Shape, kind: str, memory: Any, rates: dict[str, float], args: Any, stream: float
-) -> dict[str, Any]:
+    shape: Shape, kind: str, block: int, memory: Any, rates: dict[str, float], args: Any,
+    stream: Callable[[], float],
+) -> dict[str, Any]:  # fmt: skip
     import numpy as np
 
     from offload.cpu_ops.block_attention import BlockAttention
@@ -101,7 +105,7 @@ def decode(
     from offload.cpu_ops.isa import choose
 
     dim, context = shape.dim, args.context
-    layout = BlockLayout(BlockKind(kind), shape.key_heads, dim, dim, args.block)
+    layout = BlockLayout(BlockKind(kind), shape.key_heads, dim, dim, block)
     layers = tables(memory, layout, context)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, shape.heads, 1, dim)).astype(np.float32)
@@ -116,7 +120,10 @@ def decode(
             one.add(layout, [table])
             one.result()
 
+    # The bound may move with the machine's other guests: the better of both sides counts.
+    before = stream()
     took = seconds(turn, args.samples) / len(layers)
+    reading = max(before, stream())
     nbytes = (
         shape.key_heads
         * context
@@ -124,13 +131,13 @@ def decode(
         * sum(layout.record(keys=keys) for keys in (True, False))
     )
     mode = mode_of(kind, half_queries=q.dtype == np.uint16, whole=dim % 64 == 0, isa=choose())
-    how = {"bf16dot": "dot", "q8dot": "bytes", "q4dot": "bytes"}.get(mode, "fma")
-    reading_s, multiplying_s = nbytes / stream, shape.products(context) / rates[how]
+    how = {"bf16dot": "dot", "q8dot": "words", "q4dot": "words"}.get(mode, "fma")
+    reading_s, multiplying_s = nbytes / reading, shape.products(context) / rates[how]
     return {
-        "shape": shape.text, "kind": kind, "mode": mode, "context": context,
+        "shape": shape.text, "kind": kind, "mode": mode, "context": context, "block": block,
         "layers": len(layers), "bytes": nbytes, "us": took * 1e6,
         "gb_per_s": nbytes / took / 1e9,
-        "stream_bound_gb_per_s": stream / 1e9,
+        "stream_bound_gb_per_s": reading / 1e9,
         "multiply_bound_gb_per_s": nbytes / multiplying_s / 1e9,
         "of_smaller_bound": max(reading_s, multiplying_s) / took,
     }  # fmt: skip
@@ -198,6 +205,48 @@ def chunk(shape: Shape, memory: Any, rates: dict[str, float], args: Any) -> dict
     }  # fmt: skip
 
 
+def quantise(shape: Shape, kind: str, memory: Any, args: Any) -> dict[str, Any]:
+    """Blocks of bfloat16 that are in memory to others at its end."""
+    import numpy as np
+
+    from offload.cpu_ops.block_layout import BlockKind, BlockLayout
+    from offload.cpu_ops.block_quantise import quantise_block
+    from offload.cpu_ops.kv_cache import from_bf16
+
+    layouts = [
+        BlockLayout(k, shape.key_heads, shape.dim, shape.dim, args.block)
+        for k in (BlockKind.BF16, BlockKind(kind))
+    ]
+    source, target = layouts
+    blocks = [memory[i * source.nbytes :][: source.nbytes] for i in range(64)]
+    plain = [[source.plain(b, keys=keys) for keys in (True, False)] for b in blocks]
+    into = memory[-target.nbytes :]
+
+    def work() -> None:
+        for keys, values in plain:
+            quantise_block(target, keys, values, into)
+
+    def by_numpy() -> None:
+        for x, keys in zip(plain[0], (True, False), strict=True):
+            target.write(np.empty_like(into), from_bf16(x), keys=keys)
+
+    took, numpy_took = seconds(work, args.samples) / len(blocks), seconds(by_numpy, args.samples)
+    return {
+        "shape": shape.text, "kind": kind, "us_per_block": took * 1e6,
+        "gb_per_s": source.nbytes / took / 1e9, "times_numpy": numpy_took / took,
+    }  # fmt: skip
+
+
+def show(row: dict[str, Any]) -> None:
+    peer = f"  SDPA {row['sdpa_gb_per_s']:5.1f}" if "sdpa_gb_per_s" in row else ""
+    print(
+        f"{row['shape']:>12} {row['kind']:>5} {row['block']:>4} {row['us']:8.0f} us "
+        f"{row['gb_per_s']:6.1f} GB/s of {row['stream_bound_gb_per_s']:5.1f} and "
+        f"{row['multiply_bound_gb_per_s']:6.1f}: {row['of_smaller_bound']:4.0%}{peer}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -208,10 +257,11 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=256, help="tokens")
     parser.add_argument("--shapes", default=SHAPES, help="query heads/key heads x head size")
     parser.add_argument("--kinds", default=KINDS)
+    parser.add_argument("--blocks", default=BLOCKS, help="tokens of blocks to compare")
     parser.add_argument("--queries", type=int, default=512)
-    parser.add_argument("--chunk-context", type=int, default=4096)
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--peer-layers", type=int, default=16, help="of torch, which is slower")
+    parser.add_argument("--chunk-context", type=int, default=8192)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--peer-layers", type=int, default=4, help="of torch, which is slower")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-chunk", action="store_true")
     parser.add_argument("--output", type=Path)
@@ -244,28 +294,15 @@ def main() -> None:
     rates = multiply_rates(args.samples)
     print("multiply-adds", {how: f"{rate / 1e9:.0f} G/s" for how, rate in rates.items()})
     shapes = [Shape(text) for text in args.shapes.split(",")]
-    rows, chunks, streams = [], [], [stream()]
+    rows, chunks = [], []
     for shape in shapes:
         for kind in args.kinds.split(","):
-            before = streams[-1]
-            row = decode(shape, kind, memory, rates, args, before)
-            streams.append(stream())
-            # The bound may move with the machine's other guests: the better of both sides counts.
-            better = max(before, streams[-1])
-            reading_s = row["bytes"] / better
-            multiplying_s = row["bytes"] / row["multiply_bound_gb_per_s"] / 1e9
-            row["stream_bound_gb_per_s"] = better / 1e9
-            row["of_smaller_bound"] = max(reading_s, multiplying_s) * 1e6 / row["us"]
+            row = decode(shape, kind, args.block, memory, rates, args, stream)
             if not args.no_peer and kind in ("bf16", "f32"):
                 row |= sdpa(shape, kind, words, args)
+                row["times_sdpa"] = row["sdpa_us"] / row["us"]
             rows.append(row)
-            peer = f"  SDPA {row['sdpa_gb_per_s']:5.1f}" if "sdpa_gb_per_s" in row else ""
-            print(
-                f"{shape.text:>12} {kind:>5} {row['us']:8.0f} us {row['gb_per_s']:6.1f} GB/s of "
-                f"{row['stream_bound_gb_per_s']:5.1f} and {row['multiply_bound_gb_per_s']:6.1f}: "
-                f"{row['of_smaller_bound']:4.0%}{peer}",
-                flush=True,
-            )
+            show(row)
         if not args.no_chunk:
             chunks.append(chunk(shape, memory, rates, args))
             c = chunks[-1]
@@ -274,10 +311,17 @@ def main() -> None:
                 f"multiply-add rate; SDPA {c['sdpa_ms']:7.1f} ms",
                 flush=True,
             )
+    blocks = []
+    for block in [int(text) for text in args.blocks.split(",") if text]:
+        blocks.append(decode(shapes[0], "bf16", block, memory, rates, args, stream))
+        show(blocks[-1])
+    quantising = [quantise(shapes[0], kind, memory, args) for kind in ("q8", "q4")]
+    for q in quantising:
+        print(f"{q['kind']} quantised: {q['gb_per_s']:.1f} GB/s, {q['times_numpy']:.0f}x numpy")
     result = {
         "facts": facts(), "settings": settings(args), "threads": n_threads,
-        "isa": choose().value, "multiply_adds_per_s": rates,
-        "stream_bytes_per_s": statistics.median(streams), "decode": rows, "chunk": chunks,
+        "isa": choose().value, "multiply_adds_per_s": rates, "decode": rows, "chunk": chunks,
+        "blocks": blocks, "quantise": quantising,
     }  # fmt: skip
     record("attention", result, args.output)
 

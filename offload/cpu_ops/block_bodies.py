@@ -129,11 +129,10 @@ def _values(a: int, segment: int, head: int) -> int:
 
 @outline
 def _segment(
-    mode: Any, a: int, b: int, segment: int, head: int, first: int, rows: int, next_k: int,
-    next_v: int, out: int,
+    mode: Any, a: int, b: int, segment: int, head: int, first: int, rows: int, next_k: int, out: int
 ) -> None:  # fmt: skip
     """Rows ``first`` .. ``first + rows`` of a head over one segment, to partial results.
-    ``next_k``, ``next_v``: what will be read next; 0: it is not known."""
+    ``next_k``: what will be read next; 0: it is not known."""
     parts, span = field(a, Attend.PARTS), field(a, Attend.SPAN)
     block, part = field(a, Attend.TABLE) + 24 * (segment // parts), segment % parts
     n = min(max(load_int(block + 16) - part * span, 0), span)
@@ -160,7 +159,7 @@ def _segment(
         _values(a, segment, head),
         span, field(a, Attend.KEY_DIM), field(a, Attend.DIM),
         t0 // 8 * 8, (t1 + 7) // 8 * 8, t1, limits,
-        bits_float(field(a, Attend.SCALE)), bits_float(field(a, Attend.CAP)), next_k, next_v, out,
+        bits_float(field(a, Attend.SCALE)), bits_float(field(a, Attend.CAP)), next_k, out,
     )  # fmt: skip
 
 
@@ -176,12 +175,11 @@ def few(mode: Any, a: int) -> None:
         while load_int(_range(a, b) + 8) <= segment:
             b += 1
         # The next task is taken now, so that memory is never idle between two.
-        following, next_k, next_v = fetch_add(a + 8 * Attend.NEXT, 1), 0, 0
+        following, next_k = fetch_add(a + 8 * Attend.NEXT, 1), 0
         if following < count * heads:
             next_k = _keys(a, first + following // heads, following % heads)
-            next_v = _values(a, first + following // heads, following % heads)
         at = partials + task * size
-        _segment(mode, a, b, segment, task % heads, 0, rows, next_k, next_v, at)
+        _segment(mode, a, b, segment, task % heads, 0, rows, next_k, at)
         task = following
     wait(field(a, Attend.BARRIER))
     task = fetch_add(a + 8 * Attend.NEXT_FOLD, 1)
@@ -207,7 +205,7 @@ def many(mode: Any, a: int) -> None:
         count = min(ROWS, rows - first)
         state = field(a, Attend.STATE) + ((b * heads + head) * rows + first) * row
         for s in range(load_int(_range(a, b)), load_int(_range(a, b) + 8)):
-            _segment(mode, a, b, s, head, first, count, 0, 0, partial)
+            _segment(mode, a, b, s, head, first, count, 0, partial)
             fold(state, partial, count, dim)
         task = fetch_add(a + 8 * Attend.NEXT, 1)
 

@@ -9,26 +9,32 @@ along the channels, one pair per token. That is KIVI's division (Liu et al., 202
 et al., 2024, finds the same). Both pairs leave the inner loops: ``q . k`` is
 ``(q * step) . u + q . low``, and ``sum p v`` is ``sum (p * step) u + sum p low``.
 
-A quantised record is float32 steps, float32 lows (Dk of each for keys, T for values), then the
+A quantised record is bfloat16 steps, bfloat16 lows (Dk of each for keys, T for values), then the
 integers [T, D]; of "q4" 16 bytes hold 32 channels: low nibbles the first 16, high ones the others.
 
 A *mode* says how a kernel multiplies: the kind's name (float32 multiply-adds); "bf16dot": bfloat16
 keys with bfloat16 queries and weights by dot-product instructions; "q8dot", "q4dot": the integers
 with queries and weights as integers of 15 bits (SageAttention, Zhang et al., 2024, takes 8 for
-queries; here a block's few large channels would drown the others), by products of four bytes:
-``x = 128 high + low``, high bytes first, their sums shifted, then low bytes on top.
+queries; here a block's few large channels would drown the others), by products of pairs of words.
+Products of four bytes take as many instructions, two for 15 bits, and need their sums shifted.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from numba import float32
+
 from offload.cpu_ops.block_vectors import (
-    dot_bytes,
+    cross_sums,
+    cross_sums_int,
     dot_pairs,
+    dot_words,
     load_half,
-    load_nibbles,
+    load_high_nibbles,
+    load_low_nibbles,
     load_pairs,
+    load_words,
 )
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
@@ -43,6 +49,7 @@ from offload.cpu_ops.vectors import (
     load_u16,
     prefetch,
     right,
+    splat,
     to_float,
 )
 
@@ -72,23 +79,36 @@ def integer(mode: Any) -> bool:
     raise NotImplementedError
 
 
-def load_64(mode: Any, row: int, i: int) -> Any:
-    """Integers of 64 channels from 64 i on as bytes, quarters at their ``place_of``; only inside
-    kernels."""
+def load_32(mode: Any, row: int, i: int, odd: int) -> Any:
+    """32 channels in pairs: of the 64 from 64 i on one half, quarters as ``place_of``
+    says. Only inside kernels."""
+    raise NotImplementedError
+
+
+def dot_32(mode: Any, total: Any, v: Any, w: Any) -> Any:
+    """total + the products of pairs; only inside kernels."""
+    raise NotImplementedError
+
+
+def nothing(mode: Any) -> Any:
+    """A sum of ``dot_32`` before the first; only inside kernels."""
     raise NotImplementedError
 
 
 def place_of(mode: Any, quarter: int) -> int:
-    """Where ``load_64`` has a quarter of 64 channels; only inside kernels."""
+    """Where ``load_32`` has a quarter of 64 channels; only inside kernels."""
     raise NotImplementedError
 
 
-def _load_64(mode: Any, row: int, i: int) -> Any:
-    return load_i32(row + 64 * i)
+def by_quarter(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """From the order of ``load_32``; only inside kernels."""
+    raise NotImplementedError
 
 
-def _load_64_nibbles(mode: Any, row: int, i: int) -> Any:
-    return load_nibbles(row + 32 * i)
+def _load_32_nibbles(mode: Any, row: int, i: int, odd: int) -> Any:
+    if odd:
+        return load_high_nibbles(row + 32 * i)
+    return load_low_nibbles(row + 32 * i)
 
 
 def _same_place(mode: Any, quarter: int) -> int:
@@ -130,8 +150,23 @@ by_format(row_bytes)(_ROWS.__getitem__)
 by_format(quantised)(lambda name: _yes if name.startswith("q") else _no)
 by_format(paired)(lambda name: _yes if name == "bf16dot" else _no)
 by_format(integer)(lambda name: _yes if name in ("q8dot", "q4dot") else _no)
-by_format(load_64)(lambda name: _load_64_nibbles if name == "q4dot" else _load_64)
+_LOADS_32 = {
+    "bf16dot": lambda mode, row, i, odd: load_pairs(row + 128 * i + 64 * odd),
+    "q8dot": lambda mode, row, i, odd: load_words(row + 64 * i + 32 * odd),
+    "q4dot": _load_32_nibbles,
+}
+by_format(load_32)(_LOADS_32.__getitem__)
+_DOTS_32 = {True: lambda mode, total, v, w: dot_pairs(total, v, w),
+            False: lambda mode, total, v, w: dot_words(total, v, w)}  # fmt: skip
+_NOTHING = {True: lambda mode: splat(float32(0.0)), False: lambda mode: int_splat(0)}
+by_format(dot_32)(lambda name: _DOTS_32[name == "bf16dot"])
+by_format(nothing)(lambda name: _NOTHING[name == "bf16dot"])
 by_format(place_of)(lambda name: _nibble_place if name == "q4dot" else _same_place)
+_QUARTERS = {
+    True: lambda mode, a, b, c, d: (a, c, b, d),
+    False: lambda mode, a, b, c, d: (a, b, c, d),
+}
+by_format(by_quarter)(lambda name: _QUARTERS[name == "q4dot"])
 
 
 @inline
@@ -144,17 +179,51 @@ def ask(at: int, nbytes: int) -> None:
         at += 64
 
 
-def dot_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:
-    """``sums`` (16: token 4, row 4) plus the products of four rows ``q`` with four tokens ``k``,
-    tuples of addresses; only inside kernels."""
+def channels(mode: Any) -> int:
+    """Of a step of ``dot_four``; only inside kernels."""
     raise NotImplementedError
 
 
-def _fma_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:
+def step_tokens(mode: Any) -> int:
+    """Of a step of ``add_values``; only inside kernels."""
+    raise NotImplementedError
+
+
+def _sixteen(mode: Any) -> int:
+    return 16
+
+
+def _thirty_two(mode: Any) -> int:
+    return 32
+
+
+def _one(mode: Any) -> int:
+    return 1
+
+
+def _two(mode: Any) -> int:
+    return 2
+
+
+by_format(channels)(lambda name: _thirty_two if name.endswith("dot") else _sixteen)
+by_format(step_tokens)(lambda name: _two if name.endswith("dot") else _one)
+
+
+def dot_four(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
+    """Products of four rows ``q`` with four tokens ``k``, tuples of addresses, as a quad. Memory is
+    asked for ``each`` bytes from ``later`` on in every step. Only inside kernels."""
+    raise NotImplementedError
+
+
+def _fma_four(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
     q0, q1, q2, q3 = q
     k0, k1, k2, k3 = k
-    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = sums
+    zero = splat(float32(0.0))
+    a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
+    c0, c1, c2, c3, d0, d1, d2, d3 = zero, zero, zero, zero, zero, zero, zero, zero
     for i in range(dim // 16):
+        ask(later, each)
+        later += each
         w, x = load_f32(q0 + 64 * i), load_f32(q1 + 64 * i)
         y, z = load_f32(q2 + 64 * i), load_f32(q3 + 64 * i)
         u = load_element(mode, k0, i)
@@ -165,87 +234,96 @@ def _fma_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:
         c0, c1, c2, c3 = fma(w, u, c0), fma(x, u, c1), fma(y, u, c2), fma(z, u, c3)
         u = load_element(mode, k3, i)
         d0, d1, d2, d3 = fma(w, u, d0), fma(x, u, d1), fma(y, u, d2), fma(z, u, d3)
-    return a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3
+    return cross_sums(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
 
 
-def _pairs_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:
+@inline
+def _dot_one(mode: Any, u: Any, row: Any, sums: Any) -> Any:
+    w, x, y, z = row
+    a0, a1, a2, a3 = sums
+    a0, a1 = dot_32(mode, a0, w, u), dot_32(mode, a1, x, u)
+    return a0, a1, dot_32(mode, a2, y, u), dot_32(mode, a3, z, u)
+
+
+@inline
+def _rows_at(q: Any, at: int) -> Any:
     q0, q1, q2, q3 = q
+    return load_i32(q0 + at), load_i32(q1 + at), load_i32(q2 + at), load_i32(q3 + at)
+
+
+@inline
+def _dot_halves(mode: Any, q: Any, k: Any, i: int, odd: int, sums: Any) -> Any:
     k0, k1, k2, k3 = k
-    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = sums
-    for i in range(dim // 32):
-        at = 64 * i
-        w, x, y, z = (
-            load_pairs(q0 + at), load_pairs(q1 + at), load_pairs(q2 + at), load_pairs(q3 + at)
-        )  # fmt: skip
-        u = load_pairs(k0 + at)
-        a0, a1 = dot_pairs(a0, w, u), dot_pairs(a1, x, u)
-        a2, a3 = dot_pairs(a2, y, u), dot_pairs(a3, z, u)
-        u = load_pairs(k1 + at)
-        b0, b1 = dot_pairs(b0, w, u), dot_pairs(b1, x, u)
-        b2, b3 = dot_pairs(b2, y, u), dot_pairs(b3, z, u)
-        u = load_pairs(k2 + at)
-        c0, c1 = dot_pairs(c0, w, u), dot_pairs(c1, x, u)
-        c2, c3 = dot_pairs(c2, y, u), dot_pairs(c3, z, u)
-        u = load_pairs(k3 + at)
-        d0, d1 = dot_pairs(d0, w, u), dot_pairs(d1, x, u)
-        d2, d3 = dot_pairs(d2, y, u), dot_pairs(d3, z, u)
+    a, b, c, d = sums
+    rows = _rows_at(q, 128 * i + 64 * odd)
+    a = _dot_one(mode, load_32(mode, k0, i, odd), rows, a)
+    b = _dot_one(mode, load_32(mode, k1, i, odd), rows, b)
+    c = _dot_one(mode, load_32(mode, k2, i, odd), rows, c)
+    return a, b, c, _dot_one(mode, load_32(mode, k3, i, odd), rows, d)
+
+
+def _pairs_four(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
+    zero = nothing(mode)
+    none = (zero, zero, zero, zero)
+    sums = (none, none, none, none)
+    for i in range(dim // 64):
+        ask(later, each)
+        sums = _dot_halves(mode, q, k, i, 0, sums)
+        ask(later + each, each)
+        sums = _dot_halves(mode, q, k, i, 1, sums)
+        later += 2 * each
+    # The rest is never of integers.
+    if dim % 64 >= 32:
+        ask(later, each)
+        sums = _dot_halves(mode, q, k, dim // 64, 0, sums)
     if dim % 32:
-        at = 64 * (dim // 32)
-        w, x, y, z = load_half(q0 + at), load_half(q1 + at), load_half(q2 + at), load_half(q3 + at)
-        u = load_half(k0 + at)
-        a0, a1 = dot_pairs(a0, w, u), dot_pairs(a1, x, u)
-        a2, a3 = dot_pairs(a2, y, u), dot_pairs(a3, z, u)
-        u = load_half(k1 + at)
-        b0, b1 = dot_pairs(b0, w, u), dot_pairs(b1, x, u)
-        b2, b3 = dot_pairs(b2, y, u), dot_pairs(b3, z, u)
-        u = load_half(k2 + at)
-        c0, c1 = dot_pairs(c0, w, u), dot_pairs(c1, x, u)
-        c2, c3 = dot_pairs(c2, y, u), dot_pairs(c3, z, u)
-        u = load_half(k3 + at)
-        d0, d1 = dot_pairs(d0, w, u), dot_pairs(d1, x, u)
-        d2, d3 = dot_pairs(d2, y, u), dot_pairs(d3, z, u)
-    return a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3
+        sums = _dot_rest(mode, q, k, 64 * (dim // 32), sums)
+    a, b, c, d = sums
+    return quad(mode, a, b, c, d)
 
 
-def _bytes_four(mode: Any, q: Any, k: Any, dim: int, sums: Any) -> Any:
-    """``q``: high bytes [dim], then low ones."""
+def _dot_rest(mode: Any, q: Any, k: Any, at: int, sums: Any) -> Any:
+    """The last 16 channels; only inside kernels."""
+    raise NotImplementedError
+
+
+def _rest_of_halves(mode: Any, q: Any, k: Any, at: int, sums: Any) -> Any:
     q0, q1, q2, q3 = q
     k0, k1, k2, k3 = k
-    zero = int_splat(0)
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    b0, b1, b2, b3 = zero, zero, zero, zero
-    c0, c1, c2, c3 = zero, zero, zero, zero
-    d0, d1, d2, d3 = zero, zero, zero, zero
-    for part in range(2):
-        if part:
-            a0, a1, a2, a3 = left(a0, 7), left(a1, 7), left(a2, 7), left(a3, 7)
-            b0, b1, b2, b3 = left(b0, 7), left(b1, 7), left(b2, 7), left(b3, 7)
-            c0, c1, c2, c3 = left(c0, 7), left(c1, 7), left(c2, 7), left(c3, 7)
-            d0, d1, d2, d3 = left(d0, 7), left(d1, 7), left(d2, 7), left(d3, 7)
-        for i in range(dim // 64):
-            at = part * dim + 64 * i
-            w, x, y, z = (
-                load_i32(q0 + at), load_i32(q1 + at), load_i32(q2 + at), load_i32(q3 + at)
-            )  # fmt: skip
-            u = load_64(mode, k0, i)
-            a0, a1 = dot_bytes(a0, u, w), dot_bytes(a1, u, x)
-            a2, a3 = dot_bytes(a2, u, y), dot_bytes(a3, u, z)
-            u = load_64(mode, k1, i)
-            b0, b1 = dot_bytes(b0, u, w), dot_bytes(b1, u, x)
-            b2, b3 = dot_bytes(b2, u, y), dot_bytes(b3, u, z)
-            u = load_64(mode, k2, i)
-            c0, c1 = dot_bytes(c0, u, w), dot_bytes(c1, u, x)
-            c2, c3 = dot_bytes(c2, u, y), dot_bytes(c3, u, z)
-            u = load_64(mode, k3, i)
-            d0, d1 = dot_bytes(d0, u, w), dot_bytes(d1, u, x)
-            d2, d3 = dot_bytes(d2, u, y), dot_bytes(d3, u, z)
-    return (
-        to_float(a0), to_float(a1), to_float(a2), to_float(a3),
-        to_float(b0), to_float(b1), to_float(b2), to_float(b3),
-        to_float(c0), to_float(c1), to_float(c2), to_float(c3),
-        to_float(d0), to_float(d1), to_float(d2), to_float(d3),
-    )  # fmt: skip
+    a, b, c, d = sums
+    rows = load_half(q0 + at), load_half(q1 + at), load_half(q2 + at), load_half(q3 + at)
+    a = _dot_one(mode, load_half(k0 + at), rows, a)
+    b = _dot_one(mode, load_half(k1 + at), rows, b)
+    c = _dot_one(mode, load_half(k2 + at), rows, c)
+    return a, b, c, _dot_one(mode, load_half(k3 + at), rows, d)
 
 
-_DOTS = {"bf16dot": _pairs_four, "q8dot": _bytes_four, "q4dot": _bytes_four}
-by_format(dot_four)(lambda name: _DOTS.get(name, _fma_four))
+_RESTS = {True: _rest_of_halves, False: lambda mode, q, k, at, sums: sums}
+by_format(_dot_rest)(lambda name: _RESTS[name == "bf16dot"])
+
+
+def quad(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Four sums of ``dot_32`` of each of four tokens as one quad of float32; only inside
+    kernels."""
+    raise NotImplementedError
+
+
+def _quad(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    a0, a1, a2, a3 = a
+    b0, b1, b2, b3 = b
+    c0, c1, c2, c3 = c
+    d0, d1, d2, d3 = d
+    return cross_sums(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+
+
+def _quad_int(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    a0, a1, a2, a3 = a
+    b0, b1, b2, b3 = b
+    c0, c1, c2, c3 = c
+    d0, d1, d2, d3 = d
+    found = cross_sums_int(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+    return to_float(found)
+
+
+by_format(quad)(lambda name: _quad if name == "bf16dot" else _quad_int)
+by_format(dot_four)(lambda name: _pairs_four if name.endswith("dot") else _fma_four)

@@ -21,23 +21,23 @@ from typing import Any
 from numba import float32
 
 from offload.cpu_ops.block_elements import (
-    ask,
+    channels,
     dot_four,
     integer,
     paired,
     quantised,
     row_bytes,
+    step_tokens,
 )
 from offload.cpu_ops.block_queries import BLOCK, ROWS, TOP, WIDEST, scale_queries, whole_queries
-from offload.cpu_ops.block_values import add_values, in_order, to_floats
+from offload.cpu_ops.block_values import add_values, in_order
 from offload.cpu_ops.block_vectors import (
-    cross_sums,
     finite,
     row_floats,
     row_limits,
-    store_tokens,
     token_bf16,
     token_pairs,
+    token_words,
     unless_lowest,
     visible,
 )
@@ -66,8 +66,12 @@ from offload.cpu_ops.vectors import (
 
 EXTRA = 16
 """Floats after a row's Dv sums: the largest score, and the sum of exponentials."""
-_NEAR = 16384
-"""Bytes of keys or values that all rows go over before the next: half an L1 cache."""
+_NEAR = 8192
+"""Bytes of keys or values that all rows go over before the next: few, as they are asked of memory
+in their order, and at an even pace."""
+_AHEAD = 16384
+"""Bytes between what is computed and what is asked of memory. The hardware's prefetchers learn each
+page of 4 KiB anew, and a page's first access may wait for its translation, too."""
 
 _score_room = stack(ROWS * BLOCK * 4)
 _query_room = stack(ROWS * WIDEST * 4)
@@ -88,23 +92,16 @@ def _scores(
     mode: Any, q: int, row: int, last: int, k: int, t0: int, t1: int, end: int, dim: int,
     scale: Any, cap: Any, offsets: int, limits: int, out: int, later: int, each: int,
 ) -> None:  # fmt: skip
-    """Of four rows at ``q`` with tokens t0..t1, of which those from ``end`` on are none. Memory is
-    asked for ``each`` bytes from ``later`` on for every four tokens."""
-    zero = splat(float32(0.0))
+    """Of four rows at ``q`` with tokens t0..t1, of which those from ``end`` on are none.
+    ``later``, ``each``: as for ``dot_four``."""
     rows = (q, q + min(1, last) * row, q + min(2, last) * row, q + min(3, last) * row)
     low, high = row_limits(limits), row_limits(limits + 4 * ROWS)
     step = row_bytes(mode, dim)
     for t in range(t0, t1, 4):
-        ask(later, each)
-        later += each
         k0, k1 = k + min(t, end - 1) * step, k + min(t + 1, end - 1) * step
         k2, k3 = k + min(t + 2, end - 1) * step, k + min(t + 3, end - 1) * step
-        none = (
-            zero, zero, zero, zero, zero, zero, zero, zero,
-            zero, zero, zero, zero, zero, zero, zero, zero,
-        )  # fmt: skip
-        sums = dot_four(mode, rows, (k0, k1, k2, k3), dim, none)
-        v = cross_sums(*sums)
+        v = dot_four(mode, rows, (k0, k1, k2, k3), dim, later, each)
+        later += dim // channels(mode) * each
         if integer(mode):
             v = fma(v, row_floats(offsets + 4 * ROWS), row_floats(offsets))
         elif quantised(mode):
@@ -118,7 +115,7 @@ def _scores(
 @inline
 def _softmax(
     mode: Any, scores: int, t0: int, t1: int, end: int, v: int, out: int, row: int, last: int,
-    dim: int, offsets: int, span: int, later: int, each: int,
+    dim: int, offsets: int, span: int,
 ) -> None:  # fmt: skip
     """Scores of four rows to weights in place, as ``_values`` reads them; largest scores and sums
     go to the partial results."""
@@ -130,8 +127,6 @@ def _softmax(
     zero = splat(float32(0.0))
     total, more, largest = zero, zero, zero
     for t in range(t0, t1, 8):
-        ask(later, each)
-        later += each
         x, y = load_f32(scores + 16 * t), load_f32(scores + 16 * t + 64)
         a, b = unless_lowest(x, exp(fsub(x, top))), unless_lowest(y, exp(fsub(y, top)))
         if paired(mode):
@@ -159,12 +154,10 @@ def _softmax(
         largest = fmax(largest, turn_8(largest))
         largest = fmax(largest, turn_4(largest))
         inverse = fdiv(splat(float32(TOP)), fmax(largest, splat(float32(1e-30))))
-        for t in range(t0, t1, 4):
+        for t in range(t0, t1, 8):
             x = nearest(fmul(load_f32(scores + 16 * t), inverse))
-            high = nearest(fmul(x, splat(float32(1 / 128))))
-            low = fma(high, splat(float32(-128.0)), x)
-            store_tokens(scores + 8 * t, to_int(high))
-            store_tokens(scores + 8 * t + 16, to_int(low))
+            y = nearest(fmul(load_f32(scores + 16 * t + 64), inverse))
+            store_i32(scores + 8 * t, token_words(to_int(x), to_int(y)))
         largest = fmul(largest, splat(float32(1 / TOP)))
     for i in range(last + 1):
         if integer(mode):
@@ -174,16 +167,10 @@ def _softmax(
         store_float(offsets + 4 * i, lane(more, i))
 
 
-@inline
-def share_of_request(at: int, nbytes: int, turns: int) -> int:
-    """Bytes to ask for in each of so many turns; none if ``at`` is 0."""
-    return 0 if at == 0 else min(1024, (nbytes + turns - 1) // turns)
-
-
 @outline
 def attend(
     mode: Any, q: int, rows: int, k: int, v: int, span: int, key_dim: int, dim: int, t0: int,
-    t1: int, end: int, limits: int, scale: Any, cap: Any, next_k: int, next_v: int, out: int,
+    t1: int, end: int, limits: int, scale: Any, cap: Any, next_k: int, out: int,
 ) -> None:  # fmt: skip
     """``rows`` <= ROWS queries over tokens t0..t1 of a block's ``end`` <= BLOCK ones.
 
@@ -193,9 +180,8 @@ def attend(
     ``out``: float32 [rows, dim + EXTRA]: the sum of values weighted with exp(score - largest), the
     largest score, the sum of the weights. A row that sees nothing gets zeros and minus infinity.
 
-    ``cap``: scores become cap * tanh(score / cap); 0: they do not. ``next_k``, ``next_v``: the keys
-    and values of the next call, 0 if they are not known: they are asked of memory meanwhile, spread
-    over everything that is computed here, as memory would else be idle half of the time.
+    ``cap``: scores become cap * tanh(score / cap); 0: they do not. ``next_k``: the keys of the next
+    call, 0 if they are not known: the first of them are asked of memory at the end.
     """
     scores, offsets, row = _score_room(), _offset_room(), 4 * (dim + EXTRA)
     q_row = 4 * key_dim
@@ -216,46 +202,48 @@ def attend(
         q = scaled
         k += 4 * key_dim
         values += 4 * span
-    quads, n = (rows + 3) // 4, max(8, t1 - t0)
-    each = share_of_request(next_k, span * row_bytes(mode, key_dim) * 3 // 4, quads * n // 4)
-    pause = share_of_request(next_k, span * row_bytes(mode, key_dim) // 4, quads * n // 8)
-    near = max(8, _NEAR // row_bytes(mode, key_dim) // 8 * 8)
+    quads, key_row, value_row = (rows + 3) // 4, row_bytes(mode, key_dim), row_bytes(mode, dim)
+    key_end, value_end = k + t1 * key_row, values + t1 * value_row
+    near = max(8, _NEAR // key_row // 8 * 8)
+    each = row_bytes(mode, 4 * channels(mode)) // quads
     for t in range(t0, t1, near):
+        until, later = min(t + near, t1), k + t * key_row + _AHEAD
+        if later >= key_end:
+            later += values + t0 * value_row - key_end
         for h in range(0, rows, 4):
             _scores(
-                mode, q + h * q_row, q_row, min(3, rows - 1 - h), k, t, min(t + near, t1), end,
+                mode, q + h * q_row, q_row, min(3, rows - 1 - h), k, t, until, end,
                 key_dim, scale, cap, offsets + 4 * h, limits + 4 * h, scores + h * BLOCK * 4,
-                next_k, each,
+                later, each,
             )  # fmt: skip
-            next_k += (min(t + near, t1) - t) // 4 * each
+            later += (until - t) // 4 * (key_dim // channels(mode)) * each
     for h in range(0, rows, 4):
         last = min(3, rows - 1 - h)
         _softmax(
             mode, scores + h * BLOCK * 4, t0, t1, end, v, out + h * row, row, last, dim,
-            offsets + 4 * h, span, next_k, pause,
+            offsets + 4 * h, span,
         )  # fmt: skip
-        next_k += n // 8 * pause
         for i in range(h, h + last + 1):
             for c in range(0, dim, 16):
                 store_f32(out + i * row + 4 * c, splat(float32(0.0)))
-    near = max(8, _NEAR // row_bytes(mode, dim) // 8 * 8)
-    passes = quads * ((dim + 63) // 64)
-    each = share_of_request(next_v, span * row_bytes(mode, dim), passes * n // 4)
+    near = max(8, _NEAR // value_row // 8 * 8)
+    each = row_bytes(mode, 64 * step_tokens(mode)) // quads
     for t in range(t0, t1, near):
-        until = min(t + near, t1)
+        until, later = min(t + near, t1), values + t * value_row + _AHEAD
+        if later >= value_end:
+            later += next_k - value_end
+            if next_k == 0:
+                each = 0
         for h in range(0, rows, 4):
             p, last = scores + h * BLOCK * 4, min(3, rows - 1 - h)
-            add_values(mode, p, values, t, until, end, dim, out + h * row, row, last, next_v, each)
-            next_v += (until - t) // 4 * ((dim + 63) // 64) * each
+            add_values(mode, p, values, t, until, end, dim, out + h * row, row, last, later, each)
+            later += (until - t) // step_tokens(mode) * (dim // 64) * each
             fence()
-    if paired(mode):
-        for r in range(rows):
-            in_order(out + r * row, dim)
-    if quantised(mode):
-        for r in range(rows):
+    for r in range(rows):
+        if paired(mode) or integer(mode):
+            in_order(mode, out + r * row, dim, load_float(offsets + 4 * (ROWS + r)))
+        if quantised(mode):
             more = splat(load_float(offsets + 4 * r))
-            if integer(mode):
-                to_floats(mode, out + r * row, dim, load_float(offsets + 4 * (ROWS + r)))
             for c in range(0, dim, 16):
                 at = out + r * row + 4 * c
                 store_f32(at, fadd(load_f32(at), more))

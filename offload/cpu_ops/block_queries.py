@@ -7,7 +7,7 @@ from typing import Any
 from numba import float32
 
 from offload.cpu_ops.block_elements import place_of
-from offload.cpu_ops.block_vectors import max_floats
+from offload.cpu_ops.block_vectors import max_floats, store_words
 from offload.cpu_ops.lanes import fmax, sum_floats
 from offload.cpu_ops.tags import inline
 from offload.cpu_ops.vectors import (
@@ -18,7 +18,6 @@ from offload.cpu_ops.vectors import (
     splat,
     store_f32,
     store_float,
-    store_i8,
     to_int,
 )
 from offload.cpu_ops.wide import load_bf16
@@ -30,8 +29,8 @@ ROWS = 32
 WIDEST = 512
 """Head size at most."""
 TOP = 127 * 128
-"""Of the integers that queries and weights become: 127 high bytes' worth. The sums over 256 tokens,
-or 512 channels, stay below 2^31."""
+"""Of the integers that queries and weights become, of 15 bits: so large that the sums over 256
+tokens, or 512 channels, of products with 255 stay below 2^31."""
 
 
 @inline
@@ -48,8 +47,8 @@ def scale_queries(q: int, rows: int, k: int, dim: int, at: int, offsets: int) ->
 
 @inline
 def whole_queries(mode: Any, q: int, rows: int, k: int, dim: int, at: int, offsets: int) -> None:
-    """As ``_scale_queries``, to integers: a row's high bytes, then its low ones.
-    Behind ROWS offsets: the rows' factors."""
+    """As ``scale_queries``, to words, quarters of 64 channels at their ``place_of``. Behind ROWS
+    offsets: the rows' factors."""
     for r in range(rows):
         line, to = at + ROWS * WIDEST * 2, at + 2 * r * dim
         scale_queries(q + 4 * r * dim, 1, k, dim, line, offsets + 4 * r)
@@ -60,9 +59,6 @@ def whole_queries(mode: Any, q: int, rows: int, k: int, dim: int, at: int, offse
         largest = max(max_floats(top), float32(1e-30))
         by = splat(float32(TOP) / largest)
         for c in range(0, dim, 16):
-            x = nearest(fmul(load_f32(line + 4 * c), by))
-            high = nearest(fmul(x, splat(float32(1 / 128))))
-            place = to + c // 64 * 64 + 16 * place_of(mode, c % 64 // 16)
-            store_i8(place, to_int(high))
-            store_i8(place + dim, to_int(fma(high, splat(float32(-128.0)), x)))
+            place = to + c // 64 * 128 + 32 * place_of(mode, c % 64 // 16)
+            store_words(place, to_int(nearest(fmul(load_f32(line + 4 * c), by))))
         store_float(offsets + 4 * (ROWS + r), largest * float32(1 / TOP))

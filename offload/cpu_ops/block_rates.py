@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import float32
 
-from offload.cpu_ops.block_vectors import dot_bytes, dot_pairs
+from offload.cpu_ops.block_vectors import dot_pairs, dot_words
 from offload.cpu_ops.entries import Entry, Kernel
 from offload.cpu_ops.tags import by_format, inline, tag
 from offload.cpu_ops.vectors import (
@@ -30,7 +30,7 @@ _room = stack(64 * (_CHAINS + 2))
 
 
 def products_per_step(how: str) -> int:
-    """Multiply-adds; ``how`` as ``block_vectors.multiplier`` names it, or "bytes"."""
+    """Multiply-adds; ``how`` as ``block_vectors.multiplier`` names it, or "words"."""
     return _CHAINS * (16 if how == "fma" else 32)
 
 
@@ -42,8 +42,7 @@ def multiply(how: Any, total: Any, v: Any, w: Any) -> Any:
 _BY_HOW = {
     "fma": lambda how, total, v, w: fma(v, w, total),
     "dot": lambda how, total, v, w: dot_pairs(total, as_int(v), as_int(w)),
-    # 64 products, of which two make one.
-    "bytes": lambda how, total, v, w: as_float(dot_bytes(as_int(total), as_int(v), as_int(w))),
+    "words": lambda how, total, v, w: as_float(dot_words(as_int(total), as_int(v), as_int(w))),
 }
 by_format(multiply)(_BY_HOW.__getitem__)
 

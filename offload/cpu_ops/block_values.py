@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.cpu_ops.block_elements import ask, load_64, load_element, place_of, row_bytes
+from offload.cpu_ops.block_elements import (
+    ask,
+    by_quarter,
+    dot_32,
+    integer,
+    load_32,
+    load_element,
+    row_bytes,
+    step_tokens,
+)
 from offload.cpu_ops.block_vectors import (
-    dot_bytes,
     dot_pairs,
-    four_woven_0,
-    four_woven_1,
-    four_woven_2,
-    four_woven_3,
     in_order_high,
     in_order_low,
-    load_pairs,
-    store_quarters,
-    store_quarters_of_nibbles,
     weave_half,
     weave_high,
     weave_low,
@@ -29,11 +30,9 @@ from offload.cpu_ops.block_vectors import (
 from offload.cpu_ops.lanes import store_i32
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
+    as_int,
     fma,
     fmul,
-    iadd,
-    int_splat,
-    left,
     load_f32,
     load_i32,
     splat,
@@ -91,9 +90,8 @@ def _fma_wide(
     c0, c1, c2, c3 = _load_four(rows, at + 128)
     d0, d1, d2, d3 = _load_four(rows, at + 192)
     for t in range(t0, min(t1, end)):
-        if t % 4 == 0:
-            ask(later, each)
-            later += each
+        ask(later, each)
+        later += each
         row, by = v + t * step, p + 16 * t
         w, x, y, z = splat_f32(by), splat_f32(by + 4), splat_f32(by + 8), splat_f32(by + 12)
         u = load_element(mode, row, i)
@@ -117,13 +115,56 @@ def _fma_narrow(
     step, at, i = row_bytes(mode, dim), 4 * c, c // 16
     a0, a1, a2, a3 = _load_four(rows, at)
     for t in range(t0, min(t1, end)):
-        if t % 4 == 0:
-            ask(later, each)
-            later += each
+        ask(later, each)
+        later += each
         by, u = p + 16 * t, load_element(mode, v + t * step, i)
         a0, a1 = fma(splat_f32(by), u, a0), fma(splat_f32(by + 4), u, a1)
         a2, a3 = fma(splat_f32(by + 8), u, a2), fma(splat_f32(by + 12), u, a3)
     _store_four(rows, at, (a0, a1, a2, a3))
+
+
+def load_sum(mode: Any, at: int) -> Any:
+    """16 sums; only inside kernels."""
+    raise NotImplementedError
+
+
+def store_sum(mode: Any, at: int, sums: Any) -> None:
+    """As ``load_sum``."""
+    raise NotImplementedError
+
+
+_LOAD_SUM = {True: lambda mode, at: load_f32(at), False: lambda mode, at: load_i32(at)}
+_STORE_SUM = {
+    True: lambda mode, at, sums: store_f32(at, sums),
+    False: lambda mode, at, sums: store_i32(at, sums),
+}
+by_format(load_sum)(lambda name: _LOAD_SUM[name == "bf16dot"])
+by_format(store_sum)(lambda name: _STORE_SUM[name == "bf16dot"])
+
+
+@inline
+def _sums_of(mode: Any, rows: Any, at: int) -> Any:
+    o0, o1, o2, o3 = rows
+    a0, a1 = load_sum(mode, o0 + at), load_sum(mode, o1 + at)
+    return a0, a1, load_sum(mode, o2 + at), load_sum(mode, o3 + at)
+
+
+@inline
+def _keep_sums(mode: Any, rows: Any, at: int, sums: Any) -> None:
+    o0, o1, o2, o3 = rows
+    a0, a1, a2, a3 = sums
+    store_sum(mode, o0 + at, a0)
+    store_sum(mode, o1 + at, a1)
+    store_sum(mode, o2 + at, a2)
+    store_sum(mode, o3 + at, a3)
+
+
+@inline
+def _dot_rows(mode: Any, sums: Any, weights: Any, u: Any) -> Any:
+    a0, a1, a2, a3 = sums
+    w, x, y, z = weights
+    a0, a1 = dot_32(mode, a0, w, u), dot_32(mode, a1, x, u)
+    return a0, a1, dot_32(mode, a2, y, u), dot_32(mode, a3, z, u)
 
 
 def _pairs_wide(
@@ -131,37 +172,27 @@ def _pairs_wide(
     later: int, each: int,
 ) -> None:  # fmt: skip
     """The channels stay as ``weave_low`` and ``weave_high`` leave them."""
-    step, at = 2 * dim, 4 * c
-    a0, a1, a2, a3 = _load_four(rows, at)
-    b0, b1, b2, b3 = _load_four(rows, at + 64)
-    c0, c1, c2, c3 = _load_four(rows, at + 128)
-    d0, d1, d2, d3 = _load_four(rows, at + 192)
+    step, at, i = row_bytes(mode, dim), 4 * c, c // 64
+    a, b = _sums_of(mode, rows, at), _sums_of(mode, rows, at + 64)
+    k, m = _sums_of(mode, rows, at + 128), _sums_of(mode, rows, at + 192)
     for t in range(t0, min(t1, end), 2):
-        if t % 4 == 0:
-            ask(later, each)
-            later += each
-        row, by = v + t * step + 2 * c, p + 8 * t
+        ask(later, each)
+        later += each
+        row, by = v + t * step, p + 8 * t
         # An odd last token is paired with itself; the second weight is 0.
         after = row + (step if t + 1 < end else 0)
-        w, x, y, z = splat_i32(by), splat_i32(by + 4), splat_i32(by + 8), splat_i32(by + 12)
-        e, f = load_pairs(row), load_pairs(after)
-        u = weave_low(e, f)
-        a0, a1 = dot_pairs(a0, w, u), dot_pairs(a1, x, u)
-        a2, a3 = dot_pairs(a2, y, u), dot_pairs(a3, z, u)
-        u = weave_high(e, f)
-        b0, b1 = dot_pairs(b0, w, u), dot_pairs(b1, x, u)
-        b2, b3 = dot_pairs(b2, y, u), dot_pairs(b3, z, u)
-        e, f = load_pairs(row + 64), load_pairs(after + 64)
-        u = weave_low(e, f)
-        c0, c1 = dot_pairs(c0, w, u), dot_pairs(c1, x, u)
-        c2, c3 = dot_pairs(c2, y, u), dot_pairs(c3, z, u)
-        u = weave_high(e, f)
-        d0, d1 = dot_pairs(d0, w, u), dot_pairs(d1, x, u)
-        d2, d3 = dot_pairs(d2, y, u), dot_pairs(d3, z, u)
-    _store_four(rows, at, (a0, a1, a2, a3))
-    _store_four(rows, at + 64, (b0, b1, b2, b3))
-    _store_four(rows, at + 128, (c0, c1, c2, c3))
-    _store_four(rows, at + 192, (d0, d1, d2, d3))
+        w, x = splat_i32(by), splat_i32(by + 4)
+        weights = (w, x, splat_i32(by + 8), splat_i32(by + 12))
+        e, f = load_32(mode, row, i, 0), load_32(mode, after, i, 0)
+        a = _dot_rows(mode, a, weights, weave_low(e, f))
+        b = _dot_rows(mode, b, weights, weave_high(e, f))
+        e, f = load_32(mode, row, i, 1), load_32(mode, after, i, 1)
+        k = _dot_rows(mode, k, weights, weave_low(e, f))
+        m = _dot_rows(mode, m, weights, weave_high(e, f))
+    _keep_sums(mode, rows, at, a)
+    _keep_sums(mode, rows, at + 64, b)
+    _keep_sums(mode, rows, at + 128, k)
+    _keep_sums(mode, rows, at + 192, m)
 
 
 def _pairs_narrow(
@@ -171,9 +202,8 @@ def _pairs_narrow(
     step, at = 2 * dim, 4 * c
     a0, a1, a2, a3 = _load_four(rows, at)
     for t in range(t0, min(t1, end), 2):
-        if t % 4 == 0:
-            ask(later, each)
-            later += each
+        ask(later, each)
+        later += each
         row, by = v + t * step + 2 * c, p + 8 * t
         u = weave_half(row, row + (step if t + 1 < end else 0))
         a0, a1 = dot_pairs(a0, splat_i32(by), u), dot_pairs(a1, splat_i32(by + 4), u)
@@ -181,67 +211,15 @@ def _pairs_narrow(
     _store_four(rows, at, (a0, a1, a2, a3))
 
 
-@inline
-def _add_ints(rows: Any, at: int, high: Any, low: Any) -> None:
-    """128 high + low to the int32 that are there."""
-    o0, o1, o2, o3 = rows
-    h0, h1, h2, h3 = high
-    l0, l1, l2, l3 = low
-    # All are loaded first: rows that fill empty places are one row several times.
-    a0, a1, a2, a3 = load_i32(o0 + at), load_i32(o1 + at), load_i32(o2 + at), load_i32(o3 + at)
-    store_i32(o0 + at, iadd(a0, iadd(left(h0, 7), l0)))
-    store_i32(o1 + at, iadd(a1, iadd(left(h1, 7), l1)))
-    store_i32(o2 + at, iadd(a2, iadd(left(h2, 7), l2)))
-    store_i32(o3 + at, iadd(a3, iadd(left(h3, 7), l3)))
-
-
-def _bytes_wide(
-    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
-    later: int, each: int,
-) -> None:  # fmt: skip
-    """int32 sums of channels as ``four_woven_0`` .. ``_3`` leave them, two of those at a time."""
-    step, at, i, zero = row_bytes(mode, dim), 4 * c, c // 64, int_splat(0)
-    for half in range(2):
-        a0, a1, a2, a3 = zero, zero, zero, zero
-        b0, b1, b2, b3 = zero, zero, zero, zero
-        c0, c1, c2, c3 = zero, zero, zero, zero
-        d0, d1, d2, d3 = zero, zero, zero, zero
-        for t in range(t0, min(t1, end), 4):
-            ask(later, each // 2)
-            later += each // 2
-            row, by, left_over = v + t * step, p + 8 * t, end - 1 - t
-            e, f = load_64(mode, row, i), load_64(mode, row + min(1, left_over) * step, i)
-            g = load_64(mode, row + min(2, left_over) * step, i)
-            h = load_64(mode, row + min(3, left_over) * step, i)
-            w, x, y, z = splat_i32(by), splat_i32(by + 4), splat_i32(by + 8), splat_i32(by + 12)
-            by += 16
-            k, m, n, o = splat_i32(by), splat_i32(by + 4), splat_i32(by + 8), splat_i32(by + 12)
-            if half:
-                u, s = four_woven_2(e, f, g, h), four_woven_3(e, f, g, h)
-            else:
-                u, s = four_woven_0(e, f, g, h), four_woven_1(e, f, g, h)
-            a0, a1 = dot_bytes(a0, u, w), dot_bytes(a1, u, x)
-            a2, a3 = dot_bytes(a2, u, y), dot_bytes(a3, u, z)
-            b0, b1 = dot_bytes(b0, u, k), dot_bytes(b1, u, m)
-            b2, b3 = dot_bytes(b2, u, n), dot_bytes(b3, u, o)
-            c0, c1 = dot_bytes(c0, s, w), dot_bytes(c1, s, x)
-            c2, c3 = dot_bytes(c2, s, y), dot_bytes(c3, s, z)
-            d0, d1 = dot_bytes(d0, s, k), dot_bytes(d1, s, m)
-            d2, d3 = dot_bytes(d2, s, n), dot_bytes(d3, s, o)
-        _add_ints(rows, at + 128 * half, (a0, a1, a2, a3), (b0, b1, b2, b3))
-        _add_ints(rows, at + 128 * half + 64, (c0, c1, c2, c3), (d0, d1, d2, d3))
-
-
-def _bytes_narrow(
+def _words_narrow(
     mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
     later: int, each: int,
 ) -> None:  # fmt: skip
     """Head sizes of these modes are multiples of 64."""
 
 
-_WIDE = {"bf16dot": _pairs_wide, "q8dot": _bytes_wide, "q4dot": _bytes_wide}
-_NARROW = {"bf16dot": _pairs_narrow, "q8dot": _bytes_narrow, "q4dot": _bytes_narrow}
-by_format(add_wide)(lambda name: _WIDE.get(name, _fma_wide))
+_NARROW = {"bf16dot": _pairs_narrow, "q8dot": _words_narrow, "q4dot": _words_narrow}
+by_format(add_wide)(lambda name: _pairs_wide if name.endswith("dot") else _fma_wide)
 by_format(add_narrow)(lambda name: _NARROW.get(name, _fma_narrow))
 
 
@@ -251,36 +229,37 @@ def add_values(
     later: int, each: int,
 ) -> None:  # fmt: skip
     """Add the values of tokens t0..t1, weighted for four rows. Memory is asked for ``each`` bytes
-    from ``later`` on for every four tokens and 64 channels."""
+    from ``later`` on in every step of 64 channels."""
     rows, c = _four_rows(out, row, last), 0
     while c + 64 <= dim:
         add_wide(mode, p, v, c, t0, t1, end, dim, rows, later, each)
-        later += (t1 - t0) // 4 * each
+        later += (t1 - t0) // step_tokens(mode) * each
         c += 64
     while c < dim:
-        add_narrow(mode, p, v, c, t0, t1, end, dim, rows, later, each if c % 64 == 0 else 0)
+        add_narrow(mode, p, v, c, t0, t1, end, dim, rows, later, each // 4)
+        later += (t1 - t0) // step_tokens(mode) * (each // 4)
         c += 16
 
 
 @inline
-def to_floats(mode: Any, out: int, dim: int, factor: Any) -> None:
-    """int32 sums of a row in place, their channels in order."""
-    by = splat(factor)
-    for at in range(out, out + 4 * dim, 256):
-        a, b = fmul(to_float(load_i32(at)), by), fmul(to_float(load_i32(at + 64)), by)
-        c, d = fmul(to_float(load_i32(at + 128)), by), fmul(to_float(load_i32(at + 192)), by)
-        if place_of(mode, 1) == 1:
-            store_quarters(at, a, b, c, d)
-        else:
-            store_quarters_of_nibbles(at, a, b, c, d)
+def _as_sum(mode: Any, v: Any, factor: Any) -> Any:
+    if integer(mode):
+        v = fmul(to_float(as_int(v)), splat(factor))
+    return v
 
 
 @inline
-def in_order(out: int, dim: int) -> None:
+def in_order(mode: Any, out: int, dim: int, factor: Any) -> None:
+    """A row's channels in their order; integers times ``factor``."""
     c = 0
     while c + 64 <= dim:  # narrower ends were never woven
-        for at in (out + 4 * c, out + 4 * c + 128):
-            low, high = load_f32(at), load_f32(at + 64)
-            store_f32(at, in_order_low(low, high))
-            store_f32(at + 64, in_order_high(low, high))
+        at = out + 4 * c
+        e, f, g, h = load_f32(at), load_f32(at + 64), load_f32(at + 128), load_f32(at + 192)
+        a, b = in_order_low(e, f), in_order_high(e, f)
+        k, m = in_order_low(g, h), in_order_high(g, h)
+        a, b, k, m = by_quarter(mode, a, b, k, m)
+        store_f32(at, _as_sum(mode, a, factor))
+        store_f32(at + 64, _as_sum(mode, b, factor))
+        store_f32(at + 128, _as_sum(mode, k, factor))
+        store_f32(at + 192, _as_sum(mode, m, factor))
         c += 64

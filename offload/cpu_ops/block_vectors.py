@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import types
 
-from offload.cpu_ops.byte_vectors import dot_vnni
 from offload.cpu_ops.isa import Isa, features
 from offload.cpu_ops.prefill_vectors import _convert
 from offload.cpu_ops.vectors import F32X16, I32X16, LANES, _call, _operation
@@ -112,94 +112,76 @@ def token_pairs(b: Any, v: Any, w: Any) -> Any:
     return b.bitcast(_order(b, halves, halves, order), _v16i)
 
 
-# ---- integers of four tokens
+# ---- integers in pairs
 
 
 @_operation(I32X16, I32X16, I32X16, I32X16)
-def dot_bytes(b: Any, total: Any, v: Any, w: Any) -> Any:
-    """total + the sum of four products per lane: bytes of ``v`` in 0..255, of ``w`` signed."""
-    return dot_vnni(b, total, v, w)
+def dot_words(b: Any, total: Any, v: Any, w: Any) -> Any:
+    """total + the sum of two products of signed words per lane."""
+    if llvm.llvm_version_info[0] >= 22:  # operands typed as what they are; before, as int32
+        v, w = b.bitcast(v, _v32h), b.bitcast(w, _v32h)
+    return _call(b, "llvm.x86.avx512.vpdpwssd.512", _v16i, total, v, w)
 
 
 @_operation(I32X16, _I)
-def load_nibbles(b: Any, address: Any) -> Any:
-    """64 integers of 4 bits as bytes, from 32 bytes: the low nibbles, then the high ones."""
-    half = _load(b, address, _v32b)
-    both = _order(b, half, half, list(range(32)) * 2)
-    shifts = ir.Constant(_v32h, [0] * 16 + [4] * 16)
-    words = b.lshr(b.bitcast(both, _v32h), shifts)
-    return b.bitcast(b.and_(words, ir.Constant(_v32h, [0x0F0F] * 32)), _v16i)
+def load_words(b: Any, address: Any) -> Any:
+    """32 bytes, widened to words."""
+    return b.bitcast(b.zext(_load(b, address, _v32b), _v32h), _v16i)
 
 
-def _four_woven(b: Any, rows: Any, half: int, second: int) -> Any:
-    """Bytes of four rows in turn: of each 128 bits those from ``8 half + 4 second`` on."""
-    eight = [16 * k + 8 * half + j for k in range(4) for j in range(8)]
-    order = [n for i in eight for n in (i, i + 64)]
-    r0, r1, r2, r3 = (b.bitcast(row, _v64b) for row in rows)
-    v = b.bitcast(_order(b, r0, r1, order), _v32h)
-    w = b.bitcast(_order(b, r2, r3, order), _v32h)
-    four = [8 * k + 4 * second + j for k in range(4) for j in range(4)]
-    return b.bitcast(_order(b, v, w, [n for i in four for n in (i, i + 32)]), _v16i)
+@_operation(I32X16, _I)
+def load_low_nibbles(b: Any, address: Any) -> Any:
+    """Of 32 bytes, as words."""
+    words = b.zext(_load(b, address, _v32b), _v32h)
+    return b.bitcast(b.and_(words, ir.Constant(_v32h, [15] * 32)), _v16i)
 
 
-def _weaver(half: int, second: int) -> Any:
-    @_operation(I32X16, I32X16, I32X16, I32X16, I32X16)
-    def four_woven(b: Any, *rows: Any) -> Any:
-        return _four_woven(b, rows, half, second)
-
-    return four_woven
+@_operation(I32X16, _I)
+def load_high_nibbles(b: Any, address: Any) -> Any:
+    words = b.zext(_load(b, address, _v32b), _v32h)
+    return b.bitcast(b.lshr(words, ir.Constant(_v32h, [4] * 32)), _v16i)
 
 
-four_woven_0, four_woven_1 = _weaver(0, 0), _weaver(0, 1)
-"""Bytes 0..3, and 4..7, of each 128 bits of four rows: a lane is one channel of four tokens."""
-four_woven_2, four_woven_3 = _weaver(1, 0), _weaver(1, 1)
-
-
-def _quarters(nibbles: bool) -> Any:
-    @_operation(types.void, _I, F32X16, F32X16, F32X16, F32X16)
-    def store_quarters(b: Any, address: Any, *sums: Any) -> None:
-        low, high = (_order(b, v, w, list(range(32))) for v, w in (sums[:2], sums[2:]))
-        places = (0, 2, 1, 3) if nibbles else (0, 1, 2, 3)
-        for place, k in enumerate(places):
-            order = [16 * v + 4 * k + i for v in range(4) for i in range(4)]
-            at = b.add(address, ir.Constant(ir.IntType(64), 64 * place))
-            b.store(_order(b, low, high, order), b.inttoptr(at, _v16f.as_pointer()), align=1)
-
-    return store_quarters
-
-
-store_quarters = _quarters(nibbles=False)
-"""The sums of ``four_woven_0`` .. ``_3`` as 64 channels in order."""
-store_quarters_of_nibbles = _quarters(nibbles=True)
+@_operation(I32X16, I32X16, I32X16)
+def token_words(b: Any, v: Any, w: Any) -> Any:
+    """As ``token_pairs``, of integers that fit into words."""
+    v, w = (b.bitcast(x, _v32h) for x in (v, w))
+    order = [n for j in range(2) for r in range(4) for n in (16 * j + 2 * r, 16 * j + 8 + 2 * r)]
+    return b.bitcast(_order(b, v, w, order + [n + 32 for n in order]), _v16i)
 
 
 @_operation(types.void, _I, I32X16)
-def store_tokens(b: Any, address: Any, v: Any) -> None:
-    """The low bytes of a quad: 16 bytes, a row's four tokens side by side."""
-    narrow = b.trunc(v, _v16b)
-    order = [4 * t + r for r in range(4) for t in range(4)]
-    b.store(_order(b, narrow, narrow, order), b.inttoptr(address, _v16b.as_pointer()), align=1)
+def store_words(b: Any, address: Any, v: Any) -> None:
+    """The low words of the lanes: 32 bytes."""
+    b.store(b.trunc(v, _v16h), b.inttoptr(address, _v16h.as_pointer()), align=1)
 
 
 # ---- quads
 
 
-@_operation(F32X16, *[F32X16] * LANES)
-def cross_sums(b: Any, *vectors: Any) -> Any:
-    """Lane i: the sum of the lanes of the i-th vector, added as one tree for all i.
-
-    Half the shuffles of ``lanes.sums_of_16``: of two vectors each keeps half of its lanes in
-    place, and only the other halves move.
-    """
+def _cross(b: Any, vectors: Any, add: Any) -> Any:
+    """Half the shuffles of ``lanes.sums_of_16``: of two vectors each keeps half of its lanes in
+    place, and only the other halves move."""
     found, width = list(vectors), LANES // 2
     while width:
         summed = []
         for v, w in zip(found[:width], found[width:], strict=True):
             stay = [i + (LANES if i & width else 0) for i in range(LANES)]
             move = [(i ^ width) + (LANES if i & width else 0) for i in range(LANES)]
-            summed.append(b.fadd(_order(b, v, w, stay), _order(b, v, w, move)))
+            summed.append(add(_order(b, v, w, stay), _order(b, v, w, move)))
         found, width = summed, width // 2
     return found[0]
+
+
+@_operation(F32X16, *[F32X16] * LANES)
+def cross_sums(b: Any, *vectors: Any) -> Any:
+    """Lane i: the sum of the lanes of the i-th vector, added as one tree for all i."""
+    return _cross(b, vectors, b.fadd)
+
+
+@_operation(I32X16, *[I32X16] * LANES)
+def cross_sums_int(b: Any, *vectors: Any) -> Any:
+    return _cross(b, vectors, b.add)
 
 
 def _spread(element: Any, pick: list[int]) -> Any:
@@ -263,3 +245,15 @@ def unless_lowest(b: Any, score: Any, weight: Any) -> Any:
 def max_floats(b: Any, v: Any) -> Any:
     """Of all lanes."""
     return _call(b, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), v)
+
+
+@_operation(_F, F32X16)
+def min_floats(b: Any, v: Any) -> Any:
+    """Of all lanes."""
+    return _call(b, "llvm.vector.reduce.fmin.v16f32", ir.FloatType(), v)
+
+
+@_operation(F32X16, F32X16, F32X16)
+def fmin(b: Any, v: Any, w: Any) -> Any:
+    """A NaN in ``v`` gives way to ``w``."""
+    return b.select(b.fcmp_ordered("<", v, w), v, w)

@@ -18,6 +18,7 @@ import torch
 
 from offload.cpu_ops.block_layout import BlockKind
 from offload.cpu_ops.block_layout import BlockLayout as KernelLayout
+from offload.cpu_ops.block_quantise import quantise_block
 from offload.errors import OffloadError
 from offload.kv.homes import KvHomes
 from offload.kv.kernel_layout import is_latent, kernel_layout
@@ -85,8 +86,10 @@ class Coarse:
     def quantise(self, plain: Views, pool: Pool, slot: int) -> None:
         """Write a full block [H, n, D] of keys and values into a slot."""
         block = _bytes_of(pool, slot, self.layout.nbytes)
-        for x, keys in zip(plain, (True, False), strict=True):
-            self.layout.write(block, x.float().numpy(), keys=keys)
+        keys, values = (
+            x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy() for x in plain
+        )
+        quantise_block(self.layout, keys, values, block)
 
     def restore(self, pool: Pool, slot: int, into: Views) -> None:
         """Read a block back, as far as it is still known."""

@@ -111,6 +111,7 @@ class KvNeed:
     def kernels(self) -> list[Any]:
         """What attention in place needs compiled."""
         from offload.cpu_ops.block_attention import kernels_for
+        from offload.cpu_ops.block_quantise import quantise_kernel
 
         found: dict[Any, None] = {}
         for s in self.shapes:
@@ -118,6 +119,7 @@ class KvNeed:
                 continue
             layouts = [kernel_layout(BlockLayout(s, self.block_tokens))]
             if self.kind in QUANTISED:
+                found |= {quantise_kernel(str(self.kind), layouts[0].kind.value): None}
                 layouts.append(coarse_layout(s, self.block_tokens, str(self.kind)))
             for layout in layouts:
                 found |= dict.fromkeys(kernels_for(layout, half_queries=self.half_queries))

@@ -22,6 +22,7 @@ from offload.cpu_ops.block_layout import (
     quantise,
     unpack_codes,
 )
+from offload.cpu_ops.block_quantise import quantise_block
 from offload.cpu_ops.isa import Isa
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import from_bf16, to_bf16
@@ -269,6 +270,29 @@ def test_quantise(bits: int, axis: int) -> None:
     magnitude = np.abs(x).max(axis=axis, keepdims=True)
     assert (step <= (reach + magnitude / 64) / (2**bits - 1) * 1.01 + 1e-30).all()
     assert np.array_equal(unpack_codes(pack_codes(codes, bits), bits), codes)
+
+
+@pytest.mark.parametrize(("kind", "half"), [("q8", True), ("q8", False), ("q4", True)])
+def test_quantise_block(kind: str, half: bool) -> None:
+    """The kernels write what numpy does, bit for bit, and nothing else."""
+    layout = BlockLayout(BlockKind(kind), 2, 64, 96, 512)
+    spread = np.exp(normal(1, 2, 512, 1))
+    keys, values = normal(2, 2, 512, 64) * 3, normal(3, 2, 512, 96) * spread
+    keys[:, :, 5], keys[:, 300:, 9], values[0, 7], values[1, 9] = 2.5, -1e30, 0.0, -4.0
+    keys, values = from_bf16(to_bf16(keys)), from_bf16(to_bf16(values))
+    memory = np.full(layout.nbytes + 128, 0xA5, np.uint8)
+    block, want = memory[64:-64], np.full(layout.nbytes, 0xA5, np.uint8)
+    layout.write(want, keys, keys=True)
+    layout.write(want, values, keys=False)
+    k, v = (to_bf16(keys), to_bf16(values)) if half else (keys, values)
+    quantise_block(layout, k, v, block)
+    assert np.array_equal(block, want)
+    assert (memory[:64] == 0xA5).all()
+    assert (memory[-64:] == 0xA5).all()
+    with pytest.raises(OffloadError, match="must be contiguous"):
+        quantise_block(layout, k, v[:, ::-1], block)
+    with pytest.raises(OffloadError, match="must be contiguous"):
+        quantise_block(layout, k, k, block)
 
 
 def test_layout() -> None:
