@@ -24,6 +24,10 @@ LEAST_WINDOW = 2
 WINDOW_BYTES = 16 * 2**20
 """What the window takes where there is room: enough requests in flight for the disk."""
 
+WINDOW_SLOTS = 16
+"""At least so many slots, where there is room: half of them may be attended to at a time, and what
+has been read into the others has to outlast what a layer computes besides."""
+
 WINDOW_SHARE = 8
 """The window takes at most one slot in so many, beyond the least."""
 
@@ -97,8 +101,7 @@ def place(
 
 def _share_out(slots: int, slot_bytes: int, layers: int, sequences: int, written: int) -> KvHomes:
     spare = slots - written
-    wanted = max(LEAST_WINDOW, min(WINDOW_BYTES // slot_bytes, slots // WINDOW_SHARE))
-    window = min(spare, wanted)
+    window = min(spare, max(LEAST_WINDOW, min(most_window(slot_bytes), slots // WINDOW_SHARE)))
     return KvHomes(
         slots=slots,
         slot_bytes=slot_bytes,
@@ -107,6 +110,11 @@ def _share_out(slots: int, slot_bytes: int, layers: int, sequences: int, written
         window=window,
         resident=shares(spare - window, layers),
     )
+
+
+def most_window(slot_bytes: int) -> int:
+    """Slots of the window where there is room for all."""
+    return max(WINDOW_BYTES // slot_bytes, WINDOW_SLOTS)
 
 
 def _flag(nbytes: int) -> str:

@@ -18,14 +18,14 @@ from offload.kv.coarse import (
 )
 from offload.kv.homes import (
     LEAST_WINDOW,
-    WINDOW_BYTES,
     WINDOW_SHARE,
     KvHomes,
     least_slots,
+    most_window,
     place,
 )
 from offload.kv.kernel_layout import is_latent, kernel_layout
-from offload.kv.shape import BlockLayout, KvShape
+from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, block_tokens_for
 from offload.models.footprint import Footprint, decode_peak
 from offload.models.options import Options, check_device
 from offload.models.recipes import spill_directory
@@ -64,6 +64,9 @@ class KvNeed:
     lossy: bool = False
     half_queries: bool = False
     """Whether the model computes in bfloat16."""
+    least_tokens: int | None = None
+    """Of a block, where a budget is too small for ``block_tokens``; None: those. Quantised blocks
+    keep theirs: which tokens are in full precision would hang on the budget."""
 
     @property
     def slot_bytes(self) -> int:
@@ -100,7 +103,7 @@ class KvNeed:
         columns = -(-self.context // self.block_tokens)
         # One more for each newest block, and the largest window.
         every = (columns + 1) * len(self.shapes) * self.sequences
-        window = min(WINDOW_BYTES // self.slot_bytes, -(-every // (WINDOW_SHARE - 1)))
+        window = min(most_window(self.slot_bytes), -(-every // (WINDOW_SHARE - 1)))
         return every + max(LEAST_WINDOW, window)
 
     @property
@@ -135,6 +138,26 @@ class KvNeed:
             sequences=self.sequences,
             written=WRITTEN if self.tails_bytes else None,
         )
+
+    def within(self, ram: int) -> KvPlan:
+        """With ``ram`` bytes, and smaller blocks if they are too few for those.
+
+        Raises:
+            PlanError: they are too few.
+        """
+        need = self
+        while True:
+            try:
+                return KvPlan(need=need, homes=need.homes(ram))
+            except PlanError:
+                if need.block_tokens <= (self.least_tokens or self.block_tokens):
+                    raise
+                need = dataclasses.replace(need, block_tokens=need.block_tokens // 2)
+
+    @property
+    def least(self) -> KvNeed:
+        """With the smallest blocks."""
+        return dataclasses.replace(self, block_tokens=self.least_tokens or self.block_tokens)
 
     @property
     def least_bytes(self) -> int:
@@ -230,8 +253,12 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         shapes = tuple(stored_shape(s, options.kv) for s in shapes)
         for shape in shapes:
             if not is_latent(shape):
-                kernel_layout(BlockLayout(shape, options.kv_block_tokens))
-                slot_bytes_of(shape, options.kv_block_tokens, options.kv)
+                kernel_layout(BlockLayout(shape, options.kv_block_tokens or BLOCK_TOKENS))
+                slot_bytes_of(shape, options.kv_block_tokens or BLOCK_TOKENS, options.kv)
+    block_tokens = options.kv_block_tokens or block_tokens_for(
+        context, lambda n: max(slot_bytes_of(s, n, options.kv) for s in shapes)
+    )
+    fixed = options.kv_block_tokens or options.kv in QUANTISED
     other = 0
     for layer in layers:
         if layer.shape is None:
@@ -243,7 +270,8 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         context=context,
         sequences=options.batch,
         together=options.batch,
-        block_tokens=options.kv_block_tokens,
+        block_tokens=block_tokens,
+        least_tokens=None if fixed else BLOCK_TOKENS,
         other_bytes=other,
         # Only a latent cache is expanded; attention reads plain keys and values where they are
         # (on meta it is another, which copies them, so that measuring it would say too much).
@@ -311,7 +339,7 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
             f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "
             f"that attends to all tokens); drop --kv-ram"
         )
-    return KvPlan(need=need, homes=need.homes(options.kv_ram))
+    return need.within(options.kv_ram)
 
 
 def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
@@ -323,17 +351,17 @@ def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
         sequences=plan.need.sequences * options.sequences,
         other_bytes=plan.need.other_bytes * options.sequences,
     )
-    return KvPlan(need=need, homes=need.homes(options.kv_ram or plan.ram_bytes))
+    return need.within(options.kv_ram or plan.ram_bytes)
 
 
 def least(need: KvNeed) -> KvPlan:
     """With as little RAM as possible."""
-    return KvPlan(need=need, homes=need.homes(need.least_bytes))
+    return need.within(need.least.least_bytes)
 
 
-def with_spare(plan: KvPlan, spare: int) -> KvPlan:
-    """With up to ``spare`` bytes more."""
-    return KvPlan(need=plan.need, homes=plan.need.homes(plan.ram_bytes + max(0, spare)))
+def with_spare(need: KvNeed, plan: KvPlan, spare: int) -> KvPlan:
+    """As ``plan``, which is the least that ``need`` takes, with up to ``spare`` bytes more."""
+    return need.within(plan.ram_bytes + max(0, spare))
 
 
 def predicted(plan: Plan, kv: KvPlan, costs: CostModel | None) -> Plan:

@@ -84,7 +84,8 @@ class Options:
     kv: str | None = None
     """``"q8"``, ``"q4"``: keys and values in so many bits, as soon as a block of them is full;
     ``"bf16"``: in bfloat16. Lossy, and attended to in place. None: as the model computes them."""
-    kv_block_tokens: int = BLOCK_TOKENS
+    kv_block_tokens: int | None = None
+    """Of a block; None: by the context, larger ones where it is long."""
     prompt_cache: str | Path | None = None
     """A directory for keys and values of prompts, so that what was read once is not read again."""
     prompt_cache_limit: int = 8 * 2**30

@@ -249,7 +249,7 @@ def plan_packed(
         tiered = minimum_budgets(ask(ram))[Tier.RAM]
         if tiered >= plain:
             raise  # so little is cached that blocks take more
-        kv = kv_plan.with_spare(kv, ram - tiered)
+        kv = kv_plan.with_spare(need, kv, ram - tiered)
         if need.in_place:
             baseline += compiled_bytes(need.kernels(), compiling)
         plan = plan_within(ask, ram, name)

@@ -30,7 +30,7 @@ HARMLESS = frozenset({
     "ram", "gpu", "disk", "prompt_tokens", "context", "batch", "engine", "queue_depth",
     "request_bytes", "hardware", "guess", "expert_policy", "routing", "record_routing", "kv_ram",
     "sequences", "pass_rows", "seed", "overhead_bytes", "tokenizer_bytes", "prompt_cache",
-    "prompt_cache_limit", "prompt_cache_chunk",
+    "prompt_cache_limit", "prompt_cache_chunk", "kv_block_tokens",
 })  # fmt: skip
 """Options that change no number. All others are part of a stored prefix's name: an option that is
 not known here costs a hit, and never a wrong one."""
