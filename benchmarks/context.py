@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peer-context", type=int, default=131072, help="the most for DynamicCache")
+    parser.add_argument(
+        "--peer-context", type=int, default=131072, help="the most for DynamicCache"
+    )
     parser.add_argument("--llama-python", type=Path, help="an interpreter that has llama_cpp")
     parser.add_argument("--gguf", type=Path, help="a file of the same shape, for llama.cpp")
     parser.add_argument("--llama-context", type=int, default=4096)

@@ -156,7 +156,9 @@ def dynamic(args: dict[str, Any]) -> dict[str, Any]:
     tokens = args["context"] - args["warm"] - args["steps"]
     fill(model.config, tokens, model.dtype, extend)
     for layer, pairs in parts.items():
-        cache.update(torch.cat([k for k, _ in pairs], 2), torch.cat([v for _, v in pairs], 2), layer)
+        cache.update(
+            torch.cat([k for k, _ in pairs], 2), torch.cat([v for _, v in pairs], 2), layer
+        )
     took, rss, _, _ = decode(model, cache, args, dict)
     return {"step_s": took, "rss_bytes": [n - import_rss for n in rss]}
 

@@ -24,6 +24,7 @@ def load(
     ram: str | int | None = None,
     kv_ram: str | int | None = None,
     kv: str | None = None,
+    kv_keep: int | None = None,
     attention: str | None = None,
     prompt_cache: str | Path | None = None,
     prompt_cache_limit: str | int | None = None,
@@ -63,6 +64,11 @@ def load(
         kv: ``"q8"``, ``"q4"``: keys and values in 8 or 4 bits, quantised when a block of them is
             full; ``"bf16"``: in bfloat16. Lossy: ``model.offload.stats()["kv"]`` has by how much
             attention differed on the first prompt. Implies ``attention="offload"``.
+        kv_keep: tokens of each layer whose keys and values stay: the first block, the newest, and
+            of the others those that attention went to (``kv_importance``, an option, is what scores
+            them: ``offload.kv.keep.Importance``). Lossy as soon as a text is longer; memory and
+            time of a token then grow no more. Implies ``attention="offload"``; one sequence, or
+            several of the same length, without padding.
         attention: ``"exact"``: the model's own, the default. ``"offload"``: our kernels, which read
             blocks of keys and values where they are: the same bits for any ``kv_ram``, other
             rounding than torch's, and no copy of a layer's keys and values in one piece.
@@ -108,7 +114,8 @@ def load(
     """
     if train is not False:
         asked: dict[str, Any] = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
-        asked |= {"attention": attention, "kv": kv, "prompt_cache": prompt_cache}
+        asked |= {"attention": attention, "kv": kv, "kv_keep": kv_keep}
+        asked |= {"prompt_cache": prompt_cache}
         given = [name for name, value in asked.items() if value is not None]
         if given or device not in ("auto", "cpu"):
             raise OffloadError(
@@ -132,6 +139,7 @@ def load(
         ram=ram,
         kv_ram=kv_ram,
         kv=kv,
+        kv_keep=kv_keep,
         attention=attention,
         prompt_cache=prompt_cache,
         prompt_cache_limit=prompt_cache_limit,

@@ -74,6 +74,7 @@ def chat(
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
     kv: flags.Kv = None,
+    kv_keep: flags.KvKeep = None,
     attention: flags.Attention = None,
     kv_ram: flags.KvRam = None,
     prompt_cache: flags.PromptCache = None,
@@ -120,6 +121,7 @@ def chat(
     wanted = Wanted(
         ram=ram,
         kv=None if kv is None else kv.value,
+        kv_keep=kv_keep,
         attention=None if attention is None else attention.value,
         kv_ram=kv_ram,
         prompt_cache=prompt_cache,

@@ -161,6 +161,15 @@ Kv = Annotated[
         "computes in it); says by how much attention differs. Implies --attention offload.",
     ),
 ]
+KvKeep = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-keep", min=1, metavar="N",
+        help="Keep keys and values of N tokens of each layer: the first, the newest, and of the "
+        "others the blocks that attention went to. Lossy beyond N tokens; memory and time of a "
+        "token grow no more. Implies --attention offload.",
+    ),
+]  # fmt: skip
 Attention = Annotated[
     AttentionName | None,
     typer.Option(

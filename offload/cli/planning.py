@@ -60,6 +60,7 @@ class Wanted:
     kv_ram: int | None = None
     attention: str | None = None
     kv: str | None = None
+    kv_keep: int | None = None
     prompt_cache: Path | None = None
     prompt_cache_limit: int | None = None
     prompt_cache_chunk: int | None = None
@@ -108,6 +109,7 @@ class Wanted:
             kv_ram=self.kv_ram,
             attention=self.attention,
             kv=self.kv,
+            kv_keep=self.kv_keep,
             prompt_cache=self.prompt_cache,
             **more,
         )

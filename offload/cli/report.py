@@ -93,10 +93,15 @@ def streaming_parts(run: Measured, plan: Plan) -> list[str]:
 def kv_parts(run: Run) -> list[str]:
     """What keys and values took from the disk while decoding; nothing if they did not."""
     end, first = run.at_end.get("kv"), (run.at_first or run.at_start).get("kv")
+    parts = []
     if end and end.get("attention_error"):
-        off = f"KV in {end['kind']}: attention off by {end['attention_error']:.1%} at most"
-        return [off, *_moved(run, end, first)]
-    return _moved(run, end, first)
+        parts.append(f"KV in {end['kind']}: attention off by {end['attention_error']:.1%} at most")
+    if end and end.get("evicted_tokens"):
+        parts.append(
+            f"KV keeps {end['keep_tokens']} tokens: {tokens_text(end['evicted_tokens'])} evicted, "
+            f"lossy"
+        )
+    return [*parts, *_moved(run, end, first)]
 
 
 def _moved(run: Run, end: Any, first: Any) -> list[str]:

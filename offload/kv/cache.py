@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.kv.homes import upcoming
 from offload.kv.in_place import TierHandle, tag
+from offload.kv.keep import WATCH_EVERY, Keep
 from offload.kv.kernel_layout import is_latent, kernel_layout
 from offload.kv.shape import KvShape
 from offload.kv.store import Block
@@ -43,8 +44,17 @@ class Backing(Protocol):
         """Whether attention reads blocks where they are."""
         ...
 
+    @property
+    def keep(self) -> Keep | None:
+        """How many tokens stay; None: all."""
+        ...
+
     def note_error(self, error: float) -> None:
         """A layer's attention is off by that part of its largest number, from quantising."""
+        ...
+
+    def note_evicted(self, tokens: int) -> None:
+        """So many tokens of a layer have gone."""
         ...
 
     def table(self, layer: int, shape: KvShape, sequences: int) -> LayerTable: ...
@@ -107,7 +117,6 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
     """One layer's keys and values in blocks."""
 
     is_sliding = False
-    is_croppable = True
     is_compileable = False
     supports_early_init = False
     appends_exactly = True
@@ -122,6 +131,13 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         """Its blocks; None before the first token."""
         self._first = 0
         """No token before it was attended to by the last step: a window that slides."""
+        self._keep = life.backing.keep
+        self._importance = None if self._keep is None else self._keep.importance()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether what is left after ``crop`` is as it was before the tokens that go."""
+        return self.table is None or not self.table.evicted
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if key_states.dim() != 4 or value_states.dim() != 4:
@@ -176,6 +192,9 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
             handle = TierHandle(table, self._behind, self._life.backing.note_error)
             if table.coarse is not None and table.length == key_states.shape[-2]:
                 handle.whole = key_states, value_states
+            if self._keep is not None:
+                handle.watched = key_states.shape[-2] > 1 or not table.seen % WATCH_EVERY
+                handle.attended = self._attended_to
             self._life.handed = handle
             return tag(key_states, handle), value_states
         past, new = table.length, key_states.shape[-2]
@@ -190,6 +209,20 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         table.append(key_states, value_states)
         return keys, values
 
+    def _attended_to(self, shares: Sequence[float] | None, queries: int) -> None:
+        """A step has attended: note to what, and let go of what is too much."""
+        table, keep, importance = self.table, self._keep, self._importance
+        if table is None or keep is None or importance is None:
+            raise AssertionError("is asked for by update")
+        if shares is not None:
+            importance.observe(shares, queries)
+        before = table.evicted
+        while columns := keep.candidates(table.length):
+            column = min(columns, key=importance.score)
+            importance.forget(column)
+            table.evict(column)
+        self._life.backing.note_evicted(table.evicted - before)
+
     def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """``update`` for what nobody attends to yet: nothing is gathered."""
         self._life.check_live()
@@ -203,7 +236,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return 0 if self.table is None else self.table.length
+        return 0 if self.table is None else self.table.seen
 
     def get_max_length(self) -> int:
         return -1
@@ -216,6 +249,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
 
     def reset(self) -> None:
         self._first = 0
+        self._importance = None if self._keep is None else self._keep.importance()
         if self.table is not None:
             self.table.clear()
 

@@ -8,7 +8,7 @@ bit of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,13 @@ class TierHandle:
         ``note`` is told what quantising costs."""
         self._note = note or (lambda _: None)
         self.length = table.length
+        self.evicted = table.evicted
+        """Tokens that are not among them any more."""
+        self.watched = False
+        """Whether ``attended`` wants to know how attention is shared out."""
+        self.attended: Callable[[Sequence[float] | None, int], None] | None = None
+        """To be called behind attention, if it is there: with what of it each column of blocks got,
+        None if it is not ``watched``, and the number of queries."""
         self._table = table
         self._behind = behind
         self._kernel = kernel_layout(table.layout)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.errors import OffloadError
+from offload.errors import OffloadError, SchedulerError
 from offload.kv.coarse import Coarse
 from offload.kv.shape import BlockLayout
 from offload.kv.store import Block, BlockStore
@@ -53,12 +53,21 @@ class LayerTable:
         self.layout = layout
         self.coarse = coarse
         self.length = 0
-        """Tokens of each sequence."""
+        """Tokens of each sequence that are here."""
+        self.evicted = 0
+        """Those that were here before."""
+        self._whole_from = 0
+        """From that column on nothing is missing."""
         self._store = store
         self._tails = store if coarse is None else coarse.tails
         self._layer = layer
         self._rows: list[list[Block]] = []
         self._uses: list[Use] | None = None
+
+    @property
+    def seen(self) -> int:
+        """Tokens of each sequence that came, evicted ones included."""
+        return self.length + self.evicted
 
     @property
     def sequences(self) -> int:
@@ -193,8 +202,31 @@ class LayerTable:
                 keys[row, :, held.first : stop].copy_(from_k[:, : held.filled])
                 values[row, :, held.first : stop].copy_(from_v[:, : held.filled])
 
+    def evict(self, column: int) -> None:
+        """Forget the tokens of a full block in the middle; those behind it move up."""
+        size = self.layout.tokens
+        if not 0 <= column < self.length // size:
+            raise SchedulerError(f"no full block {column} among {self.length} tokens")
+        for blocks in self._rows:
+            block = blocks.pop(column)
+            block.owner.drop(block)
+        self.length -= size
+        self.evicted += size
+        before = self._whole_from
+        self._whole_from = max(column, before - (before > column))
+        self._renew(column)
+
     def truncate(self, length: int) -> None:
-        """Forget the tokens from ``length`` on."""
+        """Forget the tokens from ``length`` on.
+
+        Raises:
+            OffloadError: tokens before it have been evicted.
+        """
+        if length and length < self._whole_from * self.layout.tokens:
+            raise OffloadError(
+                f"{self.length - length} tokens cannot be taken off the KV cache: tokens before "
+                f"them have been evicted; raise --kv-keep"
+            )
         keep = -(-length // self.layout.tokens)
         for blocks in self._rows:
             for block in blocks[keep:]:
@@ -222,3 +254,4 @@ class LayerTable:
         """Hold nothing, of no sequence."""
         self.truncate(0)
         self._rows = []
+        self.evicted = self._whole_from = 0

@@ -23,6 +23,7 @@ from offload.kv.coarse import (
 )
 from offload.kv.generation import take_place
 from offload.kv.homes import KvHomes, place
+from offload.kv.keep import Keep
 from offload.kv.kernel_layout import is_latent
 from offload.kv.pool import Pool
 from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, layout_within
@@ -56,6 +57,7 @@ class KvTiers:
         kind: str | None = None,
         tail_bytes: int | None = None,
         sequences: int = 1,
+        keep: Keep | None = None,
     ) -> None:
         """
         Args:
@@ -70,6 +72,7 @@ class KvTiers:
             kind: "q8" or "q4": full blocks are quantised; "bf16": rounded. Only ``in_place``.
             tail_bytes: of a newest block of the largest layer, where full ones are quantised.
             sequences: that have newest blocks at the same time, at most, if they are apart.
+            keep: of each layer's tokens; None: all stay. Only ``in_place``.
         """
         self.config = config
         self.ram = ram
@@ -79,6 +82,8 @@ class KvTiers:
         """The newest blocks, where full ones are quantised."""
         self.error = 0.0
         """See ``note_error``; the largest so far."""
+        self.keep = keep
+        self._evicted = 0
         self._directory = directory
         self._slot_bytes = slot_bytes
         self._block_tokens = block_tokens
@@ -177,6 +182,10 @@ class KvTiers:
         """A layer's attention is off by that part of its largest number, from quantising."""
         self.error = max(self.error, error)
 
+    def note_evicted(self, tokens: int) -> None:
+        """So many tokens of a layer have gone."""
+        self._evicted += tokens
+
     def gather_buffers(
         self, shape: KvShape, sequences: int, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +221,8 @@ class KvTiers:
             )
 
     def stats(self) -> dict[str, Any]:
-        """Figures since the model was opened. Sizes in bytes, times in seconds."""
+        """Figures since the model was opened. Sizes in bytes, times in seconds; ``evicted_tokens``:
+        as a mean over layers."""
         store, spill = self.store, self._spill
         in_ram, on_disk = store.counts() if store is not None else (0, 0)
         counts = store.stats if store is not None else None
@@ -221,6 +231,8 @@ class KvTiers:
             "ram_bytes": sum(p.slots * p.slot_bytes for p in pools),
             "kind": self._kind,
             "attention_error": self.error if self.tails is not None else None,
+            "keep_tokens": None if self.keep is None else self.keep.tokens,
+            "evicted_tokens": self._evicted // max(1, self._layers),
             "slot_bytes": self.homes.slot_bytes if self.homes else 0,
             "blocks_in_ram": in_ram,
             "blocks_on_disk": on_disk,
@@ -255,9 +267,21 @@ class KvTiers:
                         f"kv_ram and with RAM for all of them"
                     )
                 kwargs["past_key_values"] = self.new_cache()
+            self._divide(args, kwargs)
             return inner(*args, **kwargs)
 
         on_detach(take_place(model, generate))
+
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have a prompt that is longer than what stays read in parts, so that it is not all there
+        at once. A shorter one is read as ever: then nothing is lossy, nor rounded otherwise."""
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if self.keep is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            return
+        asked = kwargs.get("generation_config")
+        named = kwargs.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
+        if ids.shape[1] > self.keep.tokens and named is None:
+            kwargs["prefill_chunk_size"] = self.keep.pass_tokens
 
     def close(self) -> None:
         """Wait for transfers, free memory, file and threads. Idempotent."""

@@ -26,6 +26,7 @@ from offload.cpu_ops.block_attention import BlockAttention, Table
 from offload.cpu_ops.block_layout import BlockKind, BlockLayout
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.kv.in_place import HANDLE
+from offload.models.watched_attention import WatchedAttention
 
 NAME = "offload"
 """Of the implementation: ``model.set_attn_implementation("offload")``."""
@@ -155,10 +156,20 @@ def offload_attention(
     batch, queries, length = query.shape[0], query.shape[2], blocks.length
     window = sliding_window or 0
     firsts = None
+    evicted = getattr(blocks, "evicted", 0)
     if attention_mask is not None:
-        firsts = first_visible(attention_mask.expand(batch, -1, -1, -1), length, queries, window)
+        mask = attention_mask.expand(batch, -1, -1, -1)
+        firsts = first_visible(mask, length + evicted, queries, window)
+    if (attended := getattr(blocks, "attended", None)) is not None:
+        if window or any(firsts or []):
+            raise UnsupportedModelError(
+                "--kv-keep takes blocks out of the middle, and neither padding nor a sliding "
+                "window can be told by place then; drop --kv-keep, or give one sequence at a time"
+            )
+        firsts = None
+    watched: Any = getattr(blocks, "watched", False)
     with torch.no_grad():
-        one = BlockAttention(
+        one = (WatchedAttention if watched else BlockAttention)(
             to_numpy(query),
             key_heads=key.shape[1],
             dim=value.shape[-1],
@@ -179,6 +190,8 @@ def offload_attention(
                 last.add(layout, tables)
             right = torch.from_numpy(last.result(sinks))
             blocks.report(_error_of(found[:, :, -1:], right, query.dtype))  # type: ignore[attr-defined]
+    if attended is not None:
+        attended(one.shares() if isinstance(one, WatchedAttention) else None, queries)
     if query.dtype == torch.bfloat16:
         found = found.view(torch.bfloat16)
     return found.to(query.dtype).transpose(1, 2).contiguous(), None
@@ -201,7 +214,7 @@ def switch_on(model: Any) -> None:
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{type(model).__name__} has an attention of its own that cannot be exchanged; drop "
-            f"--attention offload"
+            f"--attention offload, and --kv or --kv-keep, which need it"
         )
     model.set_attn_implementation(NAME)
 

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from offload.errors import UnsupportedModelError
+from offload.errors import PlanError, UnsupportedModelError
 from offload.kv.coarse import (
     QUANTISED,
     WRITTEN,
@@ -24,6 +24,7 @@ from offload.kv.homes import (
     most_window,
     place,
 )
+from offload.kv.keep import Keep
 from offload.kv.kernel_layout import is_latent, kernel_layout
 from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, block_tokens_for
 from offload.models.footprint import Footprint, decode_peak
@@ -64,6 +65,8 @@ class KvNeed:
     lossy: bool = False
     half_queries: bool = False
     """Whether the model computes in bfloat16."""
+    keep: Keep | None = None
+    """What stays of ``context``; None: all."""
     least_tokens: int | None = None
     """Of a block, where a budget is too small for ``block_tokens``; None: those. Quantised blocks
     keep theirs: which tokens are in full precision would hang on the budget."""
@@ -215,6 +218,12 @@ class KvPlan:
             f"{self.need.block_tokens} tokens: {where}"
             + ("; attention 'offload' reads them where they are" if self.need.in_place else "")
             + (f"; in {self.need.kind}, which is lossy" if self.need.lossy else "")
+            + (
+                f"; at most {self.need.keep.tokens} tokens of each layer stay (--kv-keep), which "
+                f"is lossy beyond them"
+                if self.need.keep is not None
+                else ""
+            )
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -222,6 +231,7 @@ class KvPlan:
         in_ram, on_disk = self.blocks
         return {
             "kind": self.need.kind,
+            "keep_tokens": None if self.need.keep is None else self.need.keep.tokens,
             "budget_bytes": self.ram_bytes,
             "block_bytes": self.homes.slot_bytes,
             "block_tokens": self.need.block_tokens,
@@ -248,6 +258,14 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         return None
     context = max(options.context, options.prompt_tokens or 0)
     in_place, lossy = attends_in_place(options), is_lossy(shapes, options.kv)
+    keep = options.keep
+    if keep is not None:
+        if any(is_latent(s) for s in shapes):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} expands what it caches before it attends (MLA), and "
+                f"--kv-keep cannot tell what attention went to; drop --kv-keep"
+            )
+        context = min(context, keep.tokens + keep.pass_tokens)
     half_queries = shapes[0].dtype == "bfloat16"
     if in_place:
         shapes = tuple(stored_shape(s, options.kv) for s in shapes)
@@ -255,10 +273,12 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
             if not is_latent(shape):
                 kernel_layout(BlockLayout(shape, options.kv_block_tokens or BLOCK_TOKENS))
                 slot_bytes_of(shape, options.kv_block_tokens or BLOCK_TOKENS, options.kv)
-    block_tokens = options.kv_block_tokens or block_tokens_for(
-        context, lambda n: max(slot_bytes_of(s, n, options.kv) for s in shapes)
-    )
-    fixed = options.kv_block_tokens or options.kv in QUANTISED
+    block_tokens = keep.block_tokens if keep is not None else options.kv_block_tokens
+    fixed = block_tokens is not None or options.kv in QUANTISED
+    if block_tokens is None:
+        block_tokens = block_tokens_for(
+            context, lambda n: max(slot_bytes_of(s, n, options.kv) for s in shapes)
+        )
     other = 0
     for layer in layers:
         if layer.shape is None:
@@ -271,6 +291,7 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         sequences=options.batch,
         together=options.batch,
         block_tokens=block_tokens,
+        keep=keep,
         least_tokens=None if fixed else BLOCK_TOKENS,
         other_bytes=other,
         # Only a latent cache is expanded; attention reads plain keys and values where they are
@@ -303,7 +324,7 @@ def _attention_bytes(model: Any, shapes: tuple[KvShape, ...], options: Options, 
 def attends_in_place(options: Options) -> bool:
     """Whether keys and values that are in blocks are attended to there: with ``--attention
     offload``, and with kernels that were asked to be fast."""
-    if options.kv is not None:
+    if options.kv is not None or options.kv_keep is not None:
         return True
     if options.attention is None:
         return options.kernels == "fast"
@@ -311,16 +332,18 @@ def attends_in_place(options: Options) -> bool:
 
 
 def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None:
-    """The plan for ``--kv-ram`` or ``--attention offload``; None without both.
+    """The plan for ``--kv-ram`` or what needs ``--attention offload``; None without both.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be kept in blocks.
         PlanError: it is too small.
     """
     if options.kv_ram is None:
-        if options.attention != "offload" and options.kv is None:
+        flag = "--attention offload" if options.attention == "offload" else None
+        flag = flag if options.kv is None else f"--kv {options.kv}"
+        flag = flag if options.kv_keep is None else f"--kv-keep {options.kv_keep}"
+        if flag is None:
             return None
-        flag = "--attention offload" if options.kv is None else f"--kv {options.kv}"
         if need is None:
             raise UnsupportedModelError(
                 f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "

@@ -158,6 +158,7 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
         kind=kv.need.kind,
         tail_bytes=kv.need.tail_bytes or None,
         sequences=kv.need.sequences,
+        keep=kv.need.keep,
     )
     if kv.need.in_place:
         from offload.models.block_attention import switch_on

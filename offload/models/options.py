@@ -11,6 +11,7 @@ import torch
 
 from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
+from offload.kv.keep import AttentionMass, Importance, Keep, block_tokens_to_keep
 from offload.kv.shape import BLOCK_TOKENS
 from offload.runtime.choice import Choice, choose
 from offload.runtime.timeline import Recorder
@@ -84,6 +85,11 @@ class Options:
     kv: str | None = None
     """``"q8"``, ``"q4"``: keys and values in so many bits, as soon as a block of them is full;
     ``"bf16"``: in bfloat16. Lossy, and attended to in place. None: as the model computes them."""
+    kv_keep: int | None = None
+    """Tokens of each layer that stay: the first, the newest, and of the others the blocks that
+    attention went to. Lossy, and attended to in place. None: all."""
+    kv_importance: Callable[[], Importance] = AttentionMass
+    """What scores blocks for ``kv_keep``; called for each layer of each cache."""
     kv_block_tokens: int | None = None
     """Of a block; None: by the context, larger ones where it is long."""
     prompt_cache: str | Path | None = None
@@ -136,12 +142,36 @@ class Options:
                 f"--prompt-cache keeps keys and values as they are computed, and --kv {self.kv} "
                 f"rounds them; drop one of the two"
             )
-        if (self.attention == "offload" or self.kv is not None) and self.choice.kind != "cpu":
+        if self.kv_keep is not None:
+            self._check_keep(self.kv_keep)
+        asked = self.attention == "offload" or self.kv is not None or self.kv_keep is not None
+        if asked and self.choice.kind != "cpu":
             raise OffloadError(
-                "--attention offload and --kv compute on the CPU; drop them, or --gpu and --device"
+                "--attention offload, --kv and --kv-keep compute on the CPU; drop them, or --gpu "
+                "and --device"
             )
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
+
+    def _check_keep(self, tokens: int) -> None:
+        block_tokens_to_keep(tokens, self.kv_block_tokens)
+        if self.attention == "exact":
+            raise OffloadError(
+                "--kv-keep needs attention that tells what it went to; drop --attention exact"
+            )
+        if self.prompt_cache is not None:
+            raise OffloadError(
+                "--prompt-cache keeps all keys and values of a prompt, and --kv-keep some of them; "
+                "drop one of the two"
+            )
+
+    @property
+    def keep(self) -> Keep | None:
+        """What stays of keys and values; None: all."""
+        if self.kv_keep is None:
+            return None
+        size = block_tokens_to_keep(self.kv_keep, self.kv_block_tokens)
+        return Keep(tokens=self.kv_keep, block_tokens=size, importance=self.kv_importance)
 
 
 def check_policy(options: Options) -> None:
