@@ -68,11 +68,24 @@ def main() -> None:
     result: dict[str, Any] = {
         **known,
         "facts": facts(),
-        "settings": {**known.get("settings", {}), args.parts: settings(args)},
+        "settings": [*known.get("settings", []), settings(args)],
     }
     for part in args.parts.split(","):
-        result[part] = {"speed": speed, "check": check, "prompt": prompt}[part](args)
+        found = {"speed": speed, "check": check, "prompt": prompt}[part](args)
+        if "rows" in found:
+            found["rows"] = merged(known.get(part, {}).get("rows", []), found["rows"])
+        result[part] = found
     print(f"written to {record('context', result, args.output)}")
+
+
+def merged(before: list[Any], rows: list[Any]) -> list[Any]:
+    """Old rows where there are no new ones, by context."""
+
+    def key(row: Any) -> Any:
+        return row["context"], row["ram"], row["kv"]
+
+    found = {key(row): row for row in [*before, *rows]}
+    return [found[k] for k in sorted(found)]
 
 
 # Rates

@@ -58,7 +58,8 @@ def main() -> None:
     def draw(n: int) -> list[int]:
         return [rng.randrange(3, words) for _ in range(n)]
 
-    prompt_s = run(draw(args.prompt), 0)
+    parts = range(0, args.prompt, settings.n_batch)
+    prompt_s = sum(run(draw(min(settings.n_batch, args.prompt - at)), at) for at in parts)
     steps = [run(draw(1), args.prompt + i) for i in range(args.tokens)]
     out = {
         "prefill_tok_s": args.prompt / prompt_s,

@@ -258,7 +258,10 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens, got {tokens_to_remove}")
         if tokens_to_remove and self.table is not None:
-            self.table.truncate(max(0, self.table.length + tokens_to_remove))
+            if self.table.seen + tokens_to_remove > 0:
+                self.table.truncate(self.table.length + tokens_to_remove)
+            else:
+                self.table.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx)

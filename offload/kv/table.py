@@ -222,7 +222,7 @@ class LayerTable:
         Raises:
             OffloadError: tokens before it have been evicted.
         """
-        if length and length < self._whole_from * self.layout.tokens:
+        if length < self._whole_from * self.layout.tokens:
             raise OffloadError(
                 f"{self.length - length} tokens cannot be taken off the KV cache: tokens before "
                 f"them have been evicted; raise --kv-keep"
@@ -252,6 +252,6 @@ class LayerTable:
 
     def clear(self) -> None:
         """Hold nothing, of no sequence."""
+        self.evicted = self._whole_from = 0
         self.truncate(0)
         self._rows = []
-        self.evicted = self._whole_from = 0
