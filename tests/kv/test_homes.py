@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from offload.errors import PlanError
 from offload.kv.homes import LEAST_WINDOW, least_slots, place, shares, upcoming
-from offload.kv.shape import BlockLayout, KvShape, layout_within
+from offload.kv.shape import (
+    BLOCK_TOKENS,
+    LONG_SHARE,
+    TRANSFER_BYTES,
+    BlockLayout,
+    KvShape,
+    block_tokens_for,
+    layout_within,
+)
+from offload.models.kv_plan import KvNeed
 
 COUNTS = st.integers(1, 40)
 
@@ -66,3 +75,29 @@ def test_parts_of_a_block_lie_apart_on_pages(
     assert block.key_bytes + block.value_bytes == tokens * shape.token_bytes
     fitted = layout_within(shape, tokens, block.nbytes // 2)
     assert fitted is None or fitted.nbytes <= block.nbytes // 2
+
+
+@given(context=st.integers(1, 2**20), token=st.integers(1, 2**16))
+def test_blocks_of_a_long_context_are_one_large_transfer(context: int, token: int) -> None:
+    tokens = block_tokens_for(context, lambda n: n * token)
+    assert tokens % BLOCK_TOKENS == 0
+    if tokens > BLOCK_TOKENS:
+        assert tokens * LONG_SHARE <= context
+        assert tokens * token <= TRANSFER_BYTES
+    assert 2 * tokens * LONG_SHARE > context or 2 * tokens * token > TRANSFER_BYTES
+
+
+def test_a_small_budget_gets_smaller_blocks() -> None:
+    shape = KvShape(key_heads=8, key_dim=64, value_heads=8, value_dim=64, dtype="bfloat16")
+    need = KvNeed(
+        shapes=(shape,) * 16, context=2**17, sequences=1, together=1, block_tokens=2048,
+        other_bytes=0, activation_bytes=0, least_tokens=BLOCK_TOKENS,
+    )  # fmt: skip
+    assert need.within(2**30).need.block_tokens == 2048
+    few = need.within(20 * 2**20)
+    assert few.need.block_tokens == 512
+    assert few.ram_bytes <= 20 * 2**20
+    least = need.least.least_bytes
+    assert need.within(least).need.block_tokens == BLOCK_TOKENS
+    with pytest.raises(PlanError, match="9MiB or more"):
+        need.within(least - 1)

@@ -1,0 +1,64 @@
+"""What rounding and forgetting keys and values costs on text that the model in the box has never
+seen. ``benchmarks/quality_kv.py`` measures it on more."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import offload
+from offload.kv.keep import Recency
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_moe"
+WINDOW, WINDOWS, BLOCK = 192, 6, 16
+
+
+@pytest.fixture(scope="module")
+def ids_NT() -> torch.Tensor:
+    text = (MODEL / "heldout.txt").read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(MODEL).encode(text, add_special_tokens=False)
+    return torch.tensor(ids[: WINDOWS * WINDOW]).view(WINDOWS, WINDOW)
+
+
+@torch.no_grad()
+def perplexity(ids_NT: torch.Tensor, **how: Any) -> float:
+    """Read a block at a time: all but the newest block have been rounded, or have gone."""
+    model = offload.load(
+        MODEL, ram="256MiB", context=WINDOW, dtype="float32", attention="offload",
+        kv_block_tokens=BLOCK, **how,
+    )  # fmt: skip
+    try:
+        nats = []
+        for row in ids_NT:
+            cache, some = model.offload.new_cache(), row.split(BLOCK)
+            found = [model(part[None], past_key_values=cache).logits[0] for part in some]
+            nats.append(torch.nn.functional.cross_entropy(torch.cat(found)[:-1], row[1:]))
+        if (keep := how.get("kv_keep")) is not None:
+            assert model.offload.stats()["kv"]["evicted_tokens"] == WINDOWS * (WINDOW - keep)
+        return math.exp(torch.stack(nats).mean())
+    finally:
+        model.offload.close()
+
+
+@pytest.fixture(scope="module")
+def whole(ids_NT: torch.Tensor) -> float:
+    return perplexity(ids_NT)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bf16", 0.001), ("q8", 0.001), ("q4", 0.03)])
+def test_rounding(kind: str, most: float, ids_NT: torch.Tensor, whole: float) -> None:
+    assert perplexity(ids_NT, kv=kind) == pytest.approx(whole, rel=most)
+
+
+def test_what_attention_went_to_is_worth_more_than_what_is_new(
+    ids_NT: torch.Tensor, whole: float
+) -> None:
+    by_mass = perplexity(ids_NT, kv_keep=96)
+    newest = perplexity(ids_NT, kv_keep=96, kv_importance=Recency)
+    assert whole < by_mass < newest
+    assert by_mass == pytest.approx(whole, rel=0.1)
