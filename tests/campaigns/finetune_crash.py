@@ -54,24 +54,35 @@ class Finetune(Trial):
 
     def warm(self, place: Path) -> None:
         import torch
-        from run_support import not_warmed, train, write_data, write_model
-        from tqdm import tqdm
+        from run_support import train, write_data, write_model
 
-        from offload.train import preparing
-
-        torch.set_num_threads(1)
-        preparing.step_rates = lambda *_: None  # type: ignore[assignment]  # would measure for seconds
-        preparing.warm_training = not_warmed  # type: ignore[assignment]  # the runs below warm
-        tqdm.monitor_interval = 0  # its thread would not survive the fork
-        self._models = {
-            "llama": write_model(place / "llama", "llama"),
-            "llama-float32": write_model(place / "llama-float32", "llama", torch.float32),
-            "qwen3_moe": write_model(place / "moe", "qwen3_moe"),
-        }
-        self._data = write_data(place / "data.jsonl")
+        self.load(place)
+        models = self._models
+        write_model(models["llama"], "llama")
+        write_model(models["llama-float32"], "llama", torch.float32)
+        write_model(models["qwen3_moe"], "qwen3_moe")
+        write_data(self._data)
         for case in CASES:
             train(self._options(case, place / "warm"))
             shutil.rmtree(place / "warm")
+
+    def load(self, place: Path) -> None:
+        import run_support
+        from tqdm import tqdm
+        from transformers.models.llama import modeling_llama
+        from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+        from offload.cpu_ops.optimizer_entries import squares_entry
+        from offload.train import preparing
+
+        del modeling_llama, modeling_qwen3_moe
+        squares_entry("bfloat16")  # the first kernel of a process takes Numba 0.4 s
+        preparing.step_rates = lambda *_: None  # type: ignore[assignment]  # would measure for seconds
+        preparing.warm_training = run_support.not_warmed  # type: ignore[assignment]
+        tqdm.monitor_interval = 0  # its thread would not survive the fork
+        families = ("llama", "llama-float32", "qwen3_moe")
+        self._models = {family: place / f"model-{family}" for family in families}
+        self._data = place / "data.jsonl"
 
     def _options(self, case: str, place: Path, **more: Any) -> Any:
         from run_support import options_for

@@ -3,13 +3,19 @@
 A campaign is a ``Trial``: some cases of a work that writes files. Each *point* is one run of a case
 that is killed once or more, at a random moment or at one of its system calls (before it, behind it,
 in the middle of a write), is begun again, and must end with the files of the run that nobody
-disturbed, byte for byte. Runs are forked from a process that has imported and compiled everything,
-which makes one a matter of tenths of a second.
+disturbed, byte for byte.
+
+Runs are forked from a process that has imported everything and computed nothing, which makes one a
+matter of a second. It must not have computed: a process that has used torch's threads hands its
+children a pool that the first of their threads replaces while the others look (``pthreadpool`` of
+torch 2.13; four threads that begin to compute at once: 1,052 of 4,000 children died of "Invalid
+thread pool"; none of a parent that had only imported torch).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -33,11 +39,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ("before", "half", "behind")
+WARM_S = 240.0
+"""A warm-up that takes longer hangs; most of it is compiling, once on a machine."""
 
 
 def prepare_process() -> None:
-    """Before torch is imported: where the tests' own modules are, and one thread of OpenMP (a pool
-    would not survive the fork)."""
+    """Before torch is imported: where the tests' own modules are, and one thread of OpenMP."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models"), str(ROOT / "tests" / "train")]
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -139,7 +146,12 @@ class Trial(ABC):
 
     @abstractmethod
     def warm(self, place: Path) -> None:
-        """Build what all runs share under ``place``; import and compile what children need."""
+        """In a child: build what all runs share under ``place``, and compile their kernels into
+        the cache."""
+
+    @abstractmethod
+    def load(self, place: Path) -> None:
+        """In the parent, behind ``warm``: import what children need. No tensor is touched."""
 
     @abstractmethod
     def attempt(self, case: str, place: Path, rng: random.Random | None) -> tuple[str, Work]:
@@ -178,8 +190,14 @@ class Campaign:
         self.trial = trial
         self.place = place
         self._references: dict[str, Reference] = {}
-        trial.warm(place)
-        if threading.active_count() > 1:
+        code, _ = self._child(lambda _: trial.warm(place), place, None, patience_s=WARM_S)
+        if code != 0:
+            raise RuntimeError(f"nothing can be killed, it does not run: {error_of(place)}")
+        trial.load(place)
+        # A run searches for garbage, which visits half a million objects of what is imported here.
+        gc.collect()
+        gc.freeze()
+        if len(os.listdir("/proc/self/task")) > 1:
             raise RuntimeError(f"threads are left before a fork: {threading.enumerate()}")
 
     def reference(self, case: str) -> Reference:
@@ -235,7 +253,9 @@ class Campaign:
         else:
             shutil.rmtree(place)
 
-    def _child(self, work: Work, place: Path, kill: Kill | None) -> tuple[int, bool]:
+    def _child(
+        self, work: Work, place: Path, kill: Kill | None, patience_s: float | None = None
+    ) -> tuple[int, bool]:
         """Run in a child; returns (exit code, whether it was killed)."""
         reads, writes = os.pipe()
         sys.stdout.flush()
@@ -245,7 +265,9 @@ class Campaign:
             os._exit(_work(work, place, kill))
         os.close(writes)
         by_clock = kill is not None and kill.by == "clock"
-        patience = kill.at if kill is not None and by_clock else self.trial.patience_s
+        patience = patience_s or self.trial.patience_s
+        if kill is not None and by_clock:
+            patience = kill.at
         # The pipe ends with the child.
         ready, _, _ = select.select([reads], [], [], patience)
         if not ready:
