@@ -1,24 +1,32 @@
 """What narrower optimizer states cost and save: bf16 and 8-bit against float32.
 
     python benchmarks/states.py --plot states.png --speed benchmarks/results/finetune.json
+    python benchmarks/states.py --work /scratch/states --seconds 60   # again and again: goes on
 
 Loss: ``offload finetune`` of ``examples/tiny_moe`` on real text that it has never seen (the sources
 of this repository, see ``examples/finetune_tiny_moe.py``), once for each kind of states, the same
 tokens in the same order. What counts is the drop of the held-out loss, over that of float32 states.
 
-Speed: that model is too small to say anything, so it comes from a result of ``finetune.py`` with
+Speed: that model is too small to say anything, so it comes from results of ``finetune.py`` with
 the same budget, tokens and clipping for several kinds of states: step times and bytes moved, each
 over those of float32 states.
+
+With ``--work`` what has been done is kept there, and with ``--seconds`` a call interrupts its run
+after that time as Ctrl-C does; the next call resumes it. Losses are the same to the bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +49,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--speed", type=Path, help="a result of finetune.py")
+    parser.add_argument("--speed", type=Path, nargs="+", default=[], help="of finetune.py")
+    parser.add_argument("--work", type=Path, help="keep runs here, and go on with them")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="then stop, for now")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -51,16 +61,16 @@ def main() -> None:
     quiet: Any = logging.disable_progress_bar
     quiet()
     torch.set_num_threads(args.threads)
-    points = json.loads(args.speed.read_text())["points"] if args.speed else []
+    points = [p for file in args.speed for p in json.loads(file.read_text())["points"]]
     kinds = ["fp32", *(k for k in args.kinds if k != "fp32")]
-    with tempfile.TemporaryDirectory(prefix="states-") as name:
-        work = Path(name)
-        train, held_out = tiny.write_corpus(work)
-        before = tiny.held_out_loss(tiny.MODEL, held_out, work)
+    with work_directory(args.work) as work:
+        train, held_out = corpus(work)
+        before = known(work / "before.json", lambda: tiny.held_out_loss(tiny.MODEL, held_out, work))
         print(f"held-out loss before: {before:.4f}", flush=True)
         runs = {}
+        end = time.monotonic() + args.seconds
         for kind in kinds:
-            runs[kind] = run(args, kind, train, held_out, work)
+            runs[kind] = run(args, kind, train, held_out, work, end)
             runs[kind]["drop_ratio"] = (before - runs[kind]["held_out"]) / (
                 before - runs["fp32"]["held_out"]
             )
@@ -89,28 +99,76 @@ def main() -> None:
         plot(result, args.plot)
 
 
+@contextmanager
+def work_directory(wished: Path | None) -> Iterator[Path]:
+    if wished is not None:
+        wished.mkdir(parents=True, exist_ok=True)
+        yield wished
+        return
+    with tempfile.TemporaryDirectory(prefix="states-") as name:
+        yield Path(name)
+
+
+def corpus(work: Path) -> tuple[Path, Path]:
+    """The text, the same in every call though the sources have changed meanwhile."""
+    train, held_out = work / "train.txt", work / "heldout.txt"
+    return (train, held_out) if train.exists() else tiny.write_corpus(work)
+
+
+def known(file: Path, compute: Callable[[], Any]) -> Any:
+    """What ``compute`` returns, once: later calls find it in ``file``."""
+    if not file.exists():
+        file.write_text(json.dumps(compute()))
+    return json.loads(file.read_text())
+
+
 def run(
-    args: argparse.Namespace, kind: str, train: Path, held_out: Path, work: Path
+    args: argparse.Namespace, kind: str, train: Path, held_out: Path, work: Path, end: float
 ) -> dict[str, Any]:
-    """Train with one kind of states."""
+    """Train with one kind of states, or go on with it.
+
+    Raises:
+        SystemExit: it failed, or it is ``end`` (by the monotonic clock) and it is not through.
+    """
     output, metrics = work / kind, work / f"{kind}.jsonl"
+    if not output.exists():
+        train_until(args, kind, train, output, metrics, end)
+    events = [json.loads(text) for text in metrics.read_text().splitlines()]
+    steps = {e["step"]: e for e in events if e["event"] == "step"}
+    return {
+        "losses": [steps[k]["loss"] for k in sorted(steps)],
+        "held_out": known(
+            work / f"{kind}.json", lambda: tiny.held_out_loss(output, held_out, work)
+        ),
+        "step_s": statistics.median(steps[k]["seconds"] for k in sorted(steps)[2:]),
+    }
+
+
+def train_until(
+    args: argparse.Namespace, kind: str, train: Path, output: Path, metrics: Path, end: float
+) -> None:
+    """``offload finetune``, interrupted at ``end``."""
+    states = output.with_name(f"{kind}.states")
     wish = tiny.finetune_flags(
         train, output, steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed
     )
     command = offload_command(
         *wish, "--ram", args.ram, "--states", kind, "--threads", str(args.threads),
-        "--json", str(metrics),
+        "--disk", str(states), "--json", str(metrics), *["--resume"] * (states / "tiles.bin").exists(),
     )  # fmt: skip
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{kind}: {done.stderr.strip()[-500:]}")
-    events = [json.loads(text) for text in metrics.read_text().splitlines()]
-    steps = [e for e in events if e["event"] == "step"]
-    return {
-        "losses": [e["loss"] for e in steps],
-        "held_out": tiny.held_out_loss(output, held_out, work),
-        "step_s": statistics.median(e["seconds"] for e in steps[2:]),
-    }
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        left = end - time.monotonic()
+        try:
+            _, said = process.communicate(timeout=None if left == float("inf") else max(0, left))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate()
+            if not output.exists():
+                raise SystemExit(f"{kind} is not through yet: call again to go on") from None
+    if process.returncode and not output.exists():
+        raise SystemExit(f"{kind}: {said.strip()[-500:]}")
 
 
 def speeds(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
