@@ -154,7 +154,8 @@ def train_until(
     )
     command = offload_command(
         *wish, "--ram", args.ram, "--states", kind, "--threads", str(args.threads),
-        "--disk", str(states), "--json", str(metrics), *["--resume"] * (states / "tiles.bin").exists(),
+        "--disk", str(states), "--json", str(metrics),
+        *["--resume"] * (states / "tiles.bin").exists(),
     )  # fmt: skip
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

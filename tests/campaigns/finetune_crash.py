@@ -76,7 +76,7 @@ class Finetune(Trial):
         from offload.train import preparing
 
         del modeling_llama, modeling_qwen3_moe
-        squares_entry("bfloat16")  # the first kernel of a process takes Numba 0.4 s
+        squares_entry("bf16")  # the first kernel of a process takes Numba 0.4 s
         preparing.step_rates = lambda *_: None  # type: ignore[assignment]  # would measure for seconds
         preparing.warm_training = run_support.not_warmed  # type: ignore[assignment]
         tqdm.monitor_interval = 0  # its thread would not survive the fork
