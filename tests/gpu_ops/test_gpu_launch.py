@@ -1,0 +1,196 @@
+"""CuPy: what is said where it is missing, refuses, or meets a kernel that does not compile."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload.errors import DeviceError, OffloadError
+from offload.gpu_ops import launch
+from offload.gpu_ops.arguments import LinearArgs
+from offload.gpu_ops.launch import OPTIONS, CupyLauncher, compile_error, import_cupy
+from offload.gpu_ops.source import Kernel
+
+LINEAR = Kernel("linear", "mxfp4", 1)
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("13.0", "cuda13"), ("12.8", "cuda12")])
+def test_cupy_is_missing(monkeypatch: pytest.MonkeyPatch, cuda: str, extra: str) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(OffloadError, match=rf"CuPy is missing.*'offload\[{extra}\]'"):
+        import_cupy()
+
+
+def test_cupy_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def broken(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "cupy":
+            raise RuntimeError("libcudart.so.13: cannot open")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", broken)
+    with pytest.raises(OffloadError, match=r"CuPy failed: libcudart.so.13: cannot open; install"):
+        import_cupy()
+
+
+def test_a_compilers_log_is_shortened() -> None:
+    log = "\n".join(
+        ["linear.cu(5): warning: odd"] + [f"linear.cu({i}): error: no {i}" for i in range(40)]
+    )
+    said = str(compile_error(LINEAR, RuntimeError(log)))
+    assert said.startswith("kernel linear for weights in mxfp4 does not compile for this card:")
+    assert "error: no 0\n" in said
+    assert "(and 34 more lines)" in said
+    assert "odd" not in said
+    assert said.count("\n") < 12
+
+
+class FakeCupy(types.ModuleType):
+    """As much of CuPy as a launch uses; functions write down what they are called with."""
+
+    def __init__(self, fails: str = "", at_launch: str = "") -> None:
+        super().__init__("cupy")
+        self.calls: list[Any] = []
+        self.modules: list[dict[str, Any]] = []
+        outer = self
+
+        class Context:
+            def __init__(self, *args: Any) -> None:
+                self.args = args
+
+            def __enter__(self) -> None:
+                outer.calls.append((type(self).__name__, self.args))
+
+            def __exit__(self, *_: object) -> None:
+                outer.calls.append("left")
+
+        class ExternalStream(Context):
+            pass
+
+        class Device(Context):
+            pass
+
+        class RawModule:
+            def __init__(self, **words: Any) -> None:
+                outer.modules.append(words)
+
+            def get_function(self, name: str) -> Any:
+                if fails:
+                    raise RuntimeError(fails)
+
+                def function(grid: Any, block: Any, args: Any) -> None:
+                    if at_launch:
+                        raise RuntimeError(at_launch)
+                    outer.calls.append((name, grid, block, args))
+
+                return function
+
+        self.cuda = types.SimpleNamespace(ExternalStream=ExternalStream, Device=Device)
+        self.RawModule = RawModule
+
+
+class FakeStream:
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+        self.after: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.after.append(other)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """The stream that torch computes on is the last of the list."""
+    streams = [FakeStream(0x10)]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: streams[-1])
+    return streams
+
+
+def launcher(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> CupyLauncher:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return CupyLauncher(torch.device("cuda", 3))
+
+
+def test_a_launch(monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream]) -> None:
+    cupy = FakeCupy()
+    card = launcher(monkeypatch, cupy)
+    arguments = LinearArgs(rows=7, columns=64, tokens=2)
+    card.launch(LINEAR, (5, 2), 64, arguments)
+    (module,) = cupy.modules
+    assert "linear_block" in module["code"]
+    assert module["options"] == (*OPTIONS, "-DFORMAT=MXFP4", "-DTOKENS=1")
+    name, grid, block, (by_value,) = cupy.calls[-2]
+    assert (name, grid, block) == ("linear", (5, 2), (64,))
+    # CuPy passes an array of one element by value.
+    assert isinstance(by_value, np.ndarray)
+    assert by_value.size == 1
+    assert by_value.tobytes() == bytes(arguments)
+    assert ("ExternalStream", (0x10, 3)) in cupy.calls
+    card.launch(LINEAR, (1, 1), 32, arguments)
+    assert len(cupy.modules) == 1
+    assert stream[0].after == []
+
+
+def test_another_stream_comes_after_the_last(
+    monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream]
+) -> None:
+    """Scratch is used again: what is queued there next must not overtake."""
+    card = launcher(monkeypatch, FakeCupy())
+    card.launch(LINEAR, (1, 1), 32, LinearArgs())
+    stream.append(FakeStream(0x20))
+    card.launch(LINEAR, (1, 1), 32, LinearArgs())
+    card.launch(LINEAR, (1, 1), 32, LinearArgs())
+    assert stream[1].after == [stream[0]]
+
+
+def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = launcher(monkeypatch, FakeCupy(fails="nvrtc: error: invalid value for --gpu-arch"))
+    with pytest.raises(OffloadError, match=r"in mxfp4 does not compile.*\n.*invalid value"):
+        card.prepare(LINEAR)
+
+
+def test_a_card_that_fails(monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream]) -> None:
+    del stream
+    card = launcher(monkeypatch, FakeCupy(at_launch="CUDA_ERROR_ILLEGAL_ADDRESS: illegal\nmore"))
+    with pytest.raises(DeviceError, match=r"kernel linear .* \(4 x 1 blocks of 32 threads\): CUDA"):
+        card.launch(LINEAR, (4, 1), 32, LinearArgs())
+
+
+def test_the_runtime_compiler_takes_every_file() -> None:
+    """NVRTC has no headers of the toolkit and of the system; it needs no card."""
+    pytest.importorskip("cupy", exc_type=ImportError, reason="CuPy is not installed")
+    from cupy.cuda import compiler
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # noqa: BLE001  as many kinds as there are ways to lack a library
+        pytest.skip(f"no NVRTC: {error}")
+    for name in ("linear", "gate_up", "down", "dequantize", "quantize", "merge"):
+        kernel = Kernel(
+            name,
+            "" if name in ("quantize", "merge") else "q5_k",
+            4 if name in ("linear", "gate_up", "down") else 0,
+        )
+        binary, _ = compiler.compile_using_nvrtc(
+            kernel.text(), (*OPTIONS, *kernel.defines), "80", f"{name}.cu"
+        )
+        assert binary
+
+
+def test_nothing_of_cupy_is_imported_before_a_card_is_used() -> None:
+    assert launch.__name__ in sys.modules
+    if "cupy" in sys.modules:
+        pytest.skip("another test has imported CuPy")
+    import offload.gpu_ops.experts
+    import offload.gpu_ops.linear
+
+    assert "cupy" not in sys.modules
