@@ -1,4 +1,4 @@
-"""What kernels are given: one structure each, by value, so that a launch copies nothing to the card.
+"""What kernels are given: one structure each, by value: a launch copies nothing to the card.
 
 The fields are those of the sources in ``kernels/``; tests compare the sizes.
 """

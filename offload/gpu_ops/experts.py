@@ -98,12 +98,17 @@ def expert_ffn(
     if tokens == 0:
         return out_TH
     flat = np.ascontiguousarray(index_Tk).reshape(-1)
-    routed = [(int(base), np.flatnonzero(flat == e)) for e, base in zip(experts, bases, strict=True)]
+    routed = [
+        (int(base), np.flatnonzero(flat == e)) for e, base in zip(experts, bases, strict=True)
+    ]
     call = _Call(launcher, scratch, layout, x_TH, weights_Tk, out_TH)
     if not add and not any(len(slots) for _, slots in routed):
         return out_TH.zero_()
     for run in _runs([(base, slots) for base, slots in routed if len(slots)]):
-        call.few(run, add) if len(run[0][1]) < dense.MANY else call.many(*run[0], add)
+        if len(run[0][1]) < dense.MANY:
+            call.few(run, add)
+        else:
+            call.many(*run[0], add)
         add = True
     return out_TH
 

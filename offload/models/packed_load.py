@@ -41,7 +41,7 @@ from offload.models.lean_run import (
     lean_kernels,
     prove_lean,
 )
-from offload.models.load import Prepared, compiled_bytes, plan_within, ram_budget
+from offload.models.load import STAGED, Prepared, compiled_bytes, plan_within, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
 from offload.models.options import (
@@ -54,6 +54,7 @@ from offload.models.options import (
     check_device,
 )
 from offload.models.pack_reader import PackedModel
+from offload.models.packed_card import SCRATCH, card_outputs, card_scratch, check_options
 from offload.models.packed_modules import PackedLinear, expert_layout_of
 from offload.models.params import Param, Place, parameters
 from offload.models.prompt_plan import plan_prompts
@@ -61,11 +62,15 @@ from offload.models.recipes import Recipes
 from offload.models.request import (
     activation_bytes,
     cache_reserves,
+    expert_top_k,
     request_of,
     staging_shape,
 )
 from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, RowEmbedding, Unit, unit_modules
+from offload.models.workspace import CARD_BYTES
+from offload.runtime import choice
+from offload.runtime.cuda_stream import STAGING_BYTES
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import Plan
@@ -75,6 +80,9 @@ from offload.units import format_bytes
 
 IN_BLOCKS = "its keys and values are kept in blocks"
 """Why the decode kernels, which read a cache in one piece, do not run."""
+
+ON_DEVICE = "its weights are on the device that computes"
+"""Why they do not run there: they read the host's memory."""
 
 DISPATCH_S = 3e-5
 """Python around a kernel's call for one layer's experts, per expert that is not there yet."""
@@ -121,8 +129,9 @@ def prepare_packed(
         PlanError: the budget is too small; says the smallest that works.
         OffloadError: options that contradict each other.
     """
-    if check_device(options) != "cpu":
-        raise OffloadError("packed weights are computed on the CPU; drop --gpu and --device")
+    kind = check_device(options)
+    if kind != "cpu":
+        check_options(kind, options.kernels)
     if options.dtype not in (None, "auto", "float32", "fp32", torch.float32):
         raise OffloadError(
             f"dtype {options.dtype} cannot take effect: packed weights are computed in float32"
@@ -133,8 +142,12 @@ def prepare_packed(
     shape = instantiate(config, torch.float32)[0]
     lean = detect_lean(shape, pack)
     # Before the process is weighed: they are the program and not the model.
-    compile_ahead([*pack_kernels(pack), *lean_kernels(lean)], compiling)
+    if kind != "cpu":
+        lean = LeanModel({}, ON_DEVICE)
+    if kind != "cuda":
+        compile_ahead([*pack_kernels(pack), *lean_kernels(lean)], compiling)
     lean = prove_lean(shape, lean)
+    choice.warm_up(options.choice)
     warm = warm_up(config, model_class(config), torch.float32)
     reset_peak_rss()
     return plan_packed(pack, config, options, warm, lean, compiling)
@@ -183,6 +196,9 @@ def plan_packed(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
+    kind = check_device(options)
+    if lean is None and kind != "cpu":
+        lean = LeanModel({}, ON_DEVICE)
     decoder = lean or find_lean(model, pack)
     if options.record_routing is not None or options.expert_policy in SCORED:
         decoder = LeanModel({}, "its routing is listened to")
@@ -203,6 +219,13 @@ def plan_packed(
     )
 
     prompts = plan_prompts(options, meta, footprint, read)
+    rows = read * options.batch
+    budgets = {Tier.RAM: ram}
+    if (on_device := choice.budget(options.choice, options.gpu, ram)) is not None:
+        budgets[Tier.DEVICE] = on_device
+    refused = choice.staged_copies(options.choice)
+    if refused is not None:
+        notes.append(STAGED.format(why=refused))
 
     def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
@@ -221,6 +244,10 @@ def plan_packed(
                 kv=kv_plan.beside(kv, options),
             )
         }  # fmt: skip
+        if kind != "cpu":
+            found = _on_device(found[Tier.RAM], chosen, pack, model.config, rows, kind)
+        if refused is not None:
+            found[Tier.RAM]["copies to the device"] = 2 * STAGING_BYTES
         if prompts is not None:
             found[Tier.RAM] |= prompts.reserves
         return found
@@ -228,13 +255,11 @@ def plan_packed(
     policy = policy_of(options, chosen)
     check_recordable(options, chosen)
     fused = replace(warm, expert_s=DISPATCH_S)
-    budgets = {Tier.RAM: ram}
+    top = max(budgets)
 
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
-        return request_of(
-            meta, chosen, options, fused, budgets, set_aside(ram), Tier.RAM, False, policy
-        )
+        return request_of(meta, chosen, options, fused, budgets, set_aside(ram), top, False, policy)
 
     name = model_name(pack.path)
     try:
@@ -436,7 +461,7 @@ def _reserves(
     return {
         **cache_reserves(cache, n_layers, kv),
         "activations": activation_bytes(footprint, kv, options, prompt),
-        "kernels' scratch": _scratch(pack, rows) + lean_bytes,
+        SCRATCH: _scratch(pack, rows) + lean_bytes,
         "logits": 4 * 4 * options.batch * options.sequences * vocabulary,
         "I/O staging": chunks * chunk,
         "embedding rows": max(rows, options.parked_rows(prompt)) * width * 8 + ROWS_BYTES,
@@ -471,6 +496,29 @@ def _scratch(pack: PackedModel, rows: int) -> int:
             each = 3 * 4 * hidden + scratch_bytes(get_format(names["gate"].format), hidden)
             most = max(most, rows * (each + MOST_TOGETHER * slot))
     return most
+
+
+HOST = ("I/O staging", "embedding rows", "model structure and slack", "tokenizer")
+"""What stays in the host's memory if a device computes."""
+
+
+def _on_device(
+    all_of_it: dict[str, int],
+    chosen: Cut,
+    pack: PackedModel,
+    config: Any,
+    rows: int,
+    kind: str,
+) -> dict[Tier, dict[str, int]]:
+    """The reserves shared out between the host and the device that computes."""
+    host = {name: n for name, n in all_of_it.items() if name in HOST}
+    compute = {name: n for name, n in all_of_it.items() if name not in HOST}
+    if kind == "cuda":
+        layouts = [expert_layout_of(pack.experts[g.name], g.module) for g in chosen.groups]
+        compute[SCRATCH] = card_scratch(pack, layouts, rows, expert_top_k(config))
+        compute["products"] = card_outputs(pack, layouts, rows)
+        compute["matrix workspace"] = CARD_BYTES
+    return {Tier.RAM: host, Tier.DEVICE: compute}
 
 
 MOST_TOGETHER = 8

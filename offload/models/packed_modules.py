@@ -39,7 +39,10 @@ class PackedLinear(nn.Module):
     Attributes:
         packed: uint8 [bytes]; put there by whoever streams it.
         weight: the weight's name, shape and dtype without its data.
+        product: what computes the layer elsewhere; None: the CPU's kernels.
     """
+
+    product: Callable[[PackedLinear, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, name: str, format: Format, like: nn.Linear, nbytes: int) -> None:
         super().__init__()
@@ -54,6 +57,8 @@ class PackedLinear(nn.Module):
         self.__dict__["weight"] = absent(name, shape_only, torch.device("cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.product is not None:
+            return self.product(self, x)
         rows = x.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
         linear(

@@ -24,10 +24,11 @@ from offload.models.expert_options import recorder_of
 from offload.models.handle import OffloadHandle
 from offload.models.lean_forward import take_over
 from offload.models.lean_run import LeanRun
-from offload.models.meta import materialise_buffers
-from offload.models.opening import finish_model, serve_blocks, serve_prompts
+from offload.models.meta import materialise_buffers, place_rest
+from offload.models.opening import finish_model, make_device, serve_blocks, serve_prompts
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
+from offload.models.packed_card import CardExperts, PackedCard, open_card
 from offload.models.packed_load import MOST_TOGETHER, ROWS_BYTES, plain_tensor
 from offload.models.packed_modules import (
     PackedExperts,
@@ -38,8 +39,8 @@ from offload.models.packed_modules import (
 from offload.models.recipes import RoutedStore
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import RowEmbedding
+from offload.runtime.device import Device
 from offload.runtime.executor import Executor
-from offload.runtime.null_device import NullDevice
 
 if TYPE_CHECKING:
     from offload.models.packed_load import PackedPrepared
@@ -48,8 +49,12 @@ if TYPE_CHECKING:
 class PackedAttachment(Attachment):
     """The hooks of a model that runs on packed weights."""
 
-    def __init__(self, pack: PackedModel, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, pack: PackedModel, *args: Any, card: PackedCard | None = None, **kwargs: Any
+    ) -> None:
+        """``card``: what computes, if the CPU does not."""
         self.pack = pack
+        self._card = card
         self._token_calls: dict[tuple[ExpertLayout, int], TokenExperts] = {}
         super().__init__(*args, **kwargs)
         if self.cut.embedding is None:
@@ -57,14 +62,17 @@ class PackedAttachment(Attachment):
 
     def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> PackedSession:
         pinned = group.blocks[0] in self._resident
-        slots = None if pinned else self.plan.tiers[Tier.RAM].slots
+        slots = None if pinned else self.plan.tiers[self.plan.compute_tier].slots
         at_once = min(MOST_TOGETHER, held_at_once(slots, self.plan.top_k[group.name]))
         session = PackedSession(self.executor, group, after, at_once=at_once, pinned=pinned)
         layout = expert_layout_of(self.pack.experts[group.name], group.module)
         kind = (layout, at_once)
-        if kind not in self._token_calls:
-            self._token_calls[kind] = TokenExperts(layout, at_once)
-        experts = PackedExperts(layout, session, self._token_calls[kind])
+        if self._card is not None:
+            experts: PackedExperts = CardExperts(layout, session, self._card)
+        else:
+            if kind not in self._token_calls:
+                self._token_calls[kind] = TokenExperts(layout, at_once)
+            experts = PackedExperts(layout, session, self._token_calls[kind])
         group.module.__dict__["forward"] = experts
         self._undo.append(partial(group.module.__dict__.pop, "forward", None))
         return session
@@ -94,7 +102,7 @@ class PackedAttachment(Attachment):
                         part = buffer[i * nbytes : (i + 1) * nbytes]
                         out[first + i] = torch.from_numpy(rows.decode(row, part))
                         part.release()
-            return out
+            return out.to(executor.device.torch_device)
 
         shape_only = torch.empty(rows.rows, rows.columns, device="meta")
         table = row_table(name, shape_only, executor.device.torch_device, read)
@@ -112,7 +120,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         else make_engine(queue_depth=options.queue_depth)
     )
     store: Any = None
-    device: NullDevice | None = None
+    device: Device | None = None
     executor: Executor | None = None
     recorder: RoutingRecorder | None = None
     try:
@@ -121,12 +129,15 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         store = RoutedStore([bundles], engine, staging)
         if wrap_store is not None:
             store = wrap_store(store)
-        fill_resident(prepared, store)
-        device = NullDevice()
+        device = make_device(options, plan.budgets.get(Tier.DEVICE))
+        fill_resident(prepared, store, device.torch_device)
+        card = open_card(device, prepared.pack, plan)
+        if card is not None:
+            card.take(meta.model)
         executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = PackedAttachment(
-            prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder
+            prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder, card=card
         )
         make_cache = end_cache = None
         if prepared.lean.layers:
@@ -154,7 +165,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         attachment=attachment,
         load_s=time.perf_counter() - began,
         baseline_rss=prepared.baseline_rss,
-        notes=tuple(prepared.notes),
+        notes=(*prepared.notes, *device.notes),
         make_cache=make_cache,
         end_cache=end_cache,
     )
@@ -169,8 +180,9 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
     return model
 
 
-def fill_resident(prepared: PackedPrepared, store: Any) -> None:
-    """Read what is plain, and give the model its norms, routers, biases and buffers."""
+def fill_resident(prepared: PackedPrepared, store: Any, place: torch.device) -> None:
+    """Read what is plain, and give the model its norms, routers, biases and buffers, on the device
+    that computes."""
     pack, model = prepared.pack, prepared.meta.model
     values: dict[str, torch.Tensor] = {}
     plain = {
@@ -196,6 +208,7 @@ def fill_resident(prepared: PackedPrepared, store: Any) -> None:
     mapping.convert = convert
     materialise_buffers(model, mapping, None)
     for name, param in prepared.resident.items():
-        real = nn.Parameter(values[name], requires_grad=False)
-        for place in param.places:
-            place.module._parameters[place.attr] = real
+        real = nn.Parameter(values[name].to(place), requires_grad=False)
+        for spot in param.places:
+            spot.module._parameters[spot.attr] = real
+    place_rest(model, place)

@@ -57,6 +57,10 @@ class CpuCard:
             self._given.append(one)
             self._bounds += [start, start + nbytes]
 
+    def give_everything(self) -> None:
+        """For whole models: their arenas and activations come and go."""
+        self._bounds = [0, 2**64 - 1]
+
     def size_of(self, structure: str) -> int:
         return int(self._library.size_of(structure.encode()))
 

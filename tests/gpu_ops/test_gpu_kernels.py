@@ -51,9 +51,10 @@ class Case:
         card.give(self.packed)
 
     def x(self, card: CpuCard, tokens: int, seed: int = 1) -> torch.Tensor:
-        made = torch.randn(
-            (tokens, self.columns), generator=torch.Generator().manual_seed(seed)
-        ) * torch.logspace(-3, 3, tokens)[:, None]
+        made = (
+            torch.randn((tokens, self.columns), generator=torch.Generator().manual_seed(seed))
+            * torch.logspace(-3, 3, tokens)[:, None]
+        )
         card.give(made)
         return made
 
@@ -137,7 +138,9 @@ def test_a_warp_takes_several_chunks(card: CpuCard, name: str) -> None:
     x = case.x(card, 1)
     exact = rounded(case.fmt, x.numpy())
     want = exact @ case.values.T.astype(np.float64)
-    assert (np.abs(case.run(card, x).numpy() - want) <= tolerance(case.fmt, case.values, exact)).all()
+    assert (
+        np.abs(case.run(card, x).numpy() - want) <= tolerance(case.fmt, case.values, exact)
+    ).all()
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -323,7 +323,7 @@ def test_experts_without_a_gate_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"dtype": "bfloat16"}, "float32"), ({"device": "sim"}, "CPU")],
+    [({"dtype": "bfloat16"}, "float32"), ({"gpu": "1GiB", "device": "cpu"}, "contradict")],
 )
 def test_options_that_cannot_take_effect(
     options: dict[str, Any], says: str, tmp_path: Path

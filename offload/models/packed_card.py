@@ -1,0 +1,188 @@
+"""Packed weights on a card: what computes them there, in place of the CPU's kernels.
+
+    T tokens, k experts of a token, H hidden size
+
+The simulated device computes on the CPU, in the device's memory, with the CPU's kernels: the same
+blocks take the same way there, and only this module is left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.blocks import Tier
+from offload.cpu_ops.experts import ExpertLayout
+from offload.cpu_ops.formats import Format, get_format
+from offload.errors import OffloadError, UnsupportedModelError
+from offload.gpu_ops import experts as routed
+from offload.gpu_ops import linear as dense
+from offload.gpu_ops.launch import CupyLauncher, Launcher
+from offload.gpu_ops.records import Scratch
+from offload.gpu_ops.source import kernel
+from offload.io.pack_manifest import Kind, Layout
+from offload.models.absent import absent
+from offload.models.packed_modules import PackedExperts, PackedLinear, PackedSession
+from offload.runtime.device import Device
+from offload.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from offload.models.pack_reader import PackedModel
+
+
+SCRATCH = "kernels' scratch"
+"""What plans call it."""
+
+
+class PackedCard:
+    """The kernels of one card and the scratch memory that they share."""
+
+    def __init__(self, launcher: Launcher, scratch_bytes: int) -> None:
+        self.launcher = launcher
+        self.scratch = Scratch(scratch_bytes, launcher.device)
+
+    def prepare(self, pack: PackedModel) -> None:
+        """Compile what the pack needs. Raises OffloadError: a kernel does not compile here."""
+        formats, pairs = formats_of(pack)
+        wanted = [kernel("quantize")]
+        for fmt in formats:
+            wanted += [kernel("linear", fmt, n) for n in (1, 4)] + [kernel("dequantize", fmt)]
+        for gate_up, down in pairs:
+            wanted += [kernel("gate_up", gate_up, n) for n in (1, 4)]
+            wanted += [kernel("down", down, n) for n in (1, 4)]
+            wanted += [kernel("dequantize", fmt) for fmt in (gate_up, down)] + [kernel("merge")]
+        for one in wanted:
+            self.launcher.prepare(one)
+
+    def linear(self, module: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        """A linear layer's output for ``x`` [..., K] on the card."""
+        rows = x.detach().reshape(-1, module.in_features).float().contiguous()
+        out = torch.empty((len(rows), module.out_features), device=rows.device)
+        dense.linear(
+            self.launcher, self.scratch, module.format, module.packed.data_ptr(), rows, out,
+            module.bias,
+        )  # fmt: skip
+        return out.view(*x.shape[:-1], module.out_features).to(x.dtype)
+
+    def take(self, model: Any) -> None:
+        """Have a model's packed linear layers computed here."""
+        device = self.launcher.device
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.product = self.linear
+                like = module.weight
+                shape_only = torch.empty(like.shape, dtype=like.dtype, device="meta")
+                module.__dict__["weight"] = absent("a packed weight", shape_only, device)
+
+
+class CardExperts(PackedExperts):
+    """A MoE layer's experts on a card: routed by the host, which waits for nothing but that."""
+
+    def __init__(self, layout: ExpertLayout, session: PackedSession, card: PackedCard) -> None:
+        self.layout = layout
+        self.session = session
+        self._card = card
+
+    def __call__(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As ``PackedExperts``, with tensors on the card."""
+        x_TH = hidden.detach().reshape(-1, self.layout.hidden).float().contiguous()
+        index_Tk = top_k_index.reshape(len(x_TH), -1).cpu().numpy()
+        weights_Tk = top_k_weights.detach().reshape(len(x_TH), -1).float().contiguous()
+        out_TH = torch.empty_like(x_TH)
+        add = False
+        for some, bases in self.session.batches():
+            routed.expert_ffn(
+                self._card.launcher, self._card.scratch, self.layout, some, bases, x_TH, index_Tk,
+                weights_Tk, out_TH, add=add,
+            )  # fmt: skip
+            add = True
+        if not add:
+            out_TH.zero_()
+        return out_TH.view(hidden.shape).to(hidden.dtype)
+
+
+def formats_of(pack: PackedModel) -> tuple[list[Format], list[tuple[Format, Format]]]:
+    """Of matrices, and of experts' (gate and up, down) pairs."""
+    formats = {
+        p.format for b in pack.manifest.blocks for p in b.parts
+        if p.layout is Layout.PACKED and b.kind is not Kind.EXPERT
+    }  # fmt: skip
+    pairs = {
+        (g.part("gate").format, g.part("down").format)
+        for g in pack.experts.values()
+        if {"gate", "down"} <= {p.name for p in g.parts}
+    }
+    return (
+        [get_format(name) for name in sorted(formats)],
+        [(get_format(a), get_format(b)) for a, b in sorted(pairs)],
+    )
+
+
+def card_scratch(pack: PackedModel, layouts: list[ExpertLayout], rows: int, top_k: int) -> int:
+    """Bytes of scratch for passes of up to ``rows`` tokens."""
+    most = 0
+    for located in pack.tensors.values():
+        if located.part.layout is Layout.PACKED:
+            outputs, inputs = located.part.shape
+            # The head sees only the last token of a prompt.
+            seen = 1 if located.block.kind is Kind.HEAD else rows
+            fmt = get_format(located.part.format)
+            most = max(most, dense.scratch_bytes(fmt, outputs, inputs, seen))
+    for layout in layouts:
+        most = max(most, routed.scratch_bytes(layout, rows, top_k))
+    return most
+
+
+def card_outputs(pack: PackedModel, layouts: list[ExpertLayout], rows: int) -> int:
+    """Bytes that torch's allocator gives for a product's float32 input and output, and for an
+    expert with all of a prompt's tokens."""
+    most = 0
+    for located in pack.tensors.values():
+        if located.part.layout is Layout.PACKED:
+            seen = 1 if located.block.kind is Kind.HEAD else rows
+            most = max(most, 4 * seen * sum(located.part.shape))
+    for layout in layouts:
+        most = max(most, 8 * rows * layout.hidden + routed.many_bytes(layout, rows))
+    return most
+
+
+def open_card(device: Device, pack: PackedModel, plan: Plan) -> PackedCard | None:
+    """Kernels for a pack on a card, compiled; None where the CPU computes.
+
+    Raises:
+        OffloadError: CuPy is missing, or a kernel does not compile; says what to install or do.
+        UnsupportedModelError: the card is none for them.
+    """
+    if device.kind != "cuda":
+        return None
+    if torch.version.hip is not None:
+        raise UnsupportedModelError(
+            "packed weights are computed by CUDA kernels, and this torch is for AMD's cards: run "
+            "the checkpoint itself with --gpu, or the pack without"
+        )
+    scratch_bytes = plan.reserves[Tier.DEVICE][SCRATCH]
+    card = PackedCard(CupyLauncher(device.torch_device), scratch_bytes)
+    card.prepare(pack)
+    return card
+
+
+def check_options(kind: str, kernels: str | None) -> None:
+    """Raises OffloadError: the device cannot do what else was asked for, or CuPy is missing. Before
+    anything is read."""
+    if kernels == "fast":
+        raise OffloadError(
+            "--kernels fast compares the CPU's kernels with torch's: drop it, or --gpu and --device"
+        )
+    if kind == "cuda":
+        from offload.gpu_ops.launch import import_cupy
+
+        import_cupy()
+
+
+__all__ = [
+    "SCRATCH", "CardExperts", "PackedCard", "card_outputs", "card_scratch", "check_options",
+    "open_card",
+]  # fmt: skip

@@ -1,0 +1,79 @@
+"""Whole packed models on the card's kernels: blocks go through the simulated device, and what lies
+there is computed by the kernels' own source, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_card import CpuCard
+from test_packed_device import planned
+from test_packed_run import IDS, packed
+
+from offload.blocks import Tier
+from offload.errors import OffloadError
+from offload.models import packed_card, packed_opening
+from offload.models.packed_card import CardExperts, PackedCard, card_scratch
+from offload.models.packed_modules import PackedLinear, expert_layout_of
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_logits_are_those_of_the_cpu(
+    family: str, card: CpuCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pack_dir = packed(family, tmp_path, "q8")
+    card.give_everything()
+    on_cpu = planned(pack_dir, gpu=None).open()
+    with torch.no_grad():
+        want = on_cpu(IDS).logits
+    on_cpu.offload.close()
+
+    def on_card(_device: Any, pack: Any, plan: Any) -> PackedCard:
+        groups = prepared.cut.groups
+        layouts = [expert_layout_of(pack.experts[g.name], g.module) for g in groups]
+        made = PackedCard(card, card_scratch(pack, layouts, IDS.shape[1], max(plan.top_k.values())))
+        made.prepare(pack)
+        return made
+
+    monkeypatch.setattr(packed_opening, "open_card", on_card)
+    least = planned(pack_dir).minimum
+    prepared = planned(pack_dir, ram=least[Tier.RAM], gpu=least[Tier.DEVICE])
+    model = prepared.open()
+    try:
+        linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
+        assert linears
+        assert all(m.product is not None for m in linears)
+        assert any(
+            isinstance(getattr(m.__dict__.get("forward"), "__wrapped__", m.forward), CardExperts)
+            for m in model.modules()
+        )
+        with torch.no_grad():
+            ours = model(IDS).logits
+            step = model(IDS[:, :1], past_key_values=model(IDS, use_cache=True).past_key_values)
+        # The same integers; sums of float32 in another order, which may move one now and then.
+        assert (ours - want).abs().max() < 0.05 * want.std()
+        assert torch.isfinite(step.logits).all()
+        assert {k.name for k in card.launched} == {"quantize", "linear", "gate_up", "down", "merge"}
+        model.offload.executor.settle()
+        model.offload.executor.validate()
+    finally:
+        model.offload.close()
+
+
+def test_without_cupy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(OffloadError, match=r"CuPy is missing; install it with: pip install"):
+        packed_card.check_options("cuda", None)
+
+
+def test_cards_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card:
+        kind = "cuda"
+
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(OffloadError, match="CUDA kernels, and this torch is for AMD's cards"):
+        packed_card.open_card(Card(), None, None)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""Packed models with a device tier: the same bits as without one, whatever the budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_packed_run import IDS, packed
+
+import offload
+from offload.blocks import Tier
+from offload.errors import OffloadError, PlanError
+from offload.models.meta import read_config
+from offload.models.options import Options
+from offload.models.pack_reader import PackedModel
+from offload.models.packed_load import PackedPrepared, plan_packed
+from offload.models.toy import Warm
+
+FAMILIES = ["qwen3_moe", "gpt_oss", "gemma"]
+"""Experts; with biases, clamped; no experts and a tied embedding."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    found: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in found:
+            found[family] = packed(family, tmp_path_factory.mktemp(family), "q4")[1]
+        return found[family]
+
+    return make
+
+
+def planned(pack_dir: Path, ram: int = 2**30, gpu: int | None = 2**30) -> PackedPrepared:
+    device = "cpu" if gpu is None else "sim"
+    chosen = Options(ram=ram, gpu=gpu, device=device, context=32, overhead_bytes=0, seed=7)
+    pack = PackedModel.open(pack_dir)
+    return plan_packed(pack, read_config(pack_dir), chosen, Warm(baseline_rss=0))
+
+
+def answers(prepared: PackedPrepared) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    model = prepared.open()
+    try:
+        with torch.no_grad():
+            logits = model(IDS).logits
+            cache: dict[str, Any] = {"use_cache": True}
+            tokens = model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0, **cache)
+        model.offload.executor.settle()
+        model.offload.executor.validate()
+        assert model.offload.executor.held() == []
+        return logits, tokens, model.offload.stats()
+    finally:
+        model.offload.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_budgets_of_the_device_change_no_bit(made: Callable[[str], Path], family: str) -> None:
+    least = planned(made(family)).minimum
+    small = planned(made(family), ram=least[Tier.RAM], gpu=least[Tier.DEVICE])
+    runs = [answers(planned(made(family))), answers(small)]
+    on_cpu, _, _ = answers(planned(made(family), gpu=None))
+    for logits, tokens, stats in runs:
+        assert stats["h2d_bytes"] > 0
+        # A prompt runs through the same modules with and without a device.
+        assert torch.equal(logits, on_cpu)
+        assert torch.equal(tokens, runs[0][1])
+    assert runs[1][2]["h2d_bytes"] > runs[0][2]["h2d_bytes"]
+    if family != "gemma":
+        assert runs[1][2]["misses"] > runs[0][2]["misses"] == 0
+
+
+def test_a_plan_says_what_each_tier_is_for(made: Callable[[str], Path]) -> None:
+    plan = planned(made("qwen3_moe")).plan
+    assert plan.compute_tier is Tier.DEVICE
+    assert {"KV cache", "activations", "norms, routers, biases"} <= plan.reserves[
+        Tier.DEVICE
+    ].keys()
+    assert {"I/O staging", "embedding rows"} <= plan.reserves[Tier.RAM].keys()
+    with pytest.raises(PlanError, match="the DEVICE budget of 4096 bytes"):
+        planned(made("qwen3_moe"), gpu=2**12)
+
+
+def test_what_cannot_be_on_a_device(made: Callable[[str], Path]) -> None:
+    with pytest.raises(OffloadError, match="--kernels fast compares the CPU's kernels"):
+        offload.load(made("gemma"), ram="1GiB", device="sim", kernels="fast")
