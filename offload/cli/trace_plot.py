@@ -9,6 +9,7 @@ from pathlib import Path
 from offload.errors import OffloadError
 from offload.scheduler.timeline import (
     COMPUTE,
+    CPU,
     D2H,
     EXPERTS,
     H2D,
@@ -25,7 +26,7 @@ from offload.scheduler.timeline import (
 # Okabe and Ito's colours, which colour-blind people tell apart: I/O cold, work warm.
 _COLOURS = {
     PASSES: "#bbbbbb", READ: "#0072B2", WRITE: "#56B4E9", H2D: "#009E73", D2H: "#66c2a5",
-    COMPUTE: "#E69F00", EXPERTS: "#D55E00", UPDATE: "#F0E442", WAITS: "#000000",
+    COMPUTE: "#E69F00", EXPERTS: "#D55E00", CPU: "#CC79A7", UPDATE: "#F0E442", WAITS: "#000000",
 }  # fmt: skip
 
 _WIDTH = 4000

@@ -25,6 +25,7 @@ from offload.io.store import Span
 from offload.models.absent import absent, row_table
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, ExpertSession, routing
+from offload.models.hybrid import HybridExperts
 from offload.models.inputs import take_inputs
 from offload.models.params import Param
 from offload.models.routing_tap import RouterTap, RoutingRecorder
@@ -228,6 +229,7 @@ class Attachment:
             group.module.__dict__[attr] = proxy
             self._undo.append(partial(group.module.__dict__.pop, attr, None))
 
+        hybrid = self._hybrid(group, session)
         scored = self.plan.expert_policy in SCORED
         recorder = self._recorder
         tap = RouterTap(group) if scored or recorder is not None else None
@@ -241,6 +243,9 @@ class Attachment:
             if said is not None and recorder is not None:
                 recorder.add(group.name, said)
             scores = said.rows(group.blocks) if said is not None and scored else None
+            if hybrid is not None and hybrid.takes(args, kwargs):
+                hybrid.begin(scores)
+                return
             session.begin(routing(args, kwargs, group), hidden if known else None, scores)
 
         def finish(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -249,6 +254,16 @@ class Attachment:
         first = group.module.register_forward_pre_hook(route, with_kwargs=True)
         last = group.module.register_forward_hook(finish, with_kwargs=True, always_call=True)
         self._undo += [first.remove, last.remove]
+
+    def _hybrid(self, group: ExpertGroup, session: ExpertSession) -> HybridExperts | None:
+        """Have the CPU share in a layer's experts, if the plan says so."""
+        split = self.plan.split
+        if split is None:
+            return None
+        hybrid = HybridExperts(self.executor, group, session, split.rows)
+        group.module.__dict__["forward"] = hybrid
+        self._undo.append(partial(group.module.__dict__.pop, "forward", None))
+        return hybrid
 
     # -- head and embedding ---------------------------------------------------------------
 

@@ -82,6 +82,14 @@ class ExpertSession:
             at.current = block
         return at.views[name]
 
+    def opened(self) -> None:
+        """Somebody else has said what the layer routes to."""
+        self._at()[1].open = True
+
+    def let_go(self) -> None:
+        """The loop has finished with the expert it was at."""
+        self._let_go(*self._at())
+
     def end(self) -> None:
         road, at = self._at()
         self._let_go(road, at)

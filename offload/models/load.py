@@ -27,6 +27,7 @@ from offload.models.expert_options import check_recordable, listening_bytes, pol
 from offload.models.experts import check_expert_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
+from offload.models.hybrid import activation_bytes, split_rows
 from offload.models.kv_plan import KvPlan
 from offload.models.meta import (
     MetaModel,
@@ -56,7 +57,7 @@ from offload.models.recipes import (
     placed_and_made,
     spill_directory,
 )
-from offload.models.request import matrices, request_of, reserves_of
+from offload.models.request import expert_top_k, matrices, request_of, reserves_of
 from offload.models.split import STEP_BYTES, is_closed, split
 from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, cut, unit_modules
@@ -64,7 +65,7 @@ from offload.models.workspace import WHOLE, limit_kernels, workspace_for
 from offload.runtime import choice
 from offload.runtime.cuda_stream import STAGING_BYTES
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
-from offload.scheduler.plan import Plan
+from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
 from offload.units import format_bytes
 
@@ -266,8 +267,15 @@ def plan_model(
         )
         if prompts is not None:
             found[Tier.RAM] |= prompts.reserves
+        if rows and chosen.groups:
+            nbytes = activation_bytes(
+                chosen.groups, expert_top_k(meta.model.config), meta.dtype.itemsize
+            )
+            for tier in (Tier.RAM, Tier.DEVICE):
+                found[tier][EXPERT_ACTIVATIONS] = nbytes
         return found
 
+    rows = split_rows(options, chosen, notes)
     reserves = set_aside(chosen, ram, recipes.staged)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
     head_rows = None
@@ -284,7 +292,9 @@ def plan_model(
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
         aside = set_aside(chosen, ram, staged)
-        return request_of(meta, chosen, options, warm, budgets, aside, top, staged, policy)
+        return request_of(
+            meta, chosen, options, warm, budgets, aside, top, staged, policy, split_rows=rows
+        )
 
     try:
         plan = plan_within(ask, ram, directory.name)

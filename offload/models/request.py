@@ -120,6 +120,7 @@ def request_of(
     top: Tier,
     staged: bool,
     policy: tuple[str, tuple[str, ...]] = (DEFAULT, ()),
+    split_rows: int = 0,
 ) -> PlanRequest:
     """``policy``: which experts leave, see ``offload.models.expert_options.policy_of``."""
     blocks, by_row = rows_of(chosen)
@@ -148,6 +149,7 @@ def request_of(
         guesses=options.guess,
         expert_policy=policy[0],
         hot=policy[1],
+        split_rows=split_rows,
     )
 
 

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 
 import torch
@@ -31,15 +31,17 @@ from offload.errors import (
 )
 from offload.io.store import DEMAND, PREFETCH, Receipt, Span, Store
 from offload.runtime.arena import Arena, Lease
+from offload.runtime.cpu_site import CpuSite, Ground, Work
 from offload.runtime.device import Device, Event
 from offload.runtime.interrupts import Shield
 from offload.runtime.order import OrderWatcher
 from offload.runtime.road import Conducting, Road
 from offload.runtime.stats import Stats
 from offload.runtime.timeline import Recorder, Story
-from offload.scheduler.plan import Plan
+from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.residency import Drop, Fetch, Instruction, Residency
+from offload.scheduler.split import Schedule
 from offload.scheduler.timeline import H2D, READ
 
 logger = logging.getLogger(__name__)
@@ -92,12 +94,16 @@ class Executor:
         self._order_seen = OrderWatcher(len(plan.trace))
         self._arenas: dict[Tier, Arena] = {}
         self._leases: dict[Tier, dict[str, Lease]] = {Tier.RAM: {}, Tier.DEVICE: {}}
-        self._last_use: dict[tuple[Tier, str], Event] = {}
+        # By who used it: one's last use says nothing about another's.
+        self._last_use: dict[tuple[Tier, str], dict[str, Event]] = {}
+        self._cpu: CpuSite | None = None
         try:
             for tier, layout in plan.tiers.items():
                 make = device.host_memory if tier is Tier.RAM else device.device_memory
                 if layout.nbytes:
                     self._arenas[tier] = Arena(make(layout.nbytes, tier.name.lower()), device)
+            if plan.split is not None:
+                self._cpu = self._second_site(plan.reserves[Tier.DEVICE][EXPERT_ACTIVATIONS])
         except BaseException:
             self.close()
             raise
@@ -137,9 +143,16 @@ class Executor:
             if self.story is not None:
                 self.story.finish()
             self._todo.clear()
+            if self._cpu is not None:
+                self._cpu.stop()
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: not self._moving and not self._used_elsewhere(), self._watchdog_s
+                lambda: (
+                    not self._moving
+                    and not self._used_elsewhere()
+                    and not (self._cpu is not None and self._cpu.busy)
+                ),
+                self._watchdog_s,
             )
             for tier, leases in self._leases.items():
                 for block in list(leases):
@@ -147,6 +160,8 @@ class Executor:
         # Outside the lock: their threads may be in a completion that takes it.
         self.store.close()
         self.device.close()
+        if self._cpu is not None:
+            self._cpu.close()
         for arena in self._arenas.values():
             arena.close()
 
@@ -226,13 +241,85 @@ class Executor:
         """A MoE layer needs these experts, in this order: start reading what is not there.
         ``scores``: what its router says of them, for eviction policies that listen."""
         with self._shield, self._changed:
+            self._route(group, experts, scores, None)
+
+    def _route(
+        self,
+        group: str,
+        experts: Sequence[str],
+        scores: Scores | None,
+        loads: Mapping[str, int] | None,
+    ) -> None:
+        self._check_open()
+        self._forgive(experts)
+        self.stats.host_waits["routing"] += 1
+        self._submit(self._residency.route(group, experts, scores, loads))
+        self.stats.hits = self._residency.hits
+        self.stats.misses = self._residency.misses
+        self.stats.guessed, self.stats.guessed_right = self._residency.guessed
+
+    def split_route(
+        self,
+        group: str,
+        loads: Mapping[str, int],
+        activations: Callable[[Sequence[str]], Sequence[torch.Tensor]],
+        scores: Scores | None = None,
+    ) -> tuple[Schedule | None, list[torch.Tensor]]:
+        """As ``route``, with a choice of sites: who computes which expert, in which order.
+
+        Args:
+            loads: the experts, in the order of use, and tokens of each.
+            activations: from the CPU's experts, if there are any, to what it needs for them.
+
+        Returns:
+            The schedule, or None if the device computes all, in the order of ``loads``; and the
+            activations as the CPU will see them. Give it each of its experts with ``on_cpu``, in
+            the schedule's order.
+        """
+        with self._shield, self._changed:
+            self._route(group, tuple(loads), scores, loads)
+            found = self._residency.schedule
+        if self._cpu is None or found is None or not found.cpu:
+            return None, []
+        return found, self._cpu.send(activations(found.cpu))
+
+    def on_cpu(self, expert: str, work: Work, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Have the CPU compute an expert; ``work``: from its tensors in RAM to a result."""
+        assert self._cpu is not None
+        with self._shield:
+            self._cpu.submit(expert, work, shape, dtype)
+
+    def from_cpu(self, expert: str) -> torch.Tensor:
+        """The result of ``on_cpu``, on the device, until the next ``split_route``.
+
+        Raises:
+            StoreError, WatchdogError: as ``acquire``.
+            Exception: what computing it has raised.
+        """
+        cpu = self._cpu
+        assert cpu is not None
+        with self._shield, self._changed:
             self._check_open()
-            self._forgive(experts)
-            self.stats.host_waits["routing"] += 1
-            self._submit(self._residency.route(group, experts, scores))
-            self.stats.hits = self._residency.hits
-            self.stats.misses = self._residency.misses
-            self.stats.guessed, self.stats.guessed_right = self._residency.guessed
+            began = time.perf_counter()
+            if cpu.pending(expert):
+                self.stats.host_waits["cpu"] += 1
+                if self.story is not None:
+                    self.story.waits(expert)
+                while cpu.pending(expert):
+                    seen = self._progress
+                    self._raise_failures([expert])
+                    self._wait("an expert on the CPU", [expert], seen)
+            self.stats.stall_s += time.perf_counter() - began
+            self.stats.cpu_experts += 1
+            if self.story is not None:
+                self.story.goes_on()
+        return cpu.take(expert)
+
+    def abandon_cpu(self) -> None:
+        """Results that have not been taken are not wanted."""
+        if self._cpu is not None:
+            with self._shield:
+                self._cpu.abandon()
 
     def guess(self, group: str, experts: Sequence[str]) -> None:
         """The next MoE layer may need these experts, the likeliest first: read them if the disk
@@ -399,9 +486,14 @@ class Executor:
         """Give a slot back; its next owner comes after the last use of the bytes."""
         lease = self._leases[tier].pop(block)
         used = self._last_use.pop((tier, block), None)
-        # Filled but never used: the next owner comes after the transfer that filled it.
-        last = used if used is not None else lease.ready
-        self._arenas[tier].release(lease, *([] if last is None else [last]))
+        if used is not None:
+            last = tuple(used.values())
+        else:  # filled but never used: the next owner comes after the transfer that filled it
+            last = () if lease.ready is None else (lease.ready,)
+        self._arenas[tier].release(lease, *last)
+
+    def _used(self, tier: Tier, block: str, actor: str, event: Event) -> None:
+        self._last_use.setdefault((tier, block), {})[actor] = event
 
     def _read(self, fetch: Fetch) -> None:
         lease = self._lease(fetch)
@@ -442,7 +534,8 @@ class Executor:
             self._order("device-slot-free", "h2d", event)
         self._order("host-block-ready", "h2d", source.ready)
         copied = self.device.copy(lease.region, source.region, self.device.h2d)
-        lease.ready = self._last_use[Tier.RAM, fetch.block] = copied
+        lease.ready = copied
+        self._used(Tier.RAM, fetch.block, "h2d", copied)
         self._moving += 1
         self.stats.h2d_bytes += lease.region.nbytes
         asked = time.perf_counter()
@@ -471,6 +564,8 @@ class Executor:
         if error is None:
             self._failures.pop(fetch.block, None)
             self._submit(self._residency.arrived(fetch.block, fetch.dst))
+            if self._cpu is not None and fetch.dst is Tier.RAM:
+                self._cpu.arrived(fetch.block)
         else:
             logger.error("fetch of %s to %s failed: %s", fetch.block, fetch.dst.name, error)
             self._failures[fetch.block] = error
@@ -483,6 +578,8 @@ class Executor:
             raise SchedulerError(f"{edge}: {waiter} would use bytes that nobody has filled")
         if waiter == "h2d":
             self.device.h2d.wait(event)
+        elif waiter == "d2h":
+            self.device.d2h.wait(event)
         elif waiter == "compute":
             self.device.compute.wait(event)
         else:
@@ -506,8 +603,28 @@ class Executor:
         tier = self.plan.compute_tier
         event = self.device.compute.record()
         for block in blocks:
-            self._last_use[tier, block] = event
+            self._used(tier, block, "compute", event)
             self._in_use -= 1
+
+    def _second_site(self, nbytes: int) -> CpuSite:
+        def moved() -> None:
+            self._progress += 1
+            self._changed.notify_all()
+
+        return CpuSite(
+            Ground(
+                device=self.device,
+                residency=self._residency,
+                changed=self._changed,
+                submit=self._submit,
+                order=self._order,
+                lease=lambda expert: self._leases[Tier.RAM][expert],
+                used=lambda expert, event: self._used(Tier.RAM, expert, "cpu", event),
+                moved=moved,
+                record=None if self._recorder is None else self._recorder.add,
+            ),
+            nbytes,
+        )
 
     def _used_elsewhere(self) -> bool:
         """Whether another thread computes. What this thread holds while it closes is left over

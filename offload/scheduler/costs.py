@@ -67,6 +67,10 @@ class CostModel:
         """The same machine on a fast, typical or slow day."""
         return dataclasses.replace(self, pick=pick)
 
+    def beside_card(self) -> CostModel:
+        """The same machine where its CPU computes."""
+        return dataclasses.replace(self, on_card=False)
+
     def interval(self, cost_s: Callable[[CostModel], float]) -> Interval:
         """A cost with the spread of the measurements: ``low`` is the best case."""
         fast, mid, slow = (cost_s(self.at(p)) for p in (Pick.FAST, Pick.MID, Pick.SLOW))

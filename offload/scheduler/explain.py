@@ -10,6 +10,7 @@ from offload.scheduler.costs import CostModel
 from offload.scheduler.guesses import spare_slots
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.policy import CYCLIC, DEFAULT
+from offload.scheduler.split import Job, Place
 from offload.units import format_bytes
 
 WARNING = "warning:"
@@ -106,6 +107,7 @@ def _experts(plan: Plan) -> list[str]:
                 f"{layout.slots} expert slots of {format_bytes(layout.slot_bytes)} in {name} hold "
                 f"{layout.slots / len(cached):.0%} of {len(cached)} experts"
             )
+    lines += _sites(plan, cached)
     slots = max(a.slots for a in plan.tiers.values())
     if plan.guesses and len(plan.tiers) == 1 and (spare := spare_slots(slots, plan.top_k)):
         lines.append(
@@ -121,6 +123,21 @@ def _experts(plan: Plan) -> list[str]:
     if (plan.expected_hit_rate or 0.0) < 1.0 and slots < per_token:
         lines.append(_cliff(plan, slots, per_token, len(cached)))
     return lines
+
+
+def _sites(plan: Plan, cached: list[str]) -> list[str]:
+    """Who computes an expert that is in no slot of the device."""
+    costs = plan.split
+    if costs is None:
+        return []
+    largest = max((plan.blocks[b] for b in cached), key=lambda s: s.nbytes)
+    job = Job(largest.id, 1, Place.RAM, largest.nbytes)
+    here, up, there = costs.cpu_s(job), costs.up_s(job), costs.device_s(job)
+    return [
+        f"experts that are in no slot: the CPU takes {here / (up + there):.3g} times as long for "
+        f"one token as a copy up and the device; each layer's are shared so that both end "
+        f"together, for up to {costs.rows} tokens at once"
+    ]
 
 
 def _cliff(plan: Plan, slots: int, per_token: int, experts: int) -> str:

@@ -35,6 +35,8 @@ class PlanRequest:
         guesses: whether a layer's experts may be read on a guess (see ``guesses``).
         expert_policy: what decides which expert leaves a slot (see ``policy``).
         hot: for the policy ``pinned``: experts, the most used first.
+        split_rows: most tokens of a pass whose experts the CPU and the device share (see
+            ``split``); 0: the compute tier has all of them.
         min_lookahead_bytes: a ring holds at least that much more than one step where the
             budget allows; capped by what is streamed at all.
 
@@ -56,6 +58,7 @@ class PlanRequest:
     guesses: bool = False
     expert_policy: str = DEFAULT
     hot: tuple[str, ...] = ()
+    split_rows: int = 0
     min_lookahead_bytes: int = MIN_LOOKAHEAD
 
     def __post_init__(self) -> None:

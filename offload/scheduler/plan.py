@@ -9,10 +9,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from offload.blocks import BlockSpec, Tier
 from offload.scheduler.policy import DEFAULT
 from offload.scheduler.trace import Trace
+
+if TYPE_CHECKING:
+    from offload.scheduler.split import SplitCosts
+
+
+EXPERT_ACTIVATIONS = "expert activations"
+"""The reserve, in RAM and on the device alike, for what goes between two sites of compute."""
 
 
 class Home(enum.Enum):
@@ -86,6 +94,9 @@ class Plan:
     """What decides which expert leaves a slot: a name of ``policy``."""
     kept: Mapping[Tier, frozenset[str]] = field(default_factory=dict)
     """Under the policy ``pinned``: the experts that stay in a tier's slots once they are there."""
+    split: SplitCosts | None = None
+    """What decides which experts the CPU computes and which the device, at the same time; None:
+    where the plan computes, all of them."""
     by_row: frozenset[str] = frozenset()
     """Blocks that are looked up and not multiplied with, pinned ones included."""
     overhead_s: float | Mapping[str, float] = 0.0

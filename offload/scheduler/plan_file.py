@@ -16,6 +16,7 @@ from typing import Any
 from offload.blocks import Tier
 from offload.errors import PlanError
 from offload.scheduler.plan import Home, Interval, Plan, TierLayout
+from offload.scheduler.split import SplitCosts
 from offload.scheduler.trace import Step, Trace
 from offload.units import format_bytes
 
@@ -83,6 +84,7 @@ def document(plan: Plan, who: Identity) -> dict[str, Any]:
         "expert_policy": plan.expert_policy,
         "kept": {tier.name: sorted(blocks) for tier, blocks in plan.kept.items()},
         "guesses": plan.guesses,
+        "split": None if plan.split is None else plan.split.to_json(),
         "expected_hit_rate": plan.expected_hit_rate,
         "streamed_bytes_per_pass": plan.streamed_bytes_per_pass,
         "predicted_pass_s": None
@@ -161,6 +163,15 @@ def restore(data: Mapping[str, Any], fresh: Plan, who: Identity, where: str) -> 
                 f"{where} was made with {flag} {data[name]}, and this run says "
                 f"{getattr(fresh, name)}: drop {flag}, or replan"
             )
+    # A plan written before there was a choice of sites has none.
+    split = None if data.get("split") is None else SplitCosts.from_json(data["split"])
+    if (split is None) != (fresh.split is None):
+        there, here = ("without", "with") if split is None else ("with", "without")
+        flag = "--hybrid" if fresh.split is not None else "--no-hybrid"
+        raise PlanError(
+            f"{where} was made {there} experts on the CPU beside the device, and this run is "
+            f"{here}: drop {flag}, or replan"
+        )
     tiers = {
         Tier[name]: TierLayout(pinned=dict(a["pinned"]), **{k: a[k] for k in _LAYOUT})
         for name, a in data["tiers"].items()
@@ -176,6 +187,7 @@ def restore(data: Mapping[str, Any], fresh: Plan, who: Identity, where: str) -> 
                 for s in data["prefetch"]
             ]
         ),
+        split=split,
         kept={Tier[name]: frozenset(blocks) for name, blocks in data["kept"].items()},
         expected_hit_rate=data["expected_hit_rate"],
         streamed_bytes_per_pass=data["streamed_bytes_per_pass"],

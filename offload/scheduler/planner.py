@@ -21,6 +21,7 @@ from offload.scheduler.placement import NoRoomError, Placement, least_bytes, pla
 from offload.scheduler.plan import Home, Interval, Plan, TierLayout
 from offload.scheduler.policy import kept_experts
 from offload.scheduler.simulate import simulate
+from offload.scheduler.split import SplitCosts
 from offload.units import format_bytes
 
 __all__ = ["PlanRequest", "make_plan", "minimum_budgets"]
@@ -170,6 +171,7 @@ def _assemble(request: PlanRequest, inv: Inventory, placement: Placement) -> Pla
         by_row=request.by_row,
         overhead_s=request.overhead_s,
         guesses=request.guesses,
+        split=_split(request, inv, homes),
     )
     return replace(plan, streamed_bytes_per_pass=round(traffic(plan)[Tier.RAM]))
 
@@ -182,6 +184,17 @@ def _hits(inv: Inventory, tiers: Mapping[Tier, TierLayout], request: PlanRequest
     largest = max(tiers.values(), key=lambda a: a.slots)
     slots = largest.slots - _spare(largest, request)
     return hit_rate(slots, len(inv.experts), request.expert_policy, inv.per_token)
+
+
+def _split(request: PlanRequest, inv: Inventory, homes: Mapping[str, Home]) -> SplitCosts | None:
+    """Costs of the two sites, where experts have to move to be computed on the device."""
+    cached = [b for b in inv.experts if homes[b] is Home.CACHED]
+    if not cached or not request.split_rows or request.compute_tier is not Tier.DEVICE:
+        return None
+    spec = max((request.blocks[b] for b in cached), key=lambda s: s.nbytes)
+    if request.costs is None:
+        return SplitCosts.assumed(spec.nbytes, request.split_rows)
+    return SplitCosts.measured(request.costs, spec, request.split_rows)
 
 
 def _spare(layout: TierLayout, request: PlanRequest) -> int:

@@ -13,14 +13,16 @@ books. The two share no room (rings here, slots there), so events of one never w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from offload.blocks import Tier
 from offload.errors import SchedulerError
+from offload.scheduler.hybrid import HybridRoutes
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.routing import Routes
 from offload.scheduler.shelf import Drop, Fetch, Instruction, Pool, Stock
+from offload.scheduler.split import Schedule, Site
 from offload.scheduler.streaming import Streams
 from offload.scheduler.trace import Trace
 
@@ -35,7 +37,8 @@ class Residency:
         self.plan = plan
         self._stock = Stock(plan)
         self._streams = Streams(self._stock, plan)
-        self._routes = Routes(self._stock, plan)
+        self._hybrid = HybridRoutes(self._stock, plan) if plan.split is not None else None
+        self._routes = self._hybrid or Routes(self._stock, plan)
         self._top = self._stock.top.entries
 
     # -- events ---------------------------------------------------------------------------
@@ -75,13 +78,19 @@ class Residency:
         return self._advance()
 
     def route(
-        self, group: str, experts: Sequence[str], scores: Scores | None = None
+        self,
+        group: str,
+        experts: Sequence[str],
+        scores: Scores | None = None,
+        loads: Mapping[str, int] | None = None,
     ) -> list[Instruction]:
         """A MoE layer routes to ``experts``, which will be acquired in this order.
 
-        ``scores``: what its router says of them, for eviction policies that listen.
+        ``scores``: what its router says of them, for eviction policies that listen. ``loads``:
+        tokens of each expert; where the plan has two sites for them, ``sites`` and ``schedule``
+        then say who computes which, in which order. Without loads the device computes all.
         """
-        self._routes.route(group, experts, scores)
+        self._routes.route(group, experts, scores, loads)
         return self._advance_experts()
 
     def acquire(self, expert: str) -> tuple[bool, list[Instruction]]:
@@ -128,6 +137,19 @@ class Residency:
         """``release`` for each of the experts."""
         for expert in experts:
             self._release(expert)
+        return self._advance_experts()
+
+    def hold_below(self, expert: str) -> tuple[bool, list[Instruction]]:
+        """Hold an expert in RAM, for the CPU: True if it is there; else ask again when something
+        has arrived. The plan must have a ``split``."""
+        assert self._hybrid is not None
+        there = self._hybrid.hold_below(expert)
+        return there, self._advance_experts() if there else []
+
+    def release_below(self, expert: str) -> list[Instruction]:
+        """The CPU has used an expert in RAM."""
+        assert self._hybrid is not None
+        self._hybrid.release_below(expert)
         return self._advance_experts()
 
     def guess(self, group: str, experts: Sequence[str]) -> list[Instruction]:
@@ -213,6 +235,16 @@ class Residency:
     def misses(self) -> int:
         """Routed experts that had to be read from disk."""
         return self._routes.misses
+
+    @property
+    def sites(self) -> Mapping[str, Site]:
+        """Who computes each expert of the running layer; empty where there is no choice."""
+        return {} if self._hybrid is None else self._hybrid.sites
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """In which order; None where there is no choice."""
+        return None if self._hybrid is None else self._hybrid.schedule
 
     @property
     def guessed(self) -> tuple[int, int]:

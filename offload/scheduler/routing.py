@@ -9,7 +9,7 @@ one that compute waits for goes before all that it does not wait for yet, whatev
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from offload.blocks import BlockKind
 from offload.errors import SchedulerError
@@ -45,9 +45,16 @@ class Routes:
 
     # -- events ---------------------------------------------------------------------------
 
-    def route(self, group: str, experts: Sequence[str], scores: Scores | None = None) -> None:
+    def route(
+        self,
+        group: str,
+        experts: Sequence[str],
+        scores: Scores | None = None,
+        loads: Mapping[str, int] | None = None,
+    ) -> None:
         """A layer will use ``experts`` in this order. What was wanted before is not any more.
-        ``scores``: what its router says of them, for policies that listen."""
+        ``scores``: what its router says of them, for policies that listen. ``loads``: tokens of
+        each, for who has a choice of sites (see ``hybrid``)."""
         if group not in self._groups:
             raise SchedulerError(f"the plan has no layer {group!r} with experts")
         entries, blocks, cache = self._top.entries, self._blocks, self._top.cache

@@ -14,9 +14,9 @@ from typing import NamedTuple
 PASSES = "passes"
 """One span for each pass: a token, or a prompt."""
 READ, WRITE, H2D, D2H = "read", "write", "h2d", "d2h"
-COMPUTE, EXPERTS, UPDATE, WAITS = "compute", "experts", "update", "waits"
+COMPUTE, EXPERTS, CPU, UPDATE, WAITS = "compute", "experts", "cpu", "update", "waits"
 
-LANES = (PASSES, READ, WRITE, H2D, D2H, COMPUTE, EXPERTS, UPDATE, WAITS)
+LANES = (PASSES, READ, WRITE, H2D, D2H, COMPUTE, EXPERTS, CPU, UPDATE, WAITS)
 """In the order in which they are shown. ``waits``: the computing thread stands still."""
 TITLES = {
     PASSES: "passes",
@@ -26,11 +26,12 @@ TITLES = {
     D2H: "device to RAM",
     COMPUTE: "compute",
     EXPERTS: "experts",
+    CPU: "experts, CPU",
     UPDATE: "update",
     WAITS: "waits",
 }
 MOVING = (READ, WRITE, H2D, D2H)
-WORKING = (COMPUTE, EXPERTS)
+WORKING = (COMPUTE, EXPERTS, CPU)
 
 Record = Callable[[str, str, float, float, int], None]
 """(lane, what, from, to, bytes)."""
@@ -97,8 +98,8 @@ class Timeline:
         return sum(s.nbytes for s in self.lanes.get(lane, ()))
 
     def hidden(self) -> float | None:
-        """The share of the time in which something moves in which the computing thread works, too;
-        None if nothing moves."""
+        """The share of the time in which something moves in which a thread computes, too; None if
+        nothing moves."""
         moving, working = self._union(MOVING), self._union(WORKING)
         total = sum(end - start for start, end in moving)
         if total <= 0:
