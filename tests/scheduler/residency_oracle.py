@@ -219,8 +219,23 @@ class Harness:
         self.oracle.land(block, tier, ok=False)
         self.note(self.residency.failed(block, tier, "no such luck"))
 
-    def route(self, group: str, experts: Sequence[str]) -> None:
-        self.note(self.residency.route(group, experts))
+    def route(
+        self, group: str, experts: Sequence[str], loads: Mapping[str, int] | None = None
+    ) -> None:
+        self.note(self.residency.route(group, experts, None, loads))
+
+    def hold_below(self, expert: str) -> bool:
+        there, out = self.residency.hold_below(expert)
+        span = self.oracle.spans[Tier.RAM].get(expert)
+        assert there == (span is not None and span.ready)
+        if there and span is not None:
+            span.readers += 1
+        self.note(out)
+        return there
+
+    def release_below(self, expert: str) -> None:
+        self.oracle.spans[Tier.RAM][expert].readers -= 1
+        self.note(self.residency.release_below(expert))
 
     def guess(self, group: str, experts: Sequence[str]) -> None:
         self.note(self.residency.guess(group, experts))

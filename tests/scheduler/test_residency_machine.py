@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from residency_oracle import Harness, make_plan
 
-from offload.blocks import Tier
+from offload.blocks import ALIGN, Tier
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import NAMES
+from offload.scheduler.split import Site, SplitCosts
 from offload.scheduler.trace import Step, Trace
 
 MAX_TICKETS = 3
@@ -65,8 +67,14 @@ def plans(draw: st.DrawFn, *, shared: bool = True) -> Plan:
         guess_top_k=draw(st.sampled_from([0, 1, 2, 5])) if experts else 0,
     )
     kept = draw(st.frozensets(st.sampled_from([e for es in experts.values() for e in es] or [""])))
+    split = None
+    if top == Tier.DEVICE and experts and draw(st.booleans()):
+        split = replace(SplitCosts.assumed(ALIGN, 8), move_s=draw(st.sampled_from([0.0, 2.0])))
     return replace(
-        plan, expert_policy=draw(st.sampled_from(NAMES)), kept=dict.fromkeys(tiers, kept)
+        plan,
+        expert_policy=draw(st.sampled_from(NAMES)),
+        kept=dict.fromkeys(tiers, kept),
+        split=split,
     )
 
 
@@ -82,6 +90,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.at = 0
         self.groups = {g: [b for b, s in plan.blocks.items() if s.group == g] for g in plan.groups}
         self.routed: list[str] = []
+        self.below: list[str] = []  # held in RAM, for the CPU
 
     # -- weights --------------------------------------------------------------------------
 
@@ -169,7 +178,22 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.routed = data.draw(
             st.lists(st.sampled_from(self.groups[group]), min_size=1, max_size=7)
         )
-        self.h.route(group, self.routed)
+        counted = data.draw(st.booleans())
+        self.h.route(group, self.routed, Counter(self.routed) if counted else None)
+
+    @precondition(lambda self: self.plan.split is not None and self.routed)
+    @rule(data=st.data())
+    def hold_below(self, data: st.DataObject) -> None:
+        sites = self.h.residency.sites
+        mine = [b for b in self.routed if sites.get(b) is Site.CPU]
+        if mine and self.h.hold_below(expert := data.draw(st.sampled_from(mine))):
+            self.routed.remove(expert)
+            self.below.append(expert)
+
+    @precondition(lambda self: self.below)
+    @rule()
+    def release_below(self) -> None:
+        self.h.release_below(self.below.pop())
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data())
@@ -223,6 +247,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         if not hasattr(self, "h"):
             return
         self.h.finish()
+        while self.below:
+            self.h.release_below(self.below.pop())
         self.h.note(self.h.residency.end_route())
         for _ in range(2):
             for unit in self.order:
