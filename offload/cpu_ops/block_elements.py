@@ -27,6 +27,7 @@ from numba import float32
 
 from offload.cpu_ops.block_vectors import (
     cross_sums,
+    cross_sums_512,
     cross_sums_int,
     dot_pairs,
     dot_words,
@@ -313,7 +314,7 @@ def _quad(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     b0, b1, b2, b3 = b
     c0, c1, c2, c3 = c
     d0, d1, d2, d3 = d
-    return cross_sums(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+    return cross_sums_512(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
 
 
 def _quad_int(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:

@@ -46,12 +46,15 @@ from offload.cpu_ops.lanes import fmax, fsub, store_i32, turn_4, turn_8
 from offload.cpu_ops.tags import inline, outline
 from offload.cpu_ops.vectors import (
     as_float,
+    as_int,
+    at_least,
     both,
     fadd,
     fdiv,
     fence,
     fma,
     fmul,
+    iadd,
     lane,
     left,
     load_f32,
@@ -113,6 +116,23 @@ def _scores(
 
 
 @inline
+def _weight(mode: Any, x: Any) -> Any:
+    """exp(x) of x <= 0; to 3e-6 of it where it will be rounded to 2^-9 or 2^-15."""
+    if paired(mode) or integer(mode):
+        y = fmul(at_least(x, float32(-87.0)), splat(float32(1.44269504088896341)))
+        n = nearest(y)
+        r = fsub(y, n)
+        # 2^r on [-1/2, 1/2]: the polynomial of degree 4 with the least relative error.
+        p = fma(splat(float32(0.009570091)), r, splat(float32(0.055917863)))
+        p = fma(fma(p, r, splat(float32(0.24024746))), r, splat(float32(0.69312179)))
+        p = fma(p, r, splat(float32(0.99999928)))
+        # The low bits of 1.5 * 2^23 + n are n, which is added to the exponent.
+        power = left(as_int(fadd(n, splat(float32(12582912.0)))), 23)
+        return as_float(iadd(as_int(p), power))
+    return exp(x)
+
+
+@inline
 def _softmax(
     mode: Any, scores: int, t0: int, t1: int, end: int, v: int, out: int, row: int, last: int,
     dim: int, offsets: int, span: int,
@@ -128,7 +148,8 @@ def _softmax(
     total, more, largest = zero, zero, zero
     for t in range(t0, t1, 8):
         x, y = load_f32(scores + 16 * t), load_f32(scores + 16 * t + 64)
-        a, b = unless_lowest(x, exp(fsub(x, top))), unless_lowest(y, exp(fsub(y, top)))
+        a = unless_lowest(x, _weight(mode, fsub(x, top)))
+        b = unless_lowest(y, _weight(mode, fsub(y, top)))
         if paired(mode):
             pairs = token_pairs(a, b)
             # What is summed is what will be multiplied: rounding then cancels in the quotient.
@@ -226,7 +247,7 @@ def attend(
         for i in range(h, h + last + 1):
             for c in range(0, dim, 16):
                 store_f32(out + i * row + 4 * c, splat(float32(0.0)))
-    near = max(8, _NEAR // value_row // 8 * 8)
+    near = max(8, 2 * _NEAR // value_row // 8 * 8)  # sums are loaded and stored once for each
     each = row_bytes(mode, 64 * step_tokens(mode)) // quads
     for t in range(t0, t1, near):
         until, later = min(t + near, t1), values + t * value_row + _AHEAD

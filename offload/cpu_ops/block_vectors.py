@@ -159,16 +159,28 @@ def store_words(b: Any, address: Any, v: Any) -> None:
 # ---- quads
 
 
-def _cross(b: Any, vectors: Any, add: Any) -> Any:
+def _from_second(b: Any, v: Any, w: Any, width: int) -> Any:
+    """``w`` in the lanes whose number has the bit ``width``. The mask is hidden from LLVM, which
+    otherwise takes shuffles for some of these; blends run beside the multiplications."""
+    bits = sum(1 << i for i in range(LANES) if i & width)
+    function = ir.FunctionType(_i16, [_i16])
+    mask = b.asm(function, "", "=r,0", [ir.Constant(_i16, bits)], False)
+    return b.select(b.bitcast(mask, ir.VectorType(ir.IntType(1), LANES)), w, v)
+
+
+def _cross(b: Any, vectors: Any, add: Any, *, masks: bool) -> Any:
     """Half the shuffles of ``lanes.sums_of_16``: of two vectors each keeps half of its lanes in
-    place, and only the other halves move."""
+    place, and only the other halves move. ``masks``: there are registers for them."""
     found, width = list(vectors), LANES // 2
     while width:
         summed = []
         for v, w in zip(found[:width], found[width:], strict=True):
-            stay = [i + (LANES if i & width else 0) for i in range(LANES)]
+            if masks and width in (8, 2):
+                stay = _from_second(b, v, w, width)
+            else:
+                stay = _order(b, v, w, [i + (LANES if i & width else 0) for i in range(LANES)])
             move = [(i ^ width) + (LANES if i & width else 0) for i in range(LANES)]
-            summed.append(add(_order(b, v, w, stay), _order(b, v, w, move)))
+            summed.append(add(stay, _order(b, v, w, move)))
         found, width = summed, width // 2
     return found[0]
 
@@ -176,12 +188,19 @@ def _cross(b: Any, vectors: Any, add: Any) -> Any:
 @_operation(F32X16, *[F32X16] * LANES)
 def cross_sums(b: Any, *vectors: Any) -> Any:
     """Lane i: the sum of the lanes of the i-th vector, added as one tree for all i."""
-    return _cross(b, vectors, b.fadd)
+    return _cross(b, vectors, b.fadd, masks=False)
+
+
+@_operation(F32X16, *[F32X16] * LANES)
+def cross_sums_512(b: Any, *vectors: Any) -> Any:
+    """The same for AVX-512."""
+    return _cross(b, vectors, b.fadd, masks=True)
 
 
 @_operation(I32X16, *[I32X16] * LANES)
 def cross_sums_int(b: Any, *vectors: Any) -> Any:
-    return _cross(b, vectors, b.add)
+    """Of integers, for AVX-512."""
+    return _cross(b, vectors, b.add, masks=True)
 
 
 def _spread(element: Any, pick: list[int]) -> Any:
