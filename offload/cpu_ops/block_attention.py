@@ -46,6 +46,8 @@ SCRATCH_BYTES = 3 * 2**20
 """Of partial results that are kept at a time, which stay in cache."""
 LEAST_GO = 8
 """Segments of a region at least, so that threads are not started for too little."""
+EVEN = 0.95
+"""Of the threads' time that is used if each takes whole heads, so that they do: at least."""
 LINE = 64
 
 
@@ -255,6 +257,13 @@ class BlockAttention:
         behind = max(first, min(blocks, -(-(end - start) // tokens)))
         return table[first:behind], start + first * tokens
 
+    def _even(self, segments: int, ranges: Table) -> bool:
+        """Whether a thread per sequence and head leaves few threads waiting at the end."""
+        longest = segments if self.batch == 1 else int((ranges[:, 1] - ranges[:, 0]).max())
+        workers = threads.count()
+        turns = -(-self.batch * self.key_heads // workers)
+        return segments * self.key_heads >= EVEN * workers * turns * longest
+
     def _run(self, layout: BlockLayout, table: Table, segments: int, ranges: Table) -> None:
         half = self._q.dtype == np.uint16
         plan = _plan(layout, self.batch, self.rows, self.group, half, self._isa)
@@ -266,7 +275,7 @@ class BlockAttention:
         a[Attend.POSITIONS] = address_of(self._positions)
         a[Attend.FIRSTS], a[Attend.WINDOW] = address_of(self._firsts), self._window
         go = segments
-        if not chunk:
+        if not chunk and not self._even(segments, ranges):
             each = self.key_heads * self.rows * (self.dim + EXTRA)
             go = min(segments, max(LEAST_GO, SCRATCH_BYTES // (4 * each)))
             a[Attend.PARTIALS] = address_of(_scratch.floats(go * each))

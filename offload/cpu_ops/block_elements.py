@@ -27,14 +27,17 @@ from numba import float32
 
 from offload.cpu_ops.block_vectors import (
     cross_sums,
-    cross_sums_512,
-    cross_sums_int,
     dot_pairs,
     dot_words,
-    load_half,
+    half_sums,
+    half_sums_int,
     load_high_nibbles,
     load_low_nibbles,
     load_pairs,
+    load_two,
+    load_two_high,
+    load_two_low,
+    load_two_words,
     load_words,
 )
 from offload.cpu_ops.tags import by_format, inline
@@ -81,8 +84,14 @@ def integer(mode: Any) -> bool:
 
 
 def load_32(mode: Any, row: int, i: int, odd: int) -> Any:
-    """32 channels in pairs: of the 64 from 64 i on one half, quarters as ``place_of``
-    says. Only inside kernels."""
+    """32 channels in pairs: of the 64 from 64 i on one half, or the other if
+    ``odd``; of "q4dot" the first and third quarters, or the others. Only inside kernels."""
+    raise NotImplementedError
+
+
+def load_two_16(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
+    """Of two tokens 16 channels in pairs, from 32 i or, if ``odd``, from 32 i + 16 on; only inside
+    kernels."""
     raise NotImplementedError
 
 
@@ -96,11 +105,6 @@ def nothing(mode: Any) -> Any:
     raise NotImplementedError
 
 
-def place_of(mode: Any, quarter: int) -> int:
-    """Where ``load_32`` has a quarter of 64 channels; only inside kernels."""
-    raise NotImplementedError
-
-
 def by_quarter(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """From the order of ``load_32``; only inside kernels."""
     raise NotImplementedError
@@ -110,14 +114,6 @@ def _load_32_nibbles(mode: Any, row: int, i: int, odd: int) -> Any:
     if odd:
         return load_high_nibbles(row + 32 * i)
     return load_low_nibbles(row + 32 * i)
-
-
-def _same_place(mode: Any, quarter: int) -> int:
-    return quarter
-
-
-def _nibble_place(mode: Any, quarter: int) -> int:
-    return quarter // 2 + 2 * (quarter % 2)
 
 
 _LOADS = {
@@ -157,12 +153,31 @@ _LOADS_32 = {
     "q4dot": _load_32_nibbles,
 }
 by_format(load_32)(_LOADS_32.__getitem__)
+
+
+def _load_two_nibbles(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
+    if odd:
+        return load_two_high(row + 16 * i, other + 16 * i)
+    return load_two_low(row + 16 * i, other + 16 * i)
+
+
+def _load_two_bytes(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
+    at = 32 * i + 16 * odd
+    return load_two_words(row + at, other + at)
+
+
+def _load_two_halves(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
+    at = 64 * i + 32 * odd
+    return load_two(row + at, other + at)
+
+
+_TWO = {"bf16dot": _load_two_halves, "q8dot": _load_two_bytes, "q4dot": _load_two_nibbles}
+by_format(load_two_16)(_TWO.__getitem__)
 _DOTS_32 = {True: lambda mode, total, v, w: dot_pairs(total, v, w),
             False: lambda mode, total, v, w: dot_words(total, v, w)}  # fmt: skip
 _NOTHING = {True: lambda mode: splat(float32(0.0)), False: lambda mode: int_splat(0)}
 by_format(dot_32)(lambda name: _DOTS_32[name == "bf16dot"])
 by_format(nothing)(lambda name: _NOTHING[name == "bf16dot"])
-by_format(place_of)(lambda name: _nibble_place if name == "q4dot" else _same_place)
 _QUARTERS = {
     True: lambda mode, a, b, c, d: (a, c, b, d),
     False: lambda mode, a, b, c, d: (a, b, c, d),
@@ -181,7 +196,7 @@ def ask(at: int, nbytes: int) -> None:
 
 
 def channels(mode: Any) -> int:
-    """Of a step of ``dot_four``; only inside kernels."""
+    """Of a step of ``dot_eight``; only inside kernels."""
     raise NotImplementedError
 
 
@@ -210,12 +225,21 @@ by_format(channels)(lambda name: _thirty_two if name.endswith("dot") else _sixte
 by_format(step_tokens)(lambda name: _two if name.endswith("dot") else _one)
 
 
-def dot_four(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
-    """Products of four rows ``q`` with four tokens ``k``, tuples of addresses, as a quad. Memory is
-    asked for ``each`` bytes from ``later`` on in every step. Only inside kernels."""
+def dot_eight(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
+    """Products of four rows ``q`` with eight tokens ``k``, tuples of addresses, as two quads. The
+    rows of modes that multiply pairs are as ``block_queries.twice`` leaves them. Memory is asked
+    for ``each`` bytes from ``later`` on in every step of four tokens' ``channels``. Only inside
+    kernels."""
     raise NotImplementedError
 
 
+def _fma_eight(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
+    k0, k1, k2, k3, k4, k5, k6, k7 = k
+    first = _fma_four(mode, q, (k0, k1, k2, k3), dim, later, each)
+    return first, _fma_four(mode, q, (k4, k5, k6, k7), dim, later + dim // 16 * each, each)
+
+
+@inline
 def _fma_four(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
     q0, q1, q2, q3 = q
     k0, k1, k2, k3 = k
@@ -247,84 +271,54 @@ def _dot_one(mode: Any, u: Any, row: Any, sums: Any) -> Any:
 
 
 @inline
-def _rows_at(q: Any, at: int) -> Any:
+def _dot_twos(mode: Any, q: Any, k: Any, i: int, odd: int, sums: Any) -> Any:
     q0, q1, q2, q3 = q
-    return load_i32(q0 + at), load_i32(q1 + at), load_i32(q2 + at), load_i32(q3 + at)
-
-
-@inline
-def _dot_halves(mode: Any, q: Any, k: Any, i: int, odd: int, sums: Any) -> Any:
-    k0, k1, k2, k3 = k
+    k0, k1, k2, k3, k4, k5, k6, k7 = k
     a, b, c, d = sums
-    rows = _rows_at(q, 128 * i + 64 * odd)
-    a = _dot_one(mode, load_32(mode, k0, i, odd), rows, a)
-    b = _dot_one(mode, load_32(mode, k1, i, odd), rows, b)
-    c = _dot_one(mode, load_32(mode, k2, i, odd), rows, c)
-    return a, b, c, _dot_one(mode, load_32(mode, k3, i, odd), rows, d)
+    at = 128 * i + 64 * odd
+    rows = load_i32(q0 + at), load_i32(q1 + at), load_i32(q2 + at), load_i32(q3 + at)
+    # Two by two so that ``half_sums`` has tokens in order.
+    a = _dot_one(mode, load_two_16(mode, k0, k2, i, odd), rows, a)
+    b = _dot_one(mode, load_two_16(mode, k1, k3, i, odd), rows, b)
+    c = _dot_one(mode, load_two_16(mode, k4, k6, i, odd), rows, c)
+    return a, b, c, _dot_one(mode, load_two_16(mode, k5, k7, i, odd), rows, d)
 
 
-def _pairs_four(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
+def _pairs_eight(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
+    """Two tokens in a register: sums of sixteen lanes would take twice the shuffles, and as long
+    again to wait for."""
     zero = nothing(mode)
     none = (zero, zero, zero, zero)
     sums = (none, none, none, none)
-    for i in range(dim // 64):
+    for i in range(dim // 32):
         ask(later, each)
-        sums = _dot_halves(mode, q, k, i, 0, sums)
+        sums = _dot_twos(mode, q, k, i, 0, sums)
         ask(later + each, each)
-        sums = _dot_halves(mode, q, k, i, 1, sums)
+        sums = _dot_twos(mode, q, k, i, 1, sums)
         later += 2 * each
-    # The rest is never of integers.
-    if dim % 64 >= 32:
-        ask(later, each)
-        sums = _dot_halves(mode, q, k, dim // 64, 0, sums)
     if dim % 32:
-        sums = _dot_rest(mode, q, k, 64 * (dim // 32), sums)
+        sums = _dot_twos(mode, q, k, dim // 32, 0, sums)
     a, b, c, d = sums
-    return quad(mode, a, b, c, d)
+    return quad(mode, a, b), quad(mode, c, d)
 
 
-def _dot_rest(mode: Any, q: Any, k: Any, at: int, sums: Any) -> Any:
-    """The last 16 channels; only inside kernels."""
-    raise NotImplementedError
-
-
-def _rest_of_halves(mode: Any, q: Any, k: Any, at: int, sums: Any) -> Any:
-    q0, q1, q2, q3 = q
-    k0, k1, k2, k3 = k
-    a, b, c, d = sums
-    rows = load_half(q0 + at), load_half(q1 + at), load_half(q2 + at), load_half(q3 + at)
-    a = _dot_one(mode, load_half(k0 + at), rows, a)
-    b = _dot_one(mode, load_half(k1 + at), rows, b)
-    c = _dot_one(mode, load_half(k2 + at), rows, c)
-    return a, b, c, _dot_one(mode, load_half(k3 + at), rows, d)
-
-
-_RESTS = {True: _rest_of_halves, False: lambda mode, q, k, at, sums: sums}
-by_format(_dot_rest)(lambda name: _RESTS[name == "bf16dot"])
-
-
-def quad(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Four sums of ``dot_32`` of each of four tokens as one quad of float32; only inside
+def quad(mode: Any, a: Any, b: Any) -> Any:
+    """Sums of four rows, of tokens 0 and 2, and of 1 and 3, as a quad of float32; only inside
     kernels."""
     raise NotImplementedError
 
 
-def _quad(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+def _quad(mode: Any, a: Any, b: Any) -> Any:
     a0, a1, a2, a3 = a
     b0, b1, b2, b3 = b
-    c0, c1, c2, c3 = c
-    d0, d1, d2, d3 = d
-    return cross_sums_512(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+    return half_sums(a0, a1, a2, a3, b0, b1, b2, b3)
 
 
-def _quad_int(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+def _quad_int(mode: Any, a: Any, b: Any) -> Any:
     a0, a1, a2, a3 = a
     b0, b1, b2, b3 = b
-    c0, c1, c2, c3 = c
-    d0, d1, d2, d3 = d
-    found = cross_sums_int(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
-    return to_float(found)
+    return to_float(half_sums_int(a0, a1, a2, a3, b0, b1, b2, b3))
 
 
 by_format(quad)(lambda name: _quad if name == "bf16dot" else _quad_int)
-by_format(dot_four)(lambda name: _pairs_four if name.endswith("dot") else _fma_four)
+by_format(dot_eight)(lambda name: _pairs_eight if name.endswith("dot") else _fma_eight)

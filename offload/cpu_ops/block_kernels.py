@@ -22,14 +22,22 @@ from numba import float32
 
 from offload.cpu_ops.block_elements import (
     channels,
-    dot_four,
+    dot_eight,
     integer,
     paired,
     quantised,
     row_bytes,
     step_tokens,
 )
-from offload.cpu_ops.block_queries import BLOCK, ROWS, TOP, WIDEST, scale_queries, whole_queries
+from offload.cpu_ops.block_queries import (
+    BLOCK,
+    ROWS,
+    TOP,
+    WIDEST,
+    scale_queries,
+    twice,
+    whole_queries,
+)
 from offload.cpu_ops.block_values import add_values, in_order
 from offload.cpu_ops.block_vectors import (
     finite,
@@ -77,7 +85,7 @@ _AHEAD = 16384
 page of 4 KiB anew, and a page's first access may wait for its translation, too."""
 
 _score_room = stack(ROWS * BLOCK * 4)
-_query_room = stack(ROWS * WIDEST * 4)
+_query_room = stack((ROWS + 1) * WIDEST * 4)
 _offset_room = stack(2 * ROWS * 4 + 64)
 
 
@@ -91,28 +99,38 @@ def _capped(scores: Any, cap: Any) -> Any:
 
 
 @inline
+def _scaled(mode: Any, v: Any, scale: Any, cap: Any, offsets: int) -> Any:
+    if integer(mode):
+        v = fma(v, row_floats(offsets + 4 * ROWS), row_floats(offsets))
+    elif quantised(mode):
+        v = fadd(v, row_floats(offsets))
+    v = fmul(v, splat(scale))
+    if cap > float32(0.0):
+        v = _capped(v, cap)
+    return v
+
+
+@inline
 def _scores(
     mode: Any, q: int, row: int, last: int, k: int, t0: int, t1: int, end: int, dim: int,
     scale: Any, cap: Any, offsets: int, limits: int, out: int, later: int, each: int,
 ) -> None:  # fmt: skip
     """Of four rows at ``q`` with tokens t0..t1, of which those from ``end`` on are none.
-    ``later``, ``each``: as for ``dot_four``."""
+    ``later``, ``each``: as for ``dot_eight``."""
     rows = (q, q + min(1, last) * row, q + min(2, last) * row, q + min(3, last) * row)
     low, high = row_limits(limits), row_limits(limits + 4 * ROWS)
     step = row_bytes(mode, dim)
-    for t in range(t0, t1, 4):
-        k0, k1 = k + min(t, end - 1) * step, k + min(t + 1, end - 1) * step
-        k2, k3 = k + min(t + 2, end - 1) * step, k + min(t + 3, end - 1) * step
-        v = dot_four(mode, rows, (k0, k1, k2, k3), dim, later, each)
-        later += dim // channels(mode) * each
-        if integer(mode):
-            v = fma(v, row_floats(offsets + 4 * ROWS), row_floats(offsets))
-        elif quantised(mode):
-            v = fadd(v, row_floats(offsets))
-        v = fmul(v, splat(scale))
-        if cap > float32(0.0):
-            v = _capped(v, cap)
+    behind = end - 1
+    for t in range(t0, t1, 8):
+        k0, k1 = k + min(t, behind) * step, k + min(t + 1, behind) * step
+        k2, k3 = k + min(t + 2, behind) * step, k + min(t + 3, behind) * step
+        k4, k5 = k + min(t + 4, behind) * step, k + min(t + 5, behind) * step
+        k6, k7 = k + min(t + 6, behind) * step, k + min(t + 7, behind) * step
+        v, w = dot_eight(mode, rows, (k0, k1, k2, k3, k4, k5, k6, k7), dim, later, each)
+        later += 2 * (dim // channels(mode)) * each
+        v, w = _scaled(mode, v, scale, cap, offsets), _scaled(mode, w, scale, cap, offsets)
         store_f32(out + 16 * t, visible(v, low, high, t))
+        store_f32(out + 16 * t + 64, visible(w, low, high, t + 4))
 
 
 @inline
@@ -206,14 +224,15 @@ def attend(
     """
     scores, offsets, row = _score_room(), _offset_room(), 4 * (dim + EXTRA)
     q_row = 4 * key_dim
-    if paired(mode):
-        q_row = 2 * key_dim
     values = v
+    if paired(mode):
+        doubled = _query_room()
+        twice(q, rows, key_dim, doubled)
+        q = doubled
     if quantised(mode):
         scaled = _query_room()
         if integer(mode):
-            whole_queries(mode, q, rows, k, key_dim, scaled, offsets)
-            q_row = 2 * key_dim
+            whole_queries(q, rows, k, key_dim, scaled, offsets)
         else:
             scale_queries(q, rows, k, key_dim, scaled, offsets)
         for r in range(rows, (rows + 3) // 4 * 4):  # empty places do what the last row does

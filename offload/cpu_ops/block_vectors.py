@@ -19,6 +19,7 @@ from offload.cpu_ops.vectors import F32X16, I32X16, LANES, _call, _operation
 
 _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _v16i, _v16f = ir.VectorType(_i32, LANES), ir.VectorType(ir.FloatType(), LANES)
+_v8i = ir.VectorType(_i32, 8)
 _v16h, _v32h = ir.VectorType(_i16, 16), ir.VectorType(_i16, 32)
 _v16b, _v32b, _v64b = (ir.VectorType(ir.IntType(8), n) for n in (16, 32, 64))
 _I, _F = types.int64, types.float32
@@ -47,11 +48,11 @@ def load_pairs(b: Any, address: Any) -> Any:
     return _load(b, address, _v16i)
 
 
-@_operation(I32X16, _I)
-def load_half(b: Any, address: Any) -> Any:
-    """16 bfloat16, then zeros: no byte behind the 32 is read."""
-    half = _load(b, address, _v16h)
-    return b.bitcast(_order(b, half, ir.Constant(_v16h, [0] * 16), list(range(32))), _v16i)
+@_operation(I32X16, _I, _I)
+def load_two(b: Any, address: Any, other: Any) -> Any:
+    """16 bfloat16 of two rows."""
+    v, w = (_load(b, a, _v8i) for a in (address, other))
+    return _order(b, v, w, list(range(16)))
 
 
 @_operation(F32X16, F32X16, I32X16, I32X16)
@@ -142,6 +143,30 @@ def load_high_nibbles(b: Any, address: Any) -> Any:
     return b.bitcast(b.lshr(words, ir.Constant(_v32h, [4] * 32)), _v16i)
 
 
+def _words_of_two(b: Any, address: Any, other: Any) -> Any:
+    v, w = (_load(b, a, _v16b) for a in (address, other))
+    return b.zext(_order(b, v, w, list(range(32))), _v32h)
+
+
+@_operation(I32X16, _I, _I)
+def load_two_words(b: Any, address: Any, other: Any) -> Any:
+    """16 bytes of two rows, widened to words."""
+    return b.bitcast(_words_of_two(b, address, other), _v16i)
+
+
+@_operation(I32X16, _I, _I)
+def load_two_low(b: Any, address: Any, other: Any) -> Any:
+    """Low nibbles of 16 bytes of two rows, as words."""
+    words = _words_of_two(b, address, other)
+    return b.bitcast(b.and_(words, ir.Constant(_v32h, [15] * 32)), _v16i)
+
+
+@_operation(I32X16, _I, _I)
+def load_two_high(b: Any, address: Any, other: Any) -> Any:
+    words = _words_of_two(b, address, other)
+    return b.bitcast(b.lshr(words, ir.Constant(_v32h, [4] * 32)), _v16i)
+
+
 @_operation(I32X16, I32X16, I32X16)
 def token_words(b: Any, v: Any, w: Any) -> Any:
     """As ``token_pairs``, of integers that fit into words."""
@@ -171,7 +196,7 @@ def _from_second(b: Any, v: Any, w: Any, width: int) -> Any:
 def _cross(b: Any, vectors: Any, add: Any, *, masks: bool) -> Any:
     """Half the shuffles of ``lanes.sums_of_16``: of two vectors each keeps half of its lanes in
     place, and only the other halves move. ``masks``: there are registers for them."""
-    found, width = list(vectors), LANES // 2
+    found, width = list(vectors), len(vectors) // 2
     while width:
         summed = []
         for v, w in zip(found[:width], found[width:], strict=True):
@@ -191,15 +216,15 @@ def cross_sums(b: Any, *vectors: Any) -> Any:
     return _cross(b, vectors, b.fadd, masks=False)
 
 
-@_operation(F32X16, *[F32X16] * LANES)
-def cross_sums_512(b: Any, *vectors: Any) -> Any:
-    """The same for AVX-512."""
+@_operation(F32X16, *[F32X16] * 8)
+def half_sums(b: Any, *vectors: Any) -> Any:
+    """Lanes i and i + 8: the sums of the lower and the upper eight lanes of the i-th vector; for
+    AVX-512."""
     return _cross(b, vectors, b.fadd, masks=True)
 
 
-@_operation(I32X16, *[I32X16] * LANES)
-def cross_sums_int(b: Any, *vectors: Any) -> Any:
-    """Of integers, for AVX-512."""
+@_operation(I32X16, *[I32X16] * 8)
+def half_sums_int(b: Any, *vectors: Any) -> Any:
     return _cross(b, vectors, b.add, masks=True)
 
 

@@ -16,7 +16,9 @@ from offload.blocks import ALIGN, DTYPE_BYTES, align_up
 
 BLOCK_TOKENS = 256
 """Tokens of a block: what one partial of the attention kernels covers. Of a long context more, see
-``block_tokens_for``."""
+``block_tokens_for``. Attention over 8k tokens in bfloat16, 32 heads that share 4 of 128, read 22.8
+GB/s from blocks of 256, 22.4 of 512, 19.5 of 1024, 18.2 of 128 and 19.2 of 64
+(``benchmarks/attention.py``, two Zen 4 cores)."""
 
 TRANSFER_BYTES = 4 * 2**20
 """What a block of a long context may grow to: a disk gives three quarters of its rate for requests
