@@ -4,9 +4,9 @@
 
 Text that ``examples/tiny_moe`` was never trained on, in windows of the length that it was trained
 on, read --block tokens at a time behind a cache of blocks of as many: like that all tokens but the
-newest are rounded (or gone) by the time the others attend to them. Weights and arithmetic are
-float32. Perplexity, KL divergence and agreement of the most probable next token are against the
-same passes with all keys and values in full precision.
+newest are rounded (or gone) by the time the others attend to them. Arithmetic is float32, weights
+are the checkpoint's. Perplexity, KL divergence and agreement of the most probable next token are
+against the same passes with all keys and values in full precision.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def passes(ids: Ids, block: int, **how: Any) -> tuple[Logits, dict[str, Any]]:
     import offload
 
     model = offload.load(
-        MODEL, ram="256MiB", context=WINDOW, dtype="float32", attention="offload",
+        MODEL, quant="none", ram="256MiB", context=WINDOW, attention="offload",
         kv_block_tokens=block, **how,
     )  # fmt: skip
     out = np.empty((*ids.shape, model.config.vocab_size), np.float32)

@@ -4,6 +4,7 @@ seen. ``benchmarks/quality_kv.py`` measures it on more."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_moe"
 WINDOW, WINDOWS, BLOCK = 192, 6, 16
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _packs_vanish(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def ids_NT() -> torch.Tensor:
     text = (MODEL / "heldout.txt").read_text(encoding="utf-8")
@@ -29,7 +37,7 @@ def ids_NT() -> torch.Tensor:
 def perplexity(ids_NT: torch.Tensor, **how: Any) -> float:
     """Read a block at a time: all but the newest block have been rounded, or have gone."""
     model = offload.load(
-        MODEL, ram="256MiB", context=WINDOW, dtype="float32", attention="offload",
+        MODEL, quant="none", ram="256MiB", context=WINDOW, attention="offload",
         kv_block_tokens=BLOCK, **how,
     )  # fmt: skip
     try:
