@@ -117,6 +117,9 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
     """One layer's keys and values in blocks."""
 
     is_sliding = False
+    is_croppable = True
+    """Whether what ``crop`` leaves is as it was before the tokens that go: not once some have been
+    evicted since."""
     is_compileable = False
     supports_early_init = False
     appends_exactly = True
@@ -133,11 +136,6 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         """No token before it was attended to by the last step: a window that slides."""
         self._keep = life.backing.keep
         self._importance = None if self._keep is None else self._keep.importance()
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether what is left after ``crop`` is as it was before the tokens that go."""
-        return self.table is None or not self.table.evicted
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if key_states.dim() != 4 or value_states.dim() != 4:
@@ -221,6 +219,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
             column = min(columns, key=importance.score)
             importance.forget(column)
             table.evict(column)
+        self.is_croppable = not table.evicted
         self._life.backing.note_evicted(table.evicted - before)
 
     def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -249,6 +248,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
 
     def reset(self) -> None:
         self._first = 0
+        self.is_croppable = True
         self._importance = None if self._keep is None else self._keep.importance()
         if self.table is not None:
             self.table.clear()
