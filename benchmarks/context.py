@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,13 @@ def main() -> None:
         "settings": [*known.get("settings", []), settings(args)],
     }
     for part in args.parts.split(","):
-        found = {"speed": speed, "check": check, "prompt": prompt}[part](args)
-        if "rows" in found:
-            found["rows"] = merged(known.get(part, {}).get("rows", []), found["rows"])
-        result[part] = found
-    print(f"written to {record('context', result, args.output)}")
+        # After each point: a run that is broken off has what it had.
+        for found in {"speed": speed, "check": check, "prompt": prompt}[part](args):
+            if "rows" in found:
+                found["rows"] = merged(known.get(part, {}).get("rows", []), found["rows"])
+            result[part] = found
+            record("context", result, args.output)
+    print(f"written to {target}")
 
 
 def merged(before: list[Any], rows: list[Any]) -> list[Any]:
@@ -171,7 +174,7 @@ def token_bytes(config: dict[str, Any], kv: str) -> int:
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim * bits // 8)
 
 
-def speed(args: argparse.Namespace) -> dict[str, Any]:
+def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from moe import read_stream
     from moe import token_bytes as weight_bytes
 
@@ -200,10 +203,12 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
                         judge(row, parse_bytes(ram))
                     print(line(row), flush=True)
                     rows.append(row)
+                    yield {
+                        "model": args.model.name, "dtype": "float32 computing on q4 weights",
+                        "config": config, "rows": rows,
+                    }  # fmt: skip
     finally:
         disk.close()
-    dtype = "float32 computing on q4 weights"
-    return {"model": args.model.name, "dtype": dtype, "config": config, "rows": rows}
 
 
 def judge(row: dict[str, Any], budget: int) -> None:
@@ -270,17 +275,17 @@ def line(row: dict[str, Any]) -> str:
 # True prompts
 
 
-def check(args: argparse.Namespace) -> dict[str, Any]:
+def check(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens and bits behind a true prompt."""
     found = point(
         args, "check", model=str(args.short or args.model), ram="4GiB", kv_ram="48MiB",
         context=args.check, chunk=512,
     )  # fmt: skip
     print("check:", json.dumps(found), flush=True)
-    return {"model": (args.short or args.model).name, **found}
+    yield {"model": (args.short or args.model).name, **found}
 
 
-def prompt(args: argparse.Namespace) -> dict[str, Any]:
+def prompt(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Times to the first token without and with what the first run has stored."""
     from context_points import random_ids
 
@@ -297,10 +302,12 @@ def prompt(args: argparse.Namespace) -> dict[str, Any]:
             )  # fmt: skip
             code, err, _ = run_limited(command, None, args.timeout)
             if code:
-                return {"error": f"exit {code}: {err.strip()[-300:]}"}
+                raise SystemExit(f"exit {code}: {err.strip()[-300:]}")
             runs.append(json.loads(out.read_text()))
     first, again = runs
     found = {
+        "model": args.model.name,
+        "layers": config["num_hidden_layers"],
         "tokens": args.prompt,
         "ttft_s": [r["ttft_s"] for r in runs],
         "share": again["ttft_s"] / first["ttft_s"],
@@ -311,7 +318,7 @@ def prompt(args: argparse.Namespace) -> dict[str, Any]:
         f"prompt of {args.prompt} tokens: first token after {first['ttft_s']:.2f} s, again after "
         f"{again['ttft_s']:.2f} s, {found['share']:.1%}; tokens equal: {found['tokens_equal']}"
     )
-    return found
+    yield found
 
 
 if __name__ == "__main__":
