@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--short", type=Path, help="for check: fewer layers")
     parser.add_argument("--check", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=8192)
+    parser.add_argument("--prompt-ram", default="16GiB", help="for prompt, which is about time")
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--add", action="store_true", help="to what --output has already")
@@ -297,13 +298,14 @@ def prompt(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for _ in range(2):
             command = offload_command(
                 "generate", "-m", str(args.model), "--prompt-ids", ids, "-n", "8", "--ignore-eos",
-                "-t", str(args.threads), "--ram", "4GiB", "--no-predict", "--json", str(out),
+                "-t", str(args.threads), "--ram", args.prompt_ram, "--no-predict", "--json", str(out),
                 "--prompt-cache", str(Path(folder) / "prompts"),
             )  # fmt: skip
             code, err, _ = run_limited(command, None, args.timeout)
-            if code:
+            if code or not out.exists():
                 raise SystemExit(f"exit {code}: {err.strip()[-300:]}")
             runs.append(json.loads(out.read_text()))
+            out.unlink()
     first, again = runs
     found = {
         "model": args.model.name,

@@ -265,6 +265,9 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
                 f"{type(model).__name__} expands what it caches before it attends (MLA), and "
                 f"--kv-keep cannot tell what attention went to; drop --kv-keep"
             )
+        # Where nothing would ever go blocks are as large as ever: the same partial results.
+        keep = keep if keep.tokens < context else None
+    if keep is not None:
         context = min(context, keep.tokens + keep.pass_tokens)
     half_queries = shapes[0].dtype == "bfloat16"
     if in_place:
