@@ -298,8 +298,8 @@ def prompt(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for _ in range(2):
             command = offload_command(
                 "generate", "-m", str(args.model), "--prompt-ids", ids, "-n", "8", "--ignore-eos",
-                "-t", str(args.threads), "--ram", args.prompt_ram, "--no-predict", "--json", str(out),
-                "--prompt-cache", str(Path(folder) / "prompts"),
+                "-t", str(args.threads), "--ram", args.prompt_ram, "--no-predict",
+                "--json", str(out), "--prompt-cache", str(Path(folder) / "prompts"),
             )  # fmt: skip
             code, err, _ = run_limited(command, None, args.timeout)
             if code or not out.exists():
