@@ -5,8 +5,9 @@
 * *forward*, with the deferred updates of the step before: the layers' products; the states that
   these updates read and write; Adam over memory;
 * *backward*, with the loss: the head's products (logits twice, the gradients of the hidden state
-  and of the head), every layer again and backward; the weights that are read again; gradients
-  that are spilled. Without clipping the updates are in this phase.
+  and of the head), every layer backward, and before that again, unless it has kept what it
+  computed; the weights that are read again; gradients that are spilled. Without clipping the
+  updates are in this phase. Inputs that are spilled are written in forward and read in backward.
 
 Computing is counted twice: as the model's own layer does it alone, forward and backward, with
 nothing else on the machine (an exact engine runs these operations and no others), and as its
@@ -59,20 +60,21 @@ class Model:
         return sum(o * i * n for (o, i), n in self.linears.items())
 
 
-def flops(model: Model, tokens: int) -> dict[str, dict[str, float]]:
+def flops(model: Model, tokens: int, kept: float = 0.0) -> dict[str, dict[str, float]]:
     """Floating-point operations of each phase, by the kind of product.
 
     Attention over the tokens of one causal sequence: two products of T x T / 2 forward, and two
-    and a half times that backward (scores again, and four products). Backward runs every layer
-    forward once more: boundary activations are all that is kept.
+    and a half times that backward (scores again, and four products). Backward runs layers forward
+    once more, but for the share that has ``kept`` what it computed.
     """
+    again = 1.0 - kept
     layers = 2.0 * tokens * model.products
     head = head_flops(model, tokens)["backward"]
     attention = 2.0 * tokens * tokens * model.attention
     return {
         "forward": {FORWARD: layers + attention},
         "backward": {
-            FORWARD: layers + head[FORWARD] + 3.5 * attention,
+            FORWARD: again * layers + head[FORWARD] + (2.5 + again) * attention,
             INPUT: layers + head[INPUT],
             WEIGHT: layers + head[WEIGHT],
         },
@@ -94,6 +96,10 @@ class Homes:
     states_written: int
     spilled: int
     """Gradients, written and read again."""
+    inputs: int = 0
+    """Units' inputs, written in forward and read again in backward."""
+    kept_layers: int = 0
+    """Layers that keep what they computed and are not run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +128,18 @@ def phase_traffic(
     with; else half of them are forward's.
     """
     states_written = max(0.0, written - homes.spilled)
-    weights = max(0.0, read - homes.states_read - homes.spilled)
+    weights = max(0.0, read - homes.states_read - homes.spilled - homes.inputs)
     states = min(homes.states_read, read)
     if clipping:
         return {
             "forward": Traffic(states + homes.spilled, states_written),
-            "backward": Traffic(weights, homes.spilled),
+            "backward": Traffic(weights + homes.inputs, homes.spilled),
         }
     return {
-        "forward": Traffic(weights / 2, 0.0),
-        "backward": Traffic(weights / 2 + states + homes.spilled, written),
+        "forward": Traffic(weights / 2, homes.inputs),
+        "backward": Traffic(
+            weights / 2 + states + homes.spilled + homes.inputs, max(0.0, written - homes.inputs)
+        ),
     }
 
 
@@ -185,10 +193,10 @@ def mean_rates(measured: Sequence[Rates]) -> Rates:
 
 def lanes(
     model: Model, tokens: int, states: str, traffic: Mapping[str, Traffic], rates: Rates, *,
-    clipping: bool,
+    clipping: bool, kept_layers: int = 0,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Seconds that each phase's lanes are busy at the machine's rates."""
-    work = flops(model, tokens)
+    work = flops(model, tokens, kept_layers / max(1, model.layers))
     out: dict[str, dict[str, float]] = {}
     for phase in PHASES:
         moved = traffic[phase]
@@ -201,8 +209,11 @@ def lanes(
         if rates.layer is not None:
             head = head_flops(model, tokens)[phase]
             alone = rates.layer["forward" if phase == "forward" else "both"]
-            out[phase][LAYERS] = model.layers * alone + sum(
-                n / rates.products[kind] for kind, n in head.items()
+            kept = kept_layers if phase == "backward" else 0
+            out[phase][LAYERS] = (
+                model.layers * alone
+                - kept * rates.layer["forward"]
+                + sum(n / rates.products[kind] for kind, n in head.items())
             )
     return out
 
@@ -274,7 +285,10 @@ def judge(
 ) -> dict[str, Any]:
     """A run beside its bound."""
     moved = phase_traffic(homes, found.read, found.written, clipping=clipping)
-    busy = lanes(model, int(found.tokens), states, moved, rates, clipping=clipping)
+    busy = lanes(
+        model, int(found.tokens), states, moved, rates, clipping=clipping,
+        kept_layers=homes.kept_layers,
+    )  # fmt: skip
     bound = t_min(busy)
     parameters = model.parameters
     return {

@@ -153,7 +153,12 @@ def main() -> None:
             copy = block.nbytes if kind.first_state else 0
             read += slots - copy
             written += slots - (copy if block.index in place.pinned else 0)
-        homes = Homes(states_read=read, states_written=written, spilled=run.plan.spill_bytes)
+        homes = Homes(
+            states_read=read, states_written=written, spilled=run.plan.spill_bytes,
+            inputs=run.plan.inputs_moved,
+            # Units that can keep their graph are layers, but for the embedding, which comes first.
+            kept_layers=len([u for u in place.kept if layout.units[u].experts or u]),
+        )  # fmt: skip
         found = Planned(
             homes=homes,
             lines=run.describe(),

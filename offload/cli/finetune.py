@@ -5,6 +5,7 @@ from __future__ import annotations
 from offload.cli import finetune_flags as tune
 from offload.cli import flags
 from offload.cli import output as targets
+from offload.cli.tracing import check_trace
 from offload.errors import OffloadError
 from offload.units import format_bytes
 
@@ -55,6 +56,8 @@ def finetune(
     json_file: tune.JsonLinesFile = None,
     tensorboard: tune.TensorBoard = None,
     plot: tune.Plot = None,
+    trace: flags.Trace = None,
+    trace_plot: flags.TracePlot = None,
     verbose: flags.Verbose = False,
 ) -> None:
     """Train a model; its weights, gradients and states stream from the disk as far as needed.
@@ -73,13 +76,19 @@ def finetune(
     targets.check_json_target(json_file)
     targets.check_target(plot, "--plot")
     plots.check_plot(plot)
+    check_trace(trace, trace_plot)
     _check_gpu(gpu)
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
     from offload.cli.finetune_run import Wish, run_finetune
 
-    run_finetune(Wish(options=options, json=json_file, plot=plot, tensorboard=tensorboard))
+    run_finetune(
+        Wish(
+            options=options, json=json_file, plot=plot, tensorboard=tensorboard,
+            trace=trace, trace_plot=trace_plot,
+        )
+    )  # fmt: skip
 
 
 def _check_gpu(gpu: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from offload.cli.finetune_stop import stop_after_step
 from offload.cli.finetune_view import View
 from offload.cli.planning import find_model
 from offload.cli.signals import Interrupted
+from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.pack_open import is_gguf
+from offload.scheduler.timeline import Record
 from offload.train.board import Board
 from offload.train.metrics import JsonLines, Listeners, read_lines
 from offload.train.options import TrainOptions
@@ -36,10 +39,14 @@ class Wish:
     plot: Path | None
     tensorboard: bool | None
     """None: if it is installed."""
+    trace: Path | None = None
+    trace_plot: Path | None = None
 
 
 class Run(Protocol):
     """``offload.train.run.Run``, as far as it is used here."""
+
+    record: Record | None
 
     def describe(self) -> list[str]: ...
 
@@ -60,13 +67,19 @@ def run_finetune(wish: Wish) -> None:
     board = _board(wish)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    run = _prepare(options)
+    tracing = Tracing(wish.trace, wish.trace_plot)
+    run = _prepare(options, tracing.ring_bytes)
     try:
+        if tracing.recorder is not None:
+            run.record = tracing.recorder.add
+            tracing.title = f"offload finetune: {Path(options.model).name}"
+            tracing.facts["plan"] = run.describe()
         plan = run.describe()
         err = console.err()
         for line in plan:
             err.print(Text(line), soft_wrap=not err.is_terminal)
-        end, loss, signum = _train(wish, run, plan, board)
+        with tracing:
+            end, loss, signum = _train(wish, run, plan, board)
     finally:
         run.close()
     console.note(say.stats_line(end, loss), "stats")
@@ -125,13 +138,13 @@ def _figures(wish: Wish, curve: Curve, lines: JsonLines | None) -> None:
         console.note(f"the losses are drawn in {wish.plot}", "plot")
 
 
-def _prepare(options: TrainOptions) -> Run:
+def _prepare(options: TrainOptions, reserve: int) -> Run:
     from offload.train.preparing import prepare  # type: ignore[import-not-found,unused-ignore]
 
     if options.method == "lora" and (options.quant is not None or is_gguf(options.model)):
         find_model(options.model, options.quant)  # packed here, where it can be seen
     gc.freeze()  # as in ``planning.make_plan``
-    run: Run = prepare(options)
+    run: Run = prepare(options, reserve=reserve) if reserve else prepare(options)
     return run
 
 
@@ -142,10 +155,14 @@ def _check_figures(wish: Wish) -> None:
         OffloadError: one file is two things, lies in the output, or is no metrics file.
     """
     output = wish.options.output.expanduser().resolve()
-    named = (("--json", wish.json), ("--plot", wish.plot))
+    named = (
+        ("--json", wish.json), ("--plot", wish.plot), ("--trace", wish.trace),
+        ("--trace-plot", wish.trace_plot),
+    )  # fmt: skip
     files = {flag: path.expanduser().resolve() for flag, path in named if path is not None}
-    if len(files) == 2 and files["--json"] == files["--plot"]:
-        raise OffloadError(f"--json and --plot are both {wish.json}; give two files")
+    for (one, file), (other, same) in itertools.combinations(files.items(), 2):
+        if file == same:
+            raise OffloadError(f"{one} and {other} are both {file}; give two files")
     for flag, file in files.items():
         if output in file.parents:
             raise OffloadError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+Listener = Callable[[float, float, int], None]
 
 
 class Meter:
@@ -15,6 +17,9 @@ class Meter:
         self._lock = threading.Lock()
         self._nbytes = self._under_way = 0
         self._since_s = self._busy_s = 0.0
+        self.listener: Listener | None = None
+        """Called with (begin, end, bytes) of each request that ended without an error, on the
+        ``time.perf_counter`` clock, by the thread that made it."""
 
     @property
     def nbytes(self) -> int:
@@ -36,9 +41,12 @@ class Meter:
                 self._since_s = time.perf_counter()
             self._under_way += 1
         moved = 0
+        began = time.perf_counter()
         try:
             yield
             moved = nbytes
+            if self.listener is not None:
+                self.listener(began, time.perf_counter(), nbytes)
         finally:
             with self._lock:
                 self._nbytes += moved

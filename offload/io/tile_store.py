@@ -22,6 +22,7 @@ from typing import Any
 
 from offload.errors import ClosedError, OffloadError, StoreError
 from offload.io.engines import DEFAULT_REQUEST_BYTES, Engine
+from offload.io.meter import Listener
 from offload.io.pack_format import normal_meta
 from offload.io.store import DEMAND, PREFETCH, Receipt
 from offload.io.tile_commit import Committing
@@ -233,6 +234,11 @@ class TileStore:
     def busy_s(self) -> float:
         """Seconds in which the file was read or written."""
         return self._file.both.busy_s
+
+    def listen(self, read: Listener, written: Listener) -> None:
+        """Be told of each request of the data file: see ``Meter.listener``."""
+        self._file.reads.listener = read
+        self._file.writes.listener = written
 
     def _check_tile(self, tile: int) -> None:
         if not 0 <= tile < len(self.layout):

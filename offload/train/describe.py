@@ -49,7 +49,8 @@ def describe(run: Run) -> list[str]:
         )
     if run.prediction is not None:
         phases = "; ".join(
-            f"{phase} " + ", ".join(f"{lane} {s:.2f} s" for lane, s in lanes.items() if s >= 0.005)
+            f"{phase} {run.prediction.phases[phase]:.2f} s: "
+            + ", ".join(f"{lane} {s:.2f} s" for lane, s in lanes.items() if s >= 0.005)
             for phase, lanes in run.prediction.lanes.items()
         )
         seconds = run.prediction.seconds

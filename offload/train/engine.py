@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from offload.errors import OffloadError
+from offload.scheduler.timeline import COMPUTE, WAITS, Record
 from offload.train.grads import Gradients
 from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout
@@ -143,6 +144,8 @@ class Engine:
         self.inputs: SpilledInputs | None = None
         """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
+        self.record: Record | None = None
+        """Set: told which unit computes, and when it waits for its weights."""
         self.checkpoint_bytes: Callable[[], int] = lambda: 0
         """Bytes read so far of the checkpoint itself."""
         self._closers: list[Callable[[], Any]] = []
@@ -247,16 +250,25 @@ class Engine:
             spent = time.perf_counter() - began
             self.clock.waiting += spent
             self.clock.updates += spent if pending else 0.0
+            self._tell(WAITS, unit, began, backward)
+        began = time.perf_counter()
         state.depth += 1
         try:
             yield
         finally:
             state.depth -= 1
             if not state.depth:
+                self._tell(COMPUTE, unit, began, backward)
                 for end in state.ends:
                     end()
                 if self._last_in_round():
                     self._leave(state)
+
+    def _tell(self, lane: str, unit: int, began: float, backward: bool) -> None:
+        """Record what the unit did from ``began`` until now."""
+        if self.record is not None:
+            name = self.layout.units[unit].name + (" backward" if backward else "")
+            self.record(lane, name, began, time.perf_counter(), 0)
 
     def _leave(self, state: _Running) -> None:
         for entry in state.entries:

@@ -16,15 +16,17 @@ from offload.models.meta import MetaModel
 from offload.models.params import parameters
 from offload.models.request import expert_top_k
 from offload.models.workspace import kernel_bytes
+from offload.train.beside import Updating, measure_updating
 from offload.train.footprint import TrainFootprint
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import workspace_bytes
 from offload.train.layout import TrainLayout
 from offload.train.loop import HEAD_ROWS
 from offload.train.options import TrainOptions
-from offload.train.plan import StepRates
-from offload.train.rates import UPDATE_BYTES_S, compute_seconds, disk_mix
+from offload.train.predicting import StepRates
+from offload.train.rates import Computing, compute_seconds, disk_mix
 from offload.train.row_grads import lookup_tables
+from offload.train.updates import Updater
 
 logger = logging.getLogger(__name__)
 
@@ -47,23 +49,38 @@ def step_rates(
     )
     if measured is None:
         return None
-    micro, each = measured
     try:
         read, write = disk_mix(states.parent)
+        updating = _updating(layout, options, states, measured)
     except StoreError as error:
         # Whether there is room for the run is asked, and said, elsewhere.
         logger.info("the disk cannot be measured: %s", error)
         return None
+    by_module = dict(zip(map(id, modules), measured.units, strict=True))
+    head = None if form is None else meta.model.get_submodule(form.head)
+    micro = options.grad_accum
     return StepRates(
-        compute={phase: seconds * options.grad_accum for phase, seconds in micro.items()},
-        disk_read=read, disk_write=write, update=UPDATE_BYTES_S,
         units={
-            unit.index: each[i] * options.grad_accum
-            for unit in layout.units
-            for i, module in enumerate(modules)
-            if unit.module is module
+            u.index: (micro * forward, micro * backward)
+            for u in layout.units
+            if id(u.module) in by_module
+            for forward, backward in [by_module[id(u.module)]]
         },
+        head=micro * measured.head,
+        head_unit=next((u.index for u in layout.units if u.module is head), None),
+        disk_read=read, disk_write=write, update=updating.bytes_s, beside=updating.beside,
     )  # fmt: skip
+
+
+def _updating(
+    layout: TrainLayout, options: TrainOptions, states: Path, computing: Computing
+) -> Updating:
+    """Of the kind of tile that most of what is trained is in; see ``beside``."""
+    most = max(layout.trained, key=lambda b: b.count)
+    kind = Updater.kinds(layout, options.states)[most.dtype]
+    return measure_updating(
+        states.parent, kind, sum_dtype(options) or most.dtype, computing.sample or (lambda: None)
+    )
 
 
 def graph_sizes(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from offload.errors import OffloadError
+from offload.io.engines import Engine as IoEngine
 from offload.io.engines import make_engine
 from offload.io.files import DirectFile
 from offload.io.memory import Staging
@@ -21,6 +22,7 @@ from offload.io.private import nameless_file, reserve
 from offload.models.meta import MetaModel, materialise_buffers
 from offload.models.recipes import TensorReader
 from offload.runtime.memory import HostMemory
+from offload.scheduler.timeline import Record
 from offload.train.engine import Engine
 from offload.train.experts import stream_experts
 from offload.train.grad_spill import spill_offsets
@@ -31,6 +33,7 @@ from offload.train.order import UseOrder
 from offload.train.packed_base import PackedBase
 from offload.train.packed_source import PackedSource, PackReader
 from offload.train.packed_weights import PackedWeights
+from offload.train.recording import RecordedEngine, record_tiles
 from offload.train.source import CheckpointSource, MadeBlocks, TileSource, check_dtypes
 from offload.train.tiles import Slot, widen
 from offload.train.updates import Tiles, Updater
@@ -93,6 +96,8 @@ class EngineOptions:
     """Values of parameters that no checkpoint holds: ``lora.Adapters.initial``."""
     base: PackedBase | None = None
     """Keep the frozen weights packed; None: they are the checkpoint's."""
+    record: Record | None = None
+    """Told what every lane does; see ``recording``."""
     progress: Callable[[str, int, int], None] = field(default=lambda *_: None)
 
 
@@ -108,8 +113,10 @@ def open_engine(
     check_dtypes(layout)
     _check(layout, placement)
     with contextlib.ExitStack() as undo:
-        io = make_engine(queue_depth=options.queue_depth)
+        io: IoEngine = make_engine(queue_depth=options.queue_depth)
         undo.callback(io.close)
+        if options.record is not None:
+            io = RecordedEngine(io, options.record)
         staging = Staging(STAGING_CHUNKS, CHUNK_BYTES)
         undo.callback(staging.close)
         base = options.base
@@ -133,6 +140,8 @@ def open_engine(
             io,
         )
         undo.callback(tiles.close)
+        if options.record is not None:
+            record_tiles(tiles, options.record)
         checkpoint: CheckpointSource | PackedSource
         if base is None:
             checkpoint = CheckpointSource(layout, meta.mapping, io, staging, options.initial)
@@ -179,6 +188,7 @@ def open_engine(
         if isinstance(weights, PackedWeights):
             engine.table_rows = weights.table_rows
         engine.inputs = inputs
+        engine.record = updater.record = options.record
         engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):
             engine.on_close(detach)

@@ -61,6 +61,8 @@ class TrainPlan:
     """How often states are on the disk: what changes, and what commits keep meanwhile."""
     inputs_bytes: int = 0
     """Of the file that inputs kept for backward are spilled to."""
+    inputs_moved: int = 0
+    """Of inputs that a step writes there, and reads again."""
     inputs_text: str = ""
     """What became of them, and why."""
     notes: tuple[str, ...] = field(default=())
@@ -307,44 +309,3 @@ def traffic(
     writes = {"forward": 0.0, "backward": spilled}
     writes[update] += states_written
     return {phase: (round(reads[phase]), round(writes[phase])) for phase in writes}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRates:
-    """What this machine does, measured before the plan."""
-
-    compute: Mapping[str, float]
-    """Phase -> seconds of computing in a step, with nothing to wait for."""
-    disk_read: float
-    disk_write: float
-    """Bytes per second, of reads and of writes under a mix of both."""
-    update: float
-    """Bytes per second of an update's pass over memory, on one thread."""
-    units: Mapping[int, float] = field(default_factory=dict)
-    """Unit -> seconds of its forwards in a step: what backward saves where its graph is kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Seconds of a step: each phase takes as long as its busiest lane."""
-
-    lanes: Mapping[str, Mapping[str, float]]
-    """Phase -> lane -> seconds."""
-
-    @property
-    def seconds(self) -> float:
-        return sum(max(lanes.values()) for lanes in self.lanes.values())
-
-
-def predict(plan: TrainPlan, rates: StepRates, update_bytes: int, *, clipping: bool) -> Prediction:
-    """``update_bytes``: what all updates of a step read and write in memory."""
-    lanes: dict[str, dict[str, float]] = {}
-    kept = sum(rates.units.get(unit, 0.0) for unit in plan.placement.kept)
-    for phase, (read, written) in plan.phases.items():
-        here = phase == ("forward" if clipping else "backward")
-        lanes[phase] = {
-            "compute": rates.compute[phase] - (kept if phase == "backward" else 0.0),
-            "ssd": read / rates.disk_read + written / rates.disk_write,
-            "update": update_bytes / rates.update if here else 0.0,
-        }
-    return Prediction(lanes=lanes)

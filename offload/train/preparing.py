@@ -46,7 +46,8 @@ from offload.train.options import TrainOptions
 from offload.train.output_target import check_target
 from offload.train.output_tensors import check_writable
 from offload.train.packed_base import Choice, PackedBase, choose_base, refuse_full
-from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan, predict, slot_bytes
+from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan
+from offload.train.predicting import predict
 from offload.train.result import adapter_directory, last_output
 from offload.train.run import Run
 from offload.train.schedule import Schedule
@@ -56,8 +57,10 @@ from offload.train.warm import warm_training
 from offload.units import format_bytes
 
 
-def prepare(options: TrainOptions) -> Run:
+def prepare(options: TrainOptions, *, reserve: int = 0) -> Run:
     """Check everything that can be checked, read the data, and plan. Loads no weights.
+
+    ``reserve``: bytes of the budget that somebody else takes (a trace).
 
     Raises:
         OffloadError: something to change: an option, the data, the model, the budget, the disk.
@@ -96,7 +99,7 @@ def prepare(options: TrainOptions) -> Run:
     check_writable(meta.mapping)
     data = _open_data(meta, options, states, notes)
     try:
-        run = _plan(meta, data, options, states, baseline, ram, notes, base)
+        run = _plan(meta, data, options, states, baseline, ram, notes, base, reserve)
         _check_room(run)
         return run
     except BaseException:
@@ -176,7 +179,7 @@ def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list
 
 def _plan(
     meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int, ram: int,
-    notes: list[str], base: PackedBase | None,
+    notes: list[str], base: PackedBase | None, reserve: int = 0,
 ) -> Run:  # fmt: skip
     if options.router_aux_loss is not None and not expert_groups(meta.model):
         raise OffloadError(
@@ -220,6 +223,8 @@ def _plan(
         "loss": loss_bytes(meta, form, layout, options, grad_dtype),
         "compiled products": product_bytes(layout, options, ram),
     }
+    if reserve:
+        fixed["trace"] = reserve
     if base is not None:
         tokens = options.batch_size * options.seq_len * vertical
         fixed["unpacked weights"] = base.work_bytes(layout) + base.scratch_bytes
@@ -253,15 +258,12 @@ def _plan(
     rates = step_rates(meta, layout, modules, form, options, states, tables)
     plan, prediction = candidates[0], None
     if rates is not None and base is not None:
-        unpack = base.unpack_seconds(layout, options.grad_accum, passes)
-        compute = {phase: s + unpack[phase] for phase, s in rates.compute.items()}
-        rates = replace(rates, compute=compute)
+        rates = rates.with_work(base.unpack_seconds(layout, options.grad_accum, passes))
     if rates is not None:
-        update_bytes = 2 * sum(
-            round(needs.updated.get(b.index, 1.0) * slot_bytes(layout, needs, b.index))
-            for b in layout.trained
-        )
-        predictions = [predict(p, rates, update_bytes, clipping=clipping) for p in candidates]
+        predictions = [
+            predict(p, layout, needs, rates, clipping=clipping, backwards=passes)
+            for p in candidates
+        ]
         i = best(candidates, predictions)
         plan, prediction = candidates[i], predictions[i]
     if options.ram is None:

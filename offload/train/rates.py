@@ -1,8 +1,8 @@
-"""What a step will cost on this machine, measured in about two seconds before anything is planned.
+"""What a step will cost on this machine, measured in a few seconds before anything is planned.
 
 One unit of each kind is run forward, and forward and backward, on made-up weights in the run's own
 shapes: the bound of matrix products alone leaves out a fifth. The disk is asked for reads and
-writes at once, as updates do.
+writes at once, as updates do. What the two cost each other is ``beside``'s.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import copy
 import itertools
 import logging
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,80 +36,116 @@ from offload.train.row_grads import RowGradient, taking_rows
 
 logger = logging.getLogger(__name__)
 
-UPDATE_BYTES_S = 8e9
-"""Of one thread's Adam beside computing threads; no more than a guess, and seldom the
-bottleneck."""
+SAMPLES, SAMPLE_S = 5, 0.6
+"""A unit is timed so often at most, and no more than twice for longer than so many seconds."""
 
 ROUTER_ELEMENTS = 2**21
 """The largest matrix that is filled with random numbers: routers are no larger."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """Seconds of one micro-batch."""
+
+    units: tuple[tuple[float, float], ...]
+    """Each unit's forward, and forward and backward."""
+    head: float
+    """The loss by slices."""
+    sample: Callable[[], object] | None
+    """Runs the kind of unit that takes most, forward and backward."""
+
+
 def compute_seconds(
     model: Any, units: Sequence[nn.Module], form: HeadForm | None, rows: int, length: int,
     tables: Sequence[torch.Tensor] = (),
-) -> tuple[dict[str, float], tuple[float, ...]] | None:  # fmt: skip
-    """Phase -> seconds of one micro-batch, and each unit's seconds of forward; None where a unit
-    does not run on made-up inputs.
+) -> Computing | None:  # fmt: skip
+    """How long each unit takes alone; None where a unit does not run on made-up inputs.
 
     ``tables``: parameters whose gradients from lookups leave by rows.
     """
     try:
         calls = any_unit_calls(model, list(units), rows, length)
         known: dict[Any, tuple[float, float]] = {}
-        forward = backward = 0.0
-        each: list[float] = []
+        each: list[tuple[float, float]] = []
+        sample, most = None, 0.0
         for unit in units:
-            each.append(0.0)
             if id(unit) not in calls:
+                each.append((0.0, 0.0))
                 continue
             leaves, spec = tree_flatten(calls[id(unit)])
             shapes = tuple((tuple(x.shape), x.dtype) for x in leaves if torch.is_tensor(x))
             key = type(unit), shapes, sum(p.nbytes for p in parameters(unit).values())
             if key not in known:
-                known[key] = _time_unit(unit, leaves, spec, tables)
-            forward += known[key][0]
-            each[-1] = known[key][0]
-            backward += known[key][1]
+                real = _Sample(unit, leaves, spec, tables)
+                known[key] = real.seconds()
+                alike = sum(type(u) is type(unit) for u in units)
+                if (all_of_them := known[key][1] * alike) > most:
+                    sample, most = real.both, all_of_them
+            each.append(known[key])
+        head = 0.0
         if form is not None:
-            backward += _time_head(form, next(model.parameters()).dtype, rows * length)
+            head = _time_head(form, next(model.parameters()).dtype, rows * length)
     except Exception as error:  # noqa: BLE001  a prediction must never stop a run
         logger.info("a step's computing cannot be measured: %s", error)
         return None
-    return {"forward": forward, "backward": backward}, tuple(each)
+    return Computing(units=tuple(each), head=head, sample=sample)
 
 
-def _time_unit(
-    unit: nn.Module, leaves: list[Any], spec: Any, tables: Sequence[torch.Tensor]
-) -> tuple[float, float]:
-    """(seconds forward, seconds forward and backward), each the best of two."""
-    real = made_up(unit)
-    by_rows = {
-        id(now.weight): _drop
-        for was, now in zip(unit.modules(), real.modules(), strict=True)
-        if isinstance(now, nn.Embedding) and any(was.weight is table for table in tables)
-    }
-    grads = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves]
-    inputs = [_real(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-    forward, both = [], []
-    for _ in range(2):
-        began = time.perf_counter()
+class _Sample:
+    """A unit on made-up weights and inputs."""
+
+    def __init__(
+        self, unit: nn.Module, leaves: list[Any], spec: Any, tables: Sequence[torch.Tensor]
+    ) -> None:
+        self._real = made_up(unit)
+        self._by_rows = {
+            id(now.weight): _drop
+            for was, now in zip(unit.modules(), self._real.modules(), strict=True)
+            if isinstance(now, nn.Embedding) and any(was.weight is table for table in tables)
+        }
+        self._grads = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves]
+        self._inputs = [_real(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._spec = spec
+
+    def forward(self) -> None:
         with torch.no_grad():
-            args, kwargs = tree_unflatten(inputs, spec)
-            real(*args, **kwargs)
-        forward.append(time.perf_counter() - began)
-        began = time.perf_counter()
+            args, kwargs = tree_unflatten(self._inputs, self._spec)
+            self._real(*args, **kwargs)
+
+    def both(self) -> None:
+        """Forward and backward."""
         fresh = [
-            x.detach().requires_grad_() if g else x for x, g in zip(inputs, grads, strict=True)
+            x.detach().requires_grad_() if g else x
+            for x, g in zip(self._inputs, self._grads, strict=True)
         ]
-        args, kwargs = tree_unflatten(fresh, spec)
-        with torch.enable_grad(), taking_rows(by_rows):
-            out, _spec = tree_flatten(real(*args, **kwargs))
+        args, kwargs = tree_unflatten(fresh, self._spec)
+        with torch.enable_grad(), taking_rows(self._by_rows):
+            out, _spec = tree_flatten(self._real(*args, **kwargs))
         outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
         if outs:  # none of a frozen embedding's
             torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
-        both.append(time.perf_counter() - began)
-        real.zero_grad()
-    return min(forward), min(both)
+        self._real.zero_grad()
+
+    def seconds(self) -> tuple[float, float]:
+        """(forward, forward and backward)"""
+        forward, both = timed(self.forward, self.both)
+        return min(forward, both), both
+
+
+def timed(*works: Callable[[], object]) -> list[float]:
+    """Seconds of each of ``works``: the median of several, after one that does not count (it makes
+    what is made once), or of few where they take long. Not the best of them: a step has no second
+    try. They take turns, so that none has a bad moment of the machine for itself."""
+    times: list[list[float]] = [[] for _ in works]
+    began = time.perf_counter()
+    while len(times[0]) < 2 or (
+        len(times[0]) <= SAMPLES and time.perf_counter() - began < len(works) * SAMPLE_S
+    ):
+        for work, found in zip(works, times, strict=True):
+            start = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - start)
+    return [statistics.median(found[1:]) for found in times]
 
 
 def _drop(rows: RowGradient) -> None:
@@ -147,12 +185,8 @@ def _time_head(form: HeadForm, dtype: torch.dtype, tokens: int) -> float:
     head = ResidentHead(torch.rand(rows, form.width).to(dtype), rows=HEAD_ROWS)
     hidden = torch.rand(tokens, form.width).to(dtype)
     labels = torch.zeros(tokens, dtype=torch.int64)
-    times = []
-    for _ in range(2):
-        began = time.perf_counter()
-        head_loss(hidden, labels, head, scale=1.0, transform=form.transform)
-        times.append(time.perf_counter() - began)
-    return min(times) * form.vocabulary / rows
+    (seconds,) = timed(lambda: head_loss(hidden, labels, head, scale=1.0, transform=form.transform))
+    return seconds * form.vocabulary / rows
 
 
 def disk_mix(

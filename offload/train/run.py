@@ -14,6 +14,7 @@ from typing import Any
 from offload.errors import OffloadError
 from offload.models.meta import MetaModel
 from offload.runtime.rss import peak_rss
+from offload.scheduler.timeline import Record
 from offload.train.commits import Commits
 from offload.train.data.opening import TrainData
 from offload.train.decay import group_maker
@@ -27,10 +28,8 @@ from offload.train.needs import row_tables, rows_in_ram
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
-from offload.train.plan import (
-    Prediction,
-    TrainPlan,
-)
+from offload.train.plan import TrainPlan
+from offload.train.predicting import Prediction
 from offload.train.reports import EndReport, EvalReport, Listener, StepReport, StepSums
 from offload.train.result import Result, last_output
 from offload.train.schedule import Schedule
@@ -75,6 +74,8 @@ class Run:
         self.identity = identity_of(meta, layout, data, options, total, fingerprint)
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
+        self.record: Record | None = None
+        """Set before ``train``: told what every lane does."""
         self._sums = StepSums()
         self._expert_updates = self._skipped_updates = 0
         self._result = Result(meta, layout, options, adapters, base)
@@ -121,6 +122,7 @@ class Run:
             )  # fmt: skip
             stack.callback(loop.close)
             loop.phases.counters = partial(self._counters, engine)
+            loop.phases.record = self.record
             report = self._steps(engine, loop, listener, should_stop, began)
         listener.ended(report)
         return report
@@ -197,7 +199,7 @@ class Run:
                 row_tables=row_tables(
                     self.layout, rows_in_ram(self.layout, options, self.grad_dtype)
                 ),
-                directory=self.states.parent, progress=listener.phase,
+                directory=self.states.parent, progress=listener.phase, record=self.record,
                 initial={} if self.adapters is None else self.adapters.initial, base=self.base,
             ),
             self._commits.open_store,

@@ -17,7 +17,8 @@ from offload.train.footprint import TrainFootprint
 from offload.train.inputs import buffer_bytes
 from offload.train.layout import TrainLayout
 from offload.train.opening import InputSpill
-from offload.train.plan import Needs, Prediction, TrainPlan
+from offload.train.plan import Needs, TrainPlan
+from offload.train.predicting import Prediction
 from offload.units import format_bytes
 
 KEPT = "inputs kept for backward"
@@ -127,6 +128,7 @@ def _spilled(
         placement=replace(plan.placement, inputs=spill),
         phases=phases,
         inputs_bytes=spill.file_bytes,
+        inputs_moved=step,
     )
 
 

@@ -22,6 +22,7 @@ from offload.blocks import ALIGN
 from offload.cpu_ops.adam_step import AdamStep
 from offload.io.store import PREFETCH
 from offload.runtime.memory import HostMemory
+from offload.scheduler.timeline import UPDATE, Record
 from offload.train.buffers import BufferPool
 from offload.train.grads import Gradients
 from offload.train.layout import Block, Tile, TrainLayout
@@ -109,6 +110,8 @@ class Updater:
         self._bases = _bases(layout)
         self._zeros: dict[str, Any] = {}
         self.busy_s = 0.0
+        self.record: Record | None = None
+        """Set: told of each tile that is updated."""
         self._thread = threading.Thread(target=self._serve, name="offload-update", daemon=True)
         self._thread.start()
 
@@ -280,7 +283,10 @@ class Updater:
         _clear_gaps(block, tile, slot.copy)  # so that a slot's bytes are a function of the states
         if entry is not None:
             np.copyto(entry.numbers[span], slot.copy)
-        self.busy_s += time.perf_counter() - began
+        ended = time.perf_counter()
+        self.busy_s += ended - began
+        if self.record is not None:
+            self.record(UPDATE, block.id, began, ended, memory.nbytes)
         self._let_go(task)
 
     def _no_gradient(self, block: Block) -> Any:

@@ -108,6 +108,39 @@ def test_layers_are_counted_as_they_run_alone_and_the_head_by_its_products(
     assert bound.t_min(busy) == pytest.approx(sum(p[bound.LAYERS] for p in busy.values()))
 
 
+def test_layers_that_kept_what_they_computed_are_not_run_again(
+    bound: ModuleType, model: Any
+) -> None:
+    slow = dict.fromkeys((bound.FORWARD, bound.INPUT, bound.WEIGHT), 4.0)
+    traffic = {phase: bound.Traffic(0, 0) for phase in bound.PHASES}
+    layer = {"forward": 5e3, "both": 2e4}
+    found = bound.Rates(products=slow, dram=1e30, ssd={0.0: 1e30, 1.0: 1e30}, layer=layer)
+
+    def busy(kept: int) -> Any:
+        return bound.lanes(model, 3, "fp32", traffic, found, clipping=True, kept_layers=kept)
+
+    none, all_of_them = busy(0), busy(model.layers)
+    assert none["forward"] == all_of_them["forward"]
+    for lane, less in (
+        (bound.LAYERS, model.layers * 5e3), (bound.PRODUCTS, none["forward"][bound.PRODUCTS])
+    ):  # fmt: skip
+        assert none["backward"][lane] - all_of_them["backward"][lane] == pytest.approx(less)
+
+
+def test_spilled_inputs_go_in_forward_and_come_in_backward(bound: ModuleType) -> None:
+    homes = bound.Homes(states_read=120, states_written=140, spilled=10, inputs=7)
+    for clipping in (True, False):
+        plain = bound.phase_traffic(
+            bound.Homes(states_read=120, states_written=140, spilled=10), 193, 150,
+            clipping=clipping,
+        )  # fmt: skip
+        found = bound.phase_traffic(homes, 200, 157, clipping=clipping)
+        assert found["forward"].written == plain["forward"].written + 7
+        assert found["backward"].read == plain["backward"].read + 7
+        assert found["forward"].read == plain["forward"].read
+        assert found["backward"].written == plain["backward"].written
+
+
 def test_mean_rates_are_those_of_the_mean_time(bound: ModuleType) -> None:
     found = bound.mean_rates([rates(bound, dram=1.0), rates(bound, dram=3.0)])
     assert found.dram == pytest.approx(2 / (1 / 1 + 1 / 3))

@@ -64,6 +64,18 @@ def test_a_whole_run(finetune: Finetune, tmp_path: Path) -> None:
     assert len(kinds) > 2
 
 
+def test_a_trace(finetune: Finetune, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "trace.json", tmp_path / "trace.png"
+    result = finetune("--trace", trace, "--trace-plot", picture)
+    assert result.code == 0, result.err
+    found = json.loads(trace.read_text())
+    names = {event["name"] for event in found["traceEvents"]}
+    assert {"step 1 forward", "step 2 backward"} <= names
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    refused(finetune("--trace", trace, "--json", trace), "--json and --trace are both")
+
+
 BAD_DATA = {
     "nothing": ("", ("is empty",)),
     "blank-lines": ("\n\n\n", ("train.jsonl",)),

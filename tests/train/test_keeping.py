@@ -17,7 +17,8 @@ from offload.train import preparing
 from offload.train.keeping import GRAPHS, KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout
 from offload.train.opening import Placement
-from offload.train.plan import Needs, StepRates, TrainPlan
+from offload.train.plan import Needs, TrainPlan
+from offload.train.predicting import StepRates
 from offload.train.preparing import prepare
 from offload.train.run import Run
 from offload.train.vertical import Rounds
@@ -149,8 +150,8 @@ def test_a_run_keeps_what_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def rates(seconds: float) -> Any:
         def of(meta: Any, layout: TrainLayout, *_: Any) -> StepRates:
             return StepRates(
-                compute={"forward": seconds, "backward": 3 * seconds}, disk_read=1e9,
-                disk_write=1e9, update=1e9, units={u.index: seconds / 4 for u in layout.units},
+                units={u.index: (seconds / 4, 3 * seconds / 4) for u in layout.units},
+                disk_read=1e9, disk_write=1e9, update=1e9,
             )  # fmt: skip
 
         return of

@@ -120,6 +120,7 @@ def test_the_command_line_packs_trains_and_resumes(
     assert "packing" in said.err
     assert str(own_cache) in said.err
     assert "packed (q4_0" in said.err
+    assert "s a step (forward" in said.err  # how long unpacking and computing will take
     assert len(list(own_cache.glob("*-q4"))) == 1
     loaded = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(EXAMPLE), tmp_path / "one" / "out"

@@ -29,7 +29,8 @@ from offload.io.files import DirectFile, TransferError
 from offload.train import preparing
 from offload.train.inputs import AHEAD, SpilledInputs, buffer_bytes
 from offload.train.opening import Placement
-from offload.train.plan import Needs, Prediction, TrainPlan
+from offload.train.plan import Needs, TrainPlan
+from offload.train.predicting import Prediction
 from offload.train.preparing import prepare
 from offload.train.spilling import KEPT, MOVING, KeptInputs, best, plans
 from offload.train.weights import Shared
@@ -279,7 +280,7 @@ def test_nothing_goes_for_less_than_its_buffers() -> None:
 )
 def test_spilling_must_be_worth_it(seconds: list[float], wanted: int) -> None:
     found = plans(made(1 << 30), NEEDS, INPUTS)[:3]
-    predictions = [Prediction(lanes={"forward": {"ssd": s}}) for s in seconds]
+    predictions = [Prediction(phases={"forward": s}, lanes={}) for s in seconds]
     assert best(found, predictions) == wanted
 
 

@@ -1,0 +1,184 @@
+"""What computing and the optimizer's lane cost each other on this machine, measured.
+
+Updates are not free beside computing: they read tiles, check their sums, run Adam, and write, on
+cores and through memory that products want. With a core to spare that is little; on two cores it
+is a fifth of a step. So one unit's forward and backward is run while tiles of the run's own kind go
+round a private file as the update lane moves them, and each is compared with itself alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload.blocks import DTYPE_BYTES
+from offload.cpu_ops.adam_step import AdamStep
+from offload.io.checksum import xxh3
+from offload.io.engines import make_engine
+from offload.io.files import DirectFile
+from offload.io.private import nameless_file, reserve
+from offload.io.store import PREFETCH
+from offload.runtime.memory import HostMemory
+from offload.train.pace import Beside
+from offload.train.tiles import Slot, SlotKind, numbers
+
+logger = logging.getLogger(__name__)
+
+ELEMENTS = 1 << 19
+"""Of a tile: half of the engine's, so that few suffice."""
+TILES, UNDER_WAY = 24, 4
+LEAST_S = 0.5
+"""Computing beside tiles is timed for so long at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updating:
+    """What was measured."""
+
+    bytes_s: float
+    """Of a slot's parts, both ways, through one thread's Adam."""
+    beside: Beside
+
+
+def measure_updating(
+    directory: Path, kind: SlotKind, gradient_dtype: str, work: Callable[[], object]
+) -> Updating:
+    """Run tiles of ``kind`` alone, then beside ``work``, which computes with torch's threads.
+
+    Raises:
+        StoreError: the directory has no room for the tiles, or cannot be read or written.
+    """
+    with _Lane(directory, kind, gradient_dtype) as lane:
+        lane.run(TILES)  # the first write of a block is no disk's rate
+        lane.adam_s = 0.0
+        each = lane.run(TILES) / TILES
+        adam = lane.adam_s / TILES
+        stop, found = threading.Event(), []
+        thread = threading.Thread(
+            target=lambda: found.append(lane.until(stop)), name="offload-probe-updates"
+        )
+        alone = _seconds(work)
+        thread.start()
+        try:
+            together = _seconds(work)
+        finally:
+            stop.set()
+            thread.join()
+        if not found:
+            return Updating(bytes_s=2 * lane.slot_bytes / adam, beside=Beside())
+    beside = Beside(compute=max(1.0, together / alone), disk=max(1.0, found[0] / each))
+    logger.debug("beside each other: %s", beside)
+    return Updating(bytes_s=2 * lane.slot_bytes / adam, beside=beside)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The mean of one run of ``work``."""
+    times: list[float] = []
+    while sum(times) < LEAST_S or len(times) < 2:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.fmean(times)
+
+
+class _Lane:
+    """Tiles that are read, updated and written, as ``updates.Updater`` has them."""
+
+    def __init__(self, directory: Path, kind: SlotKind, gradient_dtype: str) -> None:
+        offsets = kind.offsets(ELEMENTS)
+        self._kind = kind
+        self._first = offsets[kind.first_state]
+        self.slot_bytes = offsets[-1]
+        self.adam_s = 0.0
+        self._gradient = numbers(
+            np.zeros(ELEMENTS * DTYPE_BYTES[gradient_dtype], np.uint8), gradient_dtype
+        )
+        fd, _ = nameless_file(directory)
+        try:
+            reserve(fd, TILES * self.slot_bytes, os.fspath(directory))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._file = DirectFile(fd, f"{directory}/(probe)")
+        self._engine = make_engine(queue_depth=4)
+        self._free = [HostMemory(self.slot_bytes, "probe") for _ in range(UNDER_WAY)]
+        self._writing: deque[tuple[HostMemory, Future[Any]]] = deque()
+        self._number = 0
+
+    def __enter__(self) -> _Lane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._settle(0)
+        finally:
+            self._engine.close()
+            self._file.close()
+            for memory in self._free:
+                memory.close()
+
+    def run(self, tiles: int) -> float:
+        """Seconds until so many are through and written."""
+        began = time.perf_counter()
+        self._go(lambda done: done >= tiles)
+        self._settle(0)
+        return time.perf_counter() - began
+
+    def until(self, stop: threading.Event) -> float:
+        """Go on until then; returns the seconds of one tile."""
+        began = time.perf_counter()
+        return (time.perf_counter() - began) / n if (n := self._go(lambda _: stop.is_set())) else 0
+
+    def _go(self, enough: Callable[[int], bool]) -> int:
+        reading: deque[tuple[HostMemory, int, Future[Any]]] = deque()
+        done = begun = 0
+        while not enough(done):
+            while len(reading) < UNDER_WAY // 2:
+                self._settle(UNDER_WAY - len(reading) - 1)
+                memory, at = self._free.pop(), (begun % TILES) * self.slot_bytes
+                begun += 1
+                read = self._engine.read(
+                    self._file, at + self._first, memory.view()[self._first :], PREFETCH
+                )
+                reading.append((memory, at, read))
+            self._update(*reading.popleft())
+            done += 1
+        for memory, _, read in reading:
+            read.result()
+            self._free.append(memory)
+        return done
+
+    def _settle(self, left: int) -> None:
+        """Wait until at most ``left`` writes are under way."""
+        while len(self._writing) > left:
+            memory, write = self._writing.popleft()
+            write.result()
+            self._free.append(memory)
+
+    def _update(self, memory: HostMemory, at: int, read: Future[Any]) -> None:
+        read.result()
+        view = memory.view()
+        xxh3(view[self._first :])
+        self._number += 1
+        step = AdamStep(lr=1e-3, step=self._number)
+        began = time.perf_counter()
+        slot = Slot(self._kind, ELEMENTS, memory.tensor().numpy())
+        slot.update(step, self._gradient, 0, ELEMENTS, seed=0, first=0, workers=1)
+        del slot
+        self.adam_s += time.perf_counter() - began
+        xxh3(view)
+        self._writing.append((memory, self._engine.write(self._file, at, view)))
+
+
+__all__ = ["Updating", "measure_updating"]

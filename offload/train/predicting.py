@@ -1,0 +1,166 @@
+"""What a step of a plan will take: from rates of this machine, or of another, to seconds.
+
+Pure: numbers in, numbers out. Each unit's traffic follows from where its blocks live, as in
+``plan.traffic``; ``pace`` has units wait for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from offload.blocks import align_up
+from offload.train.layout import TrainLayout
+from offload.train.pace import Beside, UnitSeconds, pace
+from offload.train.plan import Needs, TrainPlan, grad_bytes, slot_bytes
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRates:
+    """What a machine does, measured before the plan or told."""
+
+    units: Mapping[int, tuple[float, float]]
+    """Unit -> seconds of its forwards in a step, and of its backwards with running it again."""
+    head: float = 0.0
+    """Seconds of the loss by slices, with its gradients."""
+    head_unit: int | None = None
+    """The head, where it is a unit."""
+    disk_read: float
+    disk_write: float
+    """Bytes per second, of reads and of writes under a mix of both."""
+    update: float
+    """Bytes per second of an update's pass over memory, on one thread."""
+    beside: Beside = field(default_factory=Beside)
+
+    @property
+    def compute(self) -> dict[str, float]:
+        """Phase -> seconds of computing in a step, with nothing to wait for."""
+        forward, backward = (sum(unit[i] for unit in self.units.values()) for i in (0, 1))
+        return {"forward": forward, "backward": backward + self.head}
+
+    def with_work(self, more: Mapping[str, float]) -> StepRates:
+        """With so many seconds more in each phase, spread evenly over all units (unpacking)."""
+        n = max(1, len(self.units))
+        forward, backward = (more[phase] / n for phase in PHASES)
+        units = {u: (f + forward, b + backward) for u, (f, b) in self.units.items()}
+        return replace(self, units=units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds of a step."""
+
+    phases: Mapping[str, float]
+    """Phase -> seconds, waiting included."""
+    lanes: Mapping[str, Mapping[str, float]]
+    """Phase -> lane -> seconds that it is busy."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+def predict(
+    plan: TrainPlan, layout: TrainLayout, needs: Needs, rates: StepRates, *, clipping: bool,
+    backwards: int = 1,
+) -> Prediction:  # fmt: skip
+    """A step of ``plan``; arguments as of ``make_plan``."""
+    place = plan.placement
+    ring = place.weights_bytes - sum(layout.blocks[b].nbytes for b in place.pinned)
+    per_unit = [
+        sum(layout.blocks[b].nbytes for b in unit.blocks if b not in place.pinned)
+        for unit in layout.units
+    ]
+    units = _units(plan, layout, needs, rates, ring, clipping=clipping, backwards=backwards)
+    seconds = pace(
+        units, deferred=clipping, beside=rates.beside,
+        ahead=max(1, ring // max(1, *per_unit) - 1), gradient_limit=place.gradient_bytes,
+    )  # fmt: skip
+    kept = sum(rates.units.get(unit, (0.0, 0.0))[0] for unit in place.kept)
+    update_bytes = 2 * sum(
+        round(needs.updated.get(b.index, 1.0) * slot_bytes(layout, needs, b.index))
+        for b in layout.trained
+    )
+    lanes: dict[str, dict[str, float]] = {}
+    for phase, (read, written) in plan.phases.items():
+        here = phase == ("forward" if clipping else "backward")
+        lanes[phase] = {
+            "compute": rates.compute[phase] - (kept if phase == "backward" else 0.0),
+            "ssd": read / rates.disk_read + written / rates.disk_write,
+            "update": update_bytes / rates.update if here else 0.0,
+        }
+    return Prediction(phases=dict(zip(PHASES, seconds, strict=True)), lanes=lanes)
+
+
+def _units(
+    plan: TrainPlan, layout: TrainLayout, needs: Needs, rates: StepRates, ring: int, *,
+    clipping: bool, backwards: int,
+) -> list[UnitSeconds]:  # fmt: skip
+    """Each unit alone. A block that several share is the first one's; what no unit has is the first
+    unit's, for a step begins with it."""
+    place = plan.placement
+    mine: list[list[int]] = [[] for _ in layout.units]
+    for block, users in enumerate(layout.users):
+        mine[min(users, default=0)].append(block)
+    update, spill, forward, backward, gradients = (
+        [0.0] * len(mine), [0.0] * len(mine), [0] * len(mine), [0] * len(mine), [0] * len(mine)
+    )  # fmt: skip
+    for u, blocks in enumerate(mine):
+        passed = 0.0
+        for b in blocks:
+            block = layout.blocks[b]
+            if b not in place.pinned:
+                backward[u] += backwards * block.nbytes
+                forward[u] += (backwards - (clipping and block.trained)) * block.nbytes
+            if not block.trained:
+                continue
+            share = needs.updated.get(b, 1.0)
+            slots = slot_bytes(layout, needs, b)
+            passed += share * 2 * slots
+            copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
+            if b not in place.resident:
+                update[u] += share * (slots - copy) / rates.disk_read
+                kept = copy if b in place.pinned else 0
+                update[u] += share * (slots - kept) / rates.disk_write
+            gradients[u] += grad_bytes(layout, needs, b)
+            if b in place.spilled:
+                nbytes = share * align_up(grad_bytes(layout, needs, b))
+                update[u] += nbytes / rates.disk_read
+                spill[u] += nbytes / rates.disk_write
+        update[u] = max(update[u], passed / rates.update)
+    # Around both turns of a step the ring has what comes next.
+    _drop(forward, range(len(mine)), backwards * ring // 2)
+    _drop(backward, reversed(range(len(mine))), backwards * ring // 2)
+    spilled = frozenset() if place.inputs is None else place.inputs.units
+    moved = plan.inputs_moved / max(1, len(spilled))
+    out = []
+    for u in range(len(mine)):
+        run, again = rates.units.get(u, (0.0, 0.0))
+        if u == rates.head_unit:
+            again += rates.head
+        away = moved if u in spilled else 0.0
+        out.append(
+            UnitSeconds(
+                forward=run, backward=again - (run if u in place.kept else 0.0),
+                update=update[u], spill=spill[u], fetch_forward=forward[u] / rates.disk_read,
+                fetch_backward=backward[u] / rates.disk_read,
+                input_away=away / rates.disk_write, input_back=away / rates.disk_read,
+                gradient_bytes=gradients[u],
+            )
+        )  # fmt: skip
+    if rates.head_unit is None and rates.head:
+        out.append(UnitSeconds(backward=rates.head))
+    return out
+
+
+def _drop(amounts: list[int], order: Iterable[int], nbytes: int) -> None:
+    """Take ``nbytes`` off what comes first."""
+    for u in order:
+        taken = min(amounts[u], nbytes)
+        amounts[u] -= taken
+        nbytes -= taken
+
+
+__all__ = ["Beside", "Prediction", "StepRates", "predict"]

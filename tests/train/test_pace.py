@@ -1,0 +1,101 @@
+"""How lanes that wait for one another add up: by hand, and against what no schedule can beat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.train.pace import Beside, UnitSeconds, pace
+
+
+def step(units: list[UnitSeconds], **more: Any) -> tuple[float, float]:
+    given: dict[str, Any] = {"deferred": True, "ahead": 1, "beside": Beside(), **more}
+    return pace(units, **given)
+
+
+def test_computing_alone() -> None:
+    units = [UnitSeconds(forward=1.0, backward=3.0)] * 4 + [UnitSeconds(backward=2.0)]
+    assert step(units) == pytest.approx((4.0, 14.0))
+
+
+def test_a_step_begins_with_the_first_units_update() -> None:
+    """Fill: 0.5 s before the first forward; all later updates run behind computing."""
+    units = [UnitSeconds(forward=1.0, backward=3.0, update=0.5)] * 4
+    assert step(units) == pytest.approx((4.5, 12.0))
+
+
+def test_the_disk_is_the_bottleneck() -> None:
+    """The last unit computes when all updates are through."""
+    units = [UnitSeconds(forward=1.0, backward=3.0, update=2.0)] * 4
+    assert step(units) == pytest.approx((9.0, 12.0))
+
+
+def test_the_heads_update_is_backwards_business() -> None:
+    units = [UnitSeconds(forward=1.0, backward=3.0, update=2.0)] * 2
+    units += [UnitSeconds(backward=1.0, update=4.0)]
+    assert step(units) == pytest.approx((5.0, 3.0 + 7.0))
+
+
+def test_updates_inside_backward_end_in_the_next_forward() -> None:
+    """The first unit's comes last, and its forward waits for it."""
+    units = [UnitSeconds(forward=1.0, backward=3.0, update=2.0)] * 4
+    assert step(units, deferred=False) == pytest.approx((6.0, 12.0))
+
+
+def test_gradients_that_wait_for_updates_hold_backward() -> None:
+    units = [UnitSeconds(forward=1.0, backward=1.0, update=4.0, gradient_bytes=10)] * 4
+    free = step(units, deferred=False)
+    held = step(units, deferred=False, gradient_limit=10)
+    assert sum(held) == pytest.approx(sum(free))  # the disk is busy all the time in both
+    assert held[1] > free[1]
+
+
+def test_weights_that_are_read_again() -> None:
+    """Two units are in the ring at the turn of the step; backward then waits for the disk."""
+    units = [UnitSeconds(forward=1.0, backward=1.0, fetch_backward=2.0)] * 6
+    forward, backward = step(units)
+    assert forward == pytest.approx(6.0)
+    assert 11.0 <= backward <= 13.0
+
+
+def test_both_are_slower_beside_each_other() -> None:
+    """Two seconds of updates cost computing half of that, as long as it is there to be cost."""
+    units = [UnitSeconds(forward=10.0, backward=1.0, update=0.0)]
+    units += [UnitSeconds(forward=10.0, backward=1.0, update=2.0)]
+    assert step(units, beside=Beside(compute=1.5, disk=1.0)) == pytest.approx(
+        (20.0 + 2.0 - 2.0 / 1.5, 2.0)
+    )
+
+
+def test_inputs_come_back_in_time_or_not() -> None:
+    units = [UnitSeconds(forward=1.0, backward=2.0, input_away=0.5, input_back=0.5)] * 4
+    assert step(units) == pytest.approx((4.0, 9.0))  # the last unit's has to go and to come
+
+
+SECONDS = st.floats(0, 4).map(lambda s: round(s, 2))
+UNITS = st.lists(
+    st.builds(
+        UnitSeconds, forward=SECONDS, backward=SECONDS, update=SECONDS, fetch_forward=SECONDS,
+        fetch_backward=SECONDS, spill=SECONDS, input_away=SECONDS, input_back=SECONDS,
+        gradient_bytes=st.integers(0, 9),
+    ),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@given(UNITS, st.booleans(), st.integers(1, 3), st.none() | st.integers(0, 20))
+def test_no_lane_is_faster_than_its_work(
+    units: list[UnitSeconds], deferred: bool, ahead: int, limit: int | None
+) -> None:
+    """A step is at least its computing, and at most everything one after the other."""
+    found = pace(units, deferred=deferred, ahead=ahead, beside=Beside(), gradient_limit=limit)
+    computing = sum(u.forward for u in units), sum(u.backward for u in units)
+    assert all(a >= b - 1e-6 for a, b in zip(found, computing, strict=True))
+    everything = sum(
+        u.update + u.fetch_forward + u.fetch_backward + u.spill + u.input_away + u.input_back
+        for u in units
+    )
+    assert sum(found) <= sum(computing) + 2 * everything + 1e-6
