@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 ELEMENTS = 1 << 19
 """Of a tile: half of the engine's, so that few suffice."""
 TILES, UNDER_WAY = 24, 4
+ROUNDS = 3
+"""Times that they go round alone."""
 LEAST_S = 0.5
 """Computing beside tiles is timed for so long at least."""
 
@@ -46,8 +48,11 @@ LEAST_S = 0.5
 class Updating:
     """What was measured."""
 
-    bytes_s: float
-    """Of a slot's parts, both ways, through one thread's Adam."""
+    adam: float
+    """Bytes per second of a slot's parts, both ways, through one thread's Adam."""
+    lane: float
+    """Bytes per second that are read and written by the whole lane, with nothing beside it: less
+    than the disk's, for tiles are checked and updated in between."""
     beside: Beside
 
 
@@ -62,8 +67,9 @@ def measure_updating(
     with _Lane(directory, kind, gradient_dtype) as lane:
         lane.run(TILES)  # the first write of a block is no disk's rate
         lane.adam_s = 0.0
-        each = lane.run(TILES) / TILES
-        adam = lane.adam_s / TILES
+        each = lane.run(ROUNDS * TILES) / (ROUNDS * TILES)
+        adam = 2 * lane.slot_bytes * ROUNDS * TILES / lane.adam_s
+        alone_bytes_s = lane.moved_bytes / each
         stop, found = threading.Event(), []
         thread = threading.Thread(
             target=lambda: found.append(lane.until(stop)), name="offload-probe-updates"
@@ -76,10 +82,10 @@ def measure_updating(
             stop.set()
             thread.join()
         if not found:
-            return Updating(bytes_s=2 * lane.slot_bytes / adam, beside=Beside())
+            return Updating(adam=adam, lane=alone_bytes_s, beside=Beside())
     beside = Beside(compute=max(1.0, together / alone), disk=max(1.0, found[0] / each))
     logger.debug("beside each other: %s", beside)
-    return Updating(bytes_s=2 * lane.slot_bytes / adam, beside=beside)
+    return Updating(adam=adam, lane=alone_bytes_s, beside=beside)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -100,6 +106,8 @@ class _Lane:
         self._kind = kind
         self._first = offsets[kind.first_state]
         self.slot_bytes = offsets[-1]
+        self.moved_bytes = 2 * self.slot_bytes - self._first
+        """Of a tile, read and written."""
         self.adam_s = 0.0
         self._gradient = numbers(
             np.zeros(ELEMENTS * DTYPE_BYTES[gradient_dtype], np.uint8), gradient_dtype

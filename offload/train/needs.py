@@ -68,7 +68,8 @@ def step_rates(
         },
         head=micro * measured.head,
         head_unit=next((u.index for u in layout.units if u.module is head), None),
-        disk_read=read, disk_write=write, update=updating.bytes_s, beside=updating.beside,
+        disk_read=read, disk_write=write, update=updating.adam, lane=updating.lane,
+        beside=updating.beside,
     )  # fmt: skip
 
 

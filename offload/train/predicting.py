@@ -32,6 +32,9 @@ class StepRates:
     """Bytes per second, of reads and of writes under a mix of both."""
     update: float
     """Bytes per second of an update's pass over memory, on one thread."""
+    lane: float | None = None
+    """Bytes per second of states that updates read and write with nothing beside them; None: as the
+    disk's."""
     beside: Beside = field(default_factory=Beside)
 
     @property
@@ -121,9 +124,8 @@ def _units(
             passed += share * 2 * slots
             copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
             if b not in place.resident:
-                update[u] += share * (slots - copy) / rates.disk_read
                 kept = copy if b in place.pinned else 0
-                update[u] += share * (slots - kept) / rates.disk_write
+                update[u] += share * _moving(slots - copy, slots - kept, rates)
             gradients[u] += grad_bytes(layout, needs, b)
             if b in place.spilled:
                 nbytes = share * align_up(grad_bytes(layout, needs, b))
@@ -153,6 +155,13 @@ def _units(
     if rates.head_unit is None and rates.head:
         out.append(UnitSeconds(backward=rates.head))
     return out
+
+
+def _moving(read: int, written: int, rates: StepRates) -> float:
+    """Seconds of a block's states through the update lane."""
+    if rates.lane is not None:
+        return (read + written) / rates.lane
+    return read / rates.disk_read + written / rates.disk_write
 
 
 def _drop(amounts: list[int], order: Iterable[int], nbytes: int) -> None:
