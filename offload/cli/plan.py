@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from offload.cli import finetune_flags as tune
 from offload.cli import flags, output
 from offload.errors import OffloadError
 
@@ -36,6 +37,13 @@ def plan(
     guess: flags.Guess = True,
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
+    method: tune.MethodFlag = None,
+    states: tune.StatesFlag = None,
+    seq_len: tune.SeqLen = None,
+    batch_size: tune.BatchSize = None,
+    grad_accum: tune.GradAccum = None,
+    max_grad_norm: tune.MaxGradNorm = None,
+    lora_r: tune.LoraR = None,
     plan_out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the plan, for 'offload generate --plan' to obey."),
@@ -48,8 +56,37 @@ def plan(
     What lives where, every line of the budget, the predicted speed with its spread, the bound and
     what sets it, and the reason for each choice. A long prompt needs room for activations that
     'generate' with a short one leaves to weights: see --prompt-tokens. With --hardware the plan is
-    for a machine that is not here.
+    for a machine that is not here; with --method, too, it is of fine-tuning there, from the
+    model's config alone ('offload finetune' itself shows its plan before it begins).
     """
+    tuning = {
+        "states": states, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum,
+        "max_grad_norm": max_grad_norm, "lora_r": lora_r,
+    }  # fmt: skip
+    if method is not None:
+        others = [
+            flag
+            for flag, value in (
+                ("--quant", quant), ("--kv-ram", kv_ram), ("--kv", kv), ("--gpu", gpu),
+                ("--attention", attention), ("--context", context), ("--plan-out", plan_out),
+                ("--prompt-tokens", prompt_tokens), ("--disk-space", disk_space),
+                ("--disk", disk), ("--kernels", kernels), ("--routing", routing),
+                ("--threads", threads), ("--expert-policy", expert_policy),
+            )
+            if value is not None
+        ]  # fmt: skip
+        if others:
+            raise OffloadError(f"{', '.join(others)} says nothing about fine-tuning; drop it")
+        from offload.cli.finetune_plan import plan_training
+
+        plan_training(
+            model, hardware, ram, {"method": method, "dtype": dtype, **tuning}, json_file,
+            verbose=verbose,
+        )  # fmt: skip
+        return
+    if lone := [name for name, value in tuning.items() if value is not None]:
+        flags_given = ", ".join(f"--{name.replace('_', '-')}" for name in lone)
+        raise OffloadError(f"{flags_given} is of fine-tuning: give --method, too, or drop it")
     output.check_json_target(json_file)
     output.check_target(plan_out, "--plan-out")
     from offload.cli import libraries

@@ -24,6 +24,7 @@ import numpy as np
 
 from offload.blocks import DTYPE_BYTES
 from offload.cpu_ops.adam_step import AdamStep
+from offload.errors import OffloadError
 from offload.io.checksum import xxh3
 from offload.io.engines import make_engine
 from offload.io.files import DirectFile
@@ -57,9 +58,10 @@ class Updating:
 
 
 def measure_updating(
-    directory: Path, kind: SlotKind, gradient_dtype: str, work: Callable[[], object]
+    directory: Path, kind: SlotKind, gradient_dtype: str, work: Callable[[], object] | None
 ) -> Updating:
     """Run tiles of ``kind`` alone, then beside ``work``, which computes with torch's threads.
+    Without ``work`` nothing is said of what they cost each other.
 
     Raises:
         StoreError: the directory has no room for the tiles, or cannot be read or written.
@@ -70,10 +72,18 @@ def measure_updating(
         each = lane.run(ROUNDS * TILES) / (ROUNDS * TILES)
         adam = 2 * lane.slot_bytes * ROUNDS * TILES / lane.adam_s
         alone_bytes_s = lane.moved_bytes / each
-        stop, found = threading.Event(), []
-        thread = threading.Thread(
-            target=lambda: found.append(lane.until(stop)), name="offload-probe-updates"
-        )
+        if work is None:
+            return Updating(adam=adam, lane=alone_bytes_s, beside=Beside())
+        stop = threading.Event()
+        found: list[float] = []
+
+        def go_round() -> None:
+            try:
+                found.append(lane.until(stop))
+            except OffloadError as error:
+                logger.info("tiles beside computing: %s", error)
+
+        thread = threading.Thread(target=go_round, name="offload-probe-updates")
         alone = _seconds(work)
         thread.start()
         try:
@@ -146,7 +156,8 @@ class _Lane:
     def until(self, stop: threading.Event) -> float:
         """Go on until then; returns the seconds of one tile."""
         began = time.perf_counter()
-        return (time.perf_counter() - began) / n if (n := self._go(lambda _: stop.is_set())) else 0
+        tiles = self._go(lambda done: done > 0 and stop.is_set())
+        return (time.perf_counter() - began) / tiles
 
     def _go(self, enough: Callable[[int], bool]) -> int:
         reading: deque[tuple[HostMemory, int, Future[Any]]] = deque()

@@ -8,16 +8,16 @@ from offload.models.naming import model_name
 from offload.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from offload.train.layout import TrainLayout
+    from offload.train.plan import TrainPlan
+    from offload.train.predicting import Prediction
     from offload.train.run import Run
 
 
 def describe(run: Run) -> list[str]:
     """What will be where, what a step moves, and how much the disk will have to take."""
     layout, plan, options = run.layout, run.plan, run.options
-    place = plan.placement
-    trained = [b.index for b in layout.trained]
     weights = sum(b.nbytes for b in layout.blocks)
-    pinned = sum(layout.blocks[b].nbytes for b in place.pinned)
     data = run.data.train
     best = options.kept != "last" and plan.versions > options.save_total_limit + 1
     lines = [
@@ -29,10 +29,7 @@ def describe(run: Run) -> list[str]:
         + ", ".join(
             f"{format_bytes(v)} {k}" for k, v in sorted(plan.ram.items(), key=lambda i: -i[1])
         ),
-        f"stays   weights {format_bytes(pinned)} of {format_bytes(weights)}; states of "
-        f"{len(place.resident)} of {len(trained)} blocks; gradients of "
-        f"{len(trained) - len(place.spilled)} of {len(trained)} blocks"
-        + (f"; {plan.inputs_text}" if plan.inputs_text else ""),
+        stays_text(layout, plan),
         f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, "
         + (f"the {plan.versions} versions that commits need" if plan.versions > 1 else "once")
         + (", one of them for the best evaluation)" if best else ")")
@@ -48,14 +45,32 @@ def describe(run: Run) -> list[str]:
             "its time count those that even routing would reach)"
         )
     if run.prediction is not None:
-        phases = "; ".join(
-            f"{phase} {run.prediction.phases[phase]:.2f} s: "
-            + ", ".join(f"{lane} {s:.2f} s" for lane, s in lanes.items() if s >= 0.005)
-            for phase, lanes in run.prediction.lanes.items()
-        )
-        seconds = run.prediction.seconds
-        lines.append(f"time    {seconds:.2f} s a step ({phases}); {duration(seconds * run.total)}")
+        text = seconds_text(run.prediction)
+        lines.append(f"time    {text}; {duration(run.prediction.seconds * run.total)}")
     return lines
+
+
+def stays_text(layout: TrainLayout, plan: TrainPlan) -> str:
+    """What is in RAM for good."""
+    place, trained = plan.placement, len(layout.trained)
+    pinned = sum(layout.blocks[b].nbytes for b in place.pinned)
+    weights = sum(b.nbytes for b in layout.blocks)
+    return (
+        f"stays   weights {format_bytes(pinned)} of {format_bytes(weights)}; states of "
+        f"{len(place.resident)} of {trained} blocks; gradients of "
+        f"{trained - len(place.spilled)} of {trained} blocks"
+        + (f"; {plan.inputs_text}" if plan.inputs_text else "")
+    )
+
+
+def seconds_text(found: Prediction) -> str:
+    """A step's seconds, and what its lanes do meanwhile."""
+    phases = "; ".join(
+        f"{phase} {found.phases[phase]:.2f} s: "
+        + ", ".join(f"{lane} {s:.2f} s" for lane, s in lanes.items() if s >= 0.005)
+        for phase, lanes in found.lanes.items()
+    )
+    return f"{found.seconds:.2f} s a step ({phases})"
 
 
 def _kept(run: Run) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from offload.blocks import TensorSpec
 from offload.errors import StoreError
-from offload.models.meta import MetaModel
 from offload.models.params import parameters
 from offload.models.request import expert_top_k
 from offload.models.workspace import kernel_bytes
@@ -34,8 +33,15 @@ LARGEST_SAMPLE = 1 << 30
 """A unit of more bytes is not run to predict a step: its weights would be made up first."""
 
 
+class OnMeta(Protocol):
+    """``MetaModel``, or a model that has no checkpoint."""
+
+    @property
+    def model(self) -> Any: ...
+
+
 def step_rates(
-    meta: MetaModel, layout: TrainLayout, modules: list[Any], form: HeadForm | None,
+    meta: OnMeta, layout: TrainLayout, modules: list[Any], form: HeadForm | None,
     options: TrainOptions, states: Path, tables: Sequence[torch.Tensor],
 ) -> StepRates | None:  # fmt: skip
     """Measure what a prediction needs; None where it cannot be. ``tables``: parameters whose
@@ -79,9 +85,7 @@ def _updating(
     """Of the kind of tile that most of what is trained is in; see ``beside``."""
     most = max(layout.trained, key=lambda b: b.count)
     kind = Updater.kinds(layout, options.states)[most.dtype]
-    return measure_updating(
-        states.parent, kind, sum_dtype(options) or most.dtype, computing.sample or (lambda: None)
-    )
+    return measure_updating(states.parent, kind, sum_dtype(options) or most.dtype, computing.sample)
 
 
 def graph_sizes(
@@ -118,7 +122,7 @@ def product_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
     return kernel_bytes(specs, 3 * tokens, ram)
 
 
-def touched_shares(meta: MetaModel, layout: TrainLayout, options: TrainOptions) -> dict[int, float]:
+def touched_shares(meta: OnMeta, layout: TrainLayout, options: TrainOptions) -> dict[int, float]:
     """Block of an expert -> how likely a step's tokens reach it, T tokens that each choose k of E
     evenly: 1 - (1 - k/E)^T. Routers that are not even reach fewer."""
     top = expert_top_k(meta.model.config.get_text_config())
@@ -175,7 +179,7 @@ def head_in_slices(
 
 
 def loss_bytes(
-    meta: MetaModel, form: HeadForm | None, layout: TrainLayout, options: TrainOptions,
+    meta: OnMeta, form: HeadForm | None, layout: TrainLayout, options: TrainOptions,
     grad_dtype: str | None,
 ) -> int:  # fmt: skip
     """Bytes of RAM that the loss of a micro-batch takes: slices of logits, or whole ones."""

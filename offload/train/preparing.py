@@ -6,7 +6,6 @@ import gc
 import math
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,20 @@ from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.causal import check_causal
 from offload.train.checks import check_dtypes, check_options, state_directory
+from offload.train.choosing import choose
 from offload.train.commits import check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
-from offload.train.footprint import measure_training
-from offload.train.head_find import find_head
-from offload.train.keeping import KeptGraphs, plans_keeping
-from offload.train.layout import lay_out
-from offload.train.loop import HEAD_ROWS
-from offload.train.lora import Adapters, inject
 from offload.train.needs import (
-    graph_sizes,
-    head_in_slices,
-    loss_bytes,
-    product_bytes,
-    row_tables,
-    rows_in_ram,
     step_rates,
-    sum_dtype,
-    touched_shares,
 )
 from offload.train.options import TrainOptions
 from offload.train.output_target import check_target
 from offload.train.output_tensors import check_writable
 from offload.train.packed_base import Choice, PackedBase, choose_base, refuse_full
-from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan
-from offload.train.predicting import predict
 from offload.train.result import adapter_directory, last_output
 from offload.train.run import Run
 from offload.train.schedule import Schedule
-from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
-from offload.train.updates import Updater
 from offload.train.warm import warm_training
 from offload.units import format_bytes
 
@@ -190,82 +172,20 @@ def _plan(
         raise OffloadError(
             "--skip-untouched-experts cannot take effect: the model has no fused experts; drop it"
         )
-    adapters = _choose_trained(meta, options)
-    form, why = find_head(meta.model)
-    if form is None:
-        notes.append(f"the model's own loss is used, with whole logits: {why}")
-    layout = lay_out(meta.model, packed=() if base is None else base.names)
-    if base is not None:
-        base.attach(layout)
     total = options.max_steps or math.ceil(options.epochs * data.steps_per_epoch)
     schedule = Schedule.of(options, total)
-    clipping = options.max_grad_norm > 0
-    vertical = options.grad_accum if options.order == "vertical" else 1
-    grad_dtype = sum_dtype(options)
-    # The head runs in slices if the form of the loss is known.
-    head = None if form is None else meta.model.get_submodule(form.head)
-    modules = [u.module for u in layout.units if u.module is not head]
-    rows = rows_in_ram(layout, options, grad_dtype)
-    tables = [layout.params[name].tensor for name in row_tables(layout, rows)]
-    footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len, tables)
-    if not footprint.measured:
-        notes.append("activations are estimated by formula, not measured on this architecture")
-    inputs = KeptInputs(
-        sizes=input_sizes(layout, modules, footprint), at_once=vertical,
-        micro_batches=options.grad_accum,
+
+    def process_bytes() -> int:
+        gc.collect()
+        return max(0, current_rss() - baseline) + (8 << 20)
+
+    chosen = choose(
+        meta, options, ram=ram, versions=state_versions(options, states, total), notes=notes,
+        process_bytes=process_bytes, base=base, more={"trace": reserve} if reserve else {},
+        rates_of=lambda shape: step_rates(
+            meta, shape.layout, shape.modules, shape.form, options, states, shape.tables
+        ),
     )  # fmt: skip
-    graphs = KeptGraphs(
-        sizes=graph_sizes(layout, modules, footprint, options), at_once=vertical
-    )  # fmt: skip
-    fixed = {
-        "activations of a unit": footprint.unit_bytes,
-        KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
-        "loss": loss_bytes(meta, form, layout, options, grad_dtype),
-        "compiled products": product_bytes(layout, options, ram),
-    }
-    if reserve:
-        fixed["trace"] = reserve
-    if base is not None:
-        tokens = options.batch_size * options.seq_len * vertical
-        fixed["unpacked weights"] = base.work_bytes(layout) + base.scratch_bytes
-        fixed["rows of packed tables"] = base.table_bytes(
-            layout, tokens, HEAD_ROWS, sliced=form is not None
-        )
-    gc.collect()
-    fixed["Python, data, tokenizer"] = max(0, current_rss() - baseline) + (8 << 20)
-    fetched = max(
-        (2 * layout.blocks[ids[0]].nbytes for u in layout.units for ids in u.experts.values()),
-        default=0,
-    )
-    needs = Needs(
-        fixed=fixed, kinds=Updater.kinds(layout, options.states), grad_dtype=grad_dtype,
-        fetched_bytes=fetched, rows=rows, sliced=head_in_slices(layout, form, head, options),
-        updated=touched_shares(meta, layout, options) if options.skip_untouched_experts else {},
-    )  # fmt: skip
-    passes = 1 if vertical > 1 else options.grad_accum
-    always = frozenset[int]() if adapters is None else adapters.blocks(layout)
-    candidates: list[TrainPlan] = []
-    for first in ORDERS:
-        make = partial(
-            make_plan, layout, budget=ram, versions=state_versions(options, states, total),
-            clipping=clipping,
-            backwards=passes, first=first, always=always,
-        )  # fmt: skip
-        candidates += plans(make, needs, inputs)
-        if base is None:
-            buffers = candidates[-1].placement.buffers
-            candidates += plans_keeping(make, needs, graphs, buffers=buffers)
-    rates = step_rates(meta, layout, modules, form, options, states, tables)
-    plan, prediction = candidates[0], None
-    if rates is not None and base is not None:
-        rates = rates.with_work(base.unpack_seconds(layout, options.grad_accum, passes))
-    if rates is not None:
-        predictions = [
-            predict(p, layout, needs, rates, clipping=clipping, backwards=passes)
-            for p in candidates
-        ]
-        i = best(candidates, predictions)
-        plan, prediction = candidates[i], predictions[i]
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
@@ -276,35 +196,20 @@ def _plan(
         options,
         states,
         baseline,
-        layout,
-        form,
-        plan,
+        chosen.layout,
+        chosen.form,
+        chosen.plan,
         schedule,
         total,
-        grad_dtype,
+        chosen.grad_dtype,
         notes,
-        adapters,
+        chosen.adapters,
         base,
     )
-    run.prediction = prediction
+    run.prediction = chosen.prediction
     gc.collect()
     reset_peak_rss()
     return run
-
-
-def _choose_trained(meta: MetaModel, options: TrainOptions) -> Adapters | None:
-    """Everything, or nothing but the adapters that are added here."""
-    if options.method == "full":
-        for parameter in meta.model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        return None
-    adapters = inject(
-        meta.model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout,
-        targets=options.lora_targets, seed=options.seed,
-    )  # fmt: skip
-    if options.merge:
-        adapters.check_mergeable()
-    return adapters
 
 
 __all__ = ["prepare"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,18 +70,3 @@ def test_a_cache_that_is_read_only(
     own = small.parent / "own"
     assert cli("pack", dense, own, "--quant", "q4").code == 0
     assert is_pack(own)
-
-
-@pytest.mark.slow
-def test_kills_at_any_moment(tmp_path: Path) -> None:
-    """A sample of the campaign: other moments would be another seed's."""
-    script = Path(__file__).parents[1] / "campaigns" / "pack_crash.py"
-    words = ["--points", "12", "--seed", "3", "--directory", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), *words],
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 points" in done.stdout
-    assert "0 failures" in done.stdout
-    assert not list(tmp_path.iterdir())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -338,18 +336,3 @@ def test_two_runs_on_one_disk(model: Path, data: Path, tmp_path: Path) -> None:
     train(options, Log(second))
     assert "in use" in seen[0]
     assert "another run" in seen[1]
-
-
-@pytest.mark.slow
-def test_kills_at_any_moment(tmp_path: Path) -> None:
-    """A sample of the campaign: other moments would be another seed's."""
-    script = Path(__file__).parents[1] / "campaigns" / "finetune_crash.py"
-    words = ["--points", "3", "--seed", "4", "--directory", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), *words],
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 points" in done.stdout
-    assert "0 failures" in done.stdout
-    assert not list(tmp_path.iterdir())

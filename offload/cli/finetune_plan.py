@@ -1,0 +1,53 @@
+"""``offload plan --method``: fine-tuning on another machine, from a model's config alone."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.cli import console, libraries, machines, output
+from offload.errors import OffloadError
+
+
+def plan_training(
+    model: str, hardware: str | None, ram: int | None, asked: Mapping[str, Any],
+    json_file: Path | None, *, verbose: bool,
+) -> None:  # fmt: skip
+    """Show the plan.
+
+    Args:
+        asked: ``TrainOptions`` by name; None: its default.
+
+    Raises:
+        OffloadError: no machine is named, or there is no plan.
+    """
+    if hardware is None:
+        raise OffloadError(
+            "--method plans fine-tuning on a machine that is not here: name it with --hardware; "
+            "here, 'offload finetune' shows its plan before it begins"
+        )
+    output.check_json_target(json_file)
+    machine = machines.load(hardware)
+    machines.check_fits(machine, ram, None)
+    libraries.set_up(verbose=verbose)
+    from rich.text import Text
+
+    from offload.train.options import TrainOptions
+    from offload.train.outlook import outlook
+
+    given = {
+        name: value.value if isinstance(value, enum.Enum) else value
+        for name, value in asked.items()
+        if value is not None
+    }
+    # Nothing is read from there, nor written.
+    options = TrainOptions(model=model, data=Path("data"), output=Path("output"), **given)
+    found = outlook(options, machine, ram or machines.default_ram(machine))
+    for line in found.lines():
+        console.out().print(Text(line), soft_wrap=True)
+    output.write_json(json_file, found.to_json())
+
+
+__all__ = ["plan_training"]

@@ -1,0 +1,178 @@
+"""What a run trains, and its plan: of all that fit, the one whose step is predicted fastest.
+
+Nothing of a machine or of data is asked for here but by what the caller hands in, so that the same
+choice is made for a machine that is not there (``outlook``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.train.footprint import measure_training
+from offload.train.head_find import HeadForm, find_head
+from offload.train.keeping import KeptGraphs, plans_keeping
+from offload.train.layout import TrainLayout, lay_out
+from offload.train.loop import HEAD_ROWS
+from offload.train.lora import Adapters, inject
+from offload.train.needs import (
+    OnMeta,
+    graph_sizes,
+    head_in_slices,
+    loss_bytes,
+    product_bytes,
+    row_tables,
+    rows_in_ram,
+    sum_dtype,
+    touched_shares,
+)
+from offload.train.options import TrainOptions
+from offload.train.packed_base import PackedBase
+from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan
+from offload.train.predicting import Prediction, StepRates, predict
+from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
+from offload.train.updates import Updater
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is computed in a step, for whoever says how long that takes."""
+
+    layout: TrainLayout
+    modules: list[Any]
+    """Units but for the head."""
+    form: HeadForm | None
+    tables: Sequence[torch.Tensor]
+    """Parameters whose gradients from lookups leave by rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A plan, and what it is of."""
+
+    adapters: Adapters | None
+    form: HeadForm | None
+    layout: TrainLayout
+    plan: TrainPlan
+    prediction: Prediction | None
+    grad_dtype: str | None
+
+
+def choose(
+    meta: OnMeta, options: TrainOptions, *, ram: int, versions: int, notes: list[str],
+    process_bytes: Callable[[], int], rates_of: Callable[[Shape], StepRates | None],
+    base: PackedBase | None = None, more: Mapping[str, int] = {},
+) -> Chosen:  # fmt: skip
+    """Lay out ``meta.model`` and plan its training; adapters are added to it.
+
+    Args:
+        ram: the budget.
+        versions: as of ``make_plan``.
+        notes: gets what the user should know.
+        process_bytes: of RAM, what the process itself takes of the budget; asked for once
+            everything of the model is there.
+        rates_of: what computing and the disk take; None: nobody knows, and the first plan that
+            fits is taken.
+        more: of RAM, by name.
+
+    Raises:
+        PlanError: it does not fit.
+    """
+    adapters = _choose_trained(meta, options)
+    form, why = find_head(meta.model)
+    if form is None:
+        notes.append(f"the model's own loss is used, with whole logits: {why}")
+    layout = lay_out(meta.model, packed=() if base is None else base.names)
+    if base is not None:
+        base.attach(layout)
+    clipping = options.max_grad_norm > 0
+    vertical = options.grad_accum if options.order == "vertical" else 1
+    grad_dtype = sum_dtype(options)
+    # The head runs in slices if the form of the loss is known.
+    head = None if form is None else meta.model.get_submodule(form.head)
+    modules = [u.module for u in layout.units if u.module is not head]
+    rows = rows_in_ram(layout, options, grad_dtype)
+    tables = [layout.params[name].tensor for name in row_tables(layout, rows)]
+    footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len, tables)
+    if not footprint.measured:
+        notes.append("activations are estimated by formula, not measured on this architecture")
+    inputs = KeptInputs(
+        sizes=input_sizes(layout, modules, footprint), at_once=vertical,
+        micro_batches=options.grad_accum,
+    )  # fmt: skip
+    graphs = KeptGraphs(
+        sizes=graph_sizes(layout, modules, footprint, options), at_once=vertical
+    )  # fmt: skip
+    fixed = {
+        "activations of a unit": footprint.unit_bytes,
+        KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
+        "loss": loss_bytes(meta, form, layout, options, grad_dtype),
+        "compiled products": product_bytes(layout, options, ram),
+    }
+    fixed.update(more)
+    if base is not None:
+        tokens = options.batch_size * options.seq_len * vertical
+        fixed["unpacked weights"] = base.work_bytes(layout) + base.scratch_bytes
+        fixed["rows of packed tables"] = base.table_bytes(
+            layout, tokens, HEAD_ROWS, sliced=form is not None
+        )
+    fixed["Python, data, tokenizer"] = process_bytes()
+    fetched = max(
+        (2 * layout.blocks[ids[0]].nbytes for u in layout.units for ids in u.experts.values()),
+        default=0,
+    )
+    needs = Needs(
+        fixed=fixed, kinds=Updater.kinds(layout, options.states), grad_dtype=grad_dtype,
+        fetched_bytes=fetched, rows=rows, sliced=head_in_slices(layout, form, head, options),
+        updated=touched_shares(meta, layout, options) if options.skip_untouched_experts else {},
+    )  # fmt: skip
+    passes = 1 if vertical > 1 else options.grad_accum
+    always = frozenset[int]() if adapters is None else adapters.blocks(layout)
+    candidates: list[TrainPlan] = []
+    for first in ORDERS:
+        make = partial(
+            make_plan, layout, budget=ram, versions=versions,
+            clipping=clipping,
+            backwards=passes, first=first, always=always,
+        )  # fmt: skip
+        candidates += plans(make, needs, inputs)
+        if base is None:
+            buffers = candidates[-1].placement.buffers
+            candidates += plans_keeping(make, needs, graphs, buffers=buffers)
+    rates = rates_of(Shape(layout, modules, form, tables))
+    plan, prediction = candidates[0], None
+    if rates is not None and base is not None:
+        rates = rates.with_work(base.unpack_seconds(layout, options.grad_accum, passes))
+    if rates is not None:
+        predictions = [
+            predict(p, layout, needs, rates, clipping=clipping, backwards=passes)
+            for p in candidates
+        ]
+        i = best(candidates, predictions)
+        plan, prediction = candidates[i], predictions[i]
+    return Chosen(
+        adapters=adapters, form=form, layout=layout, plan=plan, prediction=prediction,
+        grad_dtype=grad_dtype,
+    )  # fmt: skip
+
+
+def _choose_trained(meta: OnMeta, options: TrainOptions) -> Adapters | None:
+    """Everything, or nothing but the adapters that are added here."""
+    if options.method == "full":
+        for parameter in meta.model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return None
+    adapters = inject(
+        meta.model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout,
+        targets=options.lora_targets, seed=options.seed,
+    )  # fmt: skip
+    if options.merge:
+        adapters.check_mergeable()
+    return adapters
+
+
+__all__ = ["Chosen", "Shape", "choose"]

@@ -1,0 +1,200 @@
+"""Fine-tuning on a machine that is not here, from a model's config alone.
+
+What lives where follows from sizes, as in a run. Seconds come of the other machine's rates: a
+unit's computing is its products, at that machine's rate of products, or the stream of its weights
+through memory, whichever takes longer. Norms, softmax and activation functions are not in it: on
+the machines where they were measured they added a third to a half to computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import OffloadError
+from offload.models.meta import instantiate, read_config, resolve
+from offload.models.naming import model_name
+from offload.models.request import expert_top_k
+from offload.scheduler.hardware import Hardware
+from offload.train.causal import check_causal
+from offload.train.choosing import Chosen, Shape, choose
+from offload.train.describe import seconds_text, stays_text
+from offload.train.layout import Block, TrainLayout
+from offload.train.options import TrainOptions
+from offload.train.pace import Beside
+from offload.train.predicting import StepRates
+from offload.units import format_bytes, format_count
+
+PROCESS_BYTES = 96 << 20
+"""Of Python, data and tokenizer above the bare process; a run measures its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OnMeta:
+    model: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """A plan for another machine."""
+
+    chosen: Chosen
+    options: TrainOptions
+    hardware: Hardware
+    directory: Path
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        plan, layout = self.chosen.plan, self.chosen.layout
+        assert self.chosen.prediction is not None
+        weights = sum(b.nbytes for b in layout.blocks)
+        return [
+            f"model   {model_name(self.directory)}: {format_count(layout.elements)} parameters "
+            f"trained ({self.options.method}), {format_bytes(weights)} of weights",
+            f"machine {self.hardware.name}: a plan from its rates, without norms, softmax and "
+            f"activation functions",
+            f"RAM     {format_bytes(plan.ram_bytes)} of {format_bytes(plan.budget)}: "
+            + ", ".join(
+                f"{format_bytes(v)} {k}" for k, v in sorted(plan.ram.items(), key=lambda i: -i[1])
+            ),
+            stays_text(layout, plan),
+            f"disk    {format_bytes(plan.disk_bytes)} ({self.options.states} states)"
+            + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else "")
+            + (f", {format_bytes(plan.inputs_bytes)} of inputs" if plan.inputs_bytes else ""),
+            f"step    reads {format_bytes(plan.read_bytes)}, writes "
+            f"{format_bytes(plan.written_bytes)}",
+            f"time    {seconds_text(self.chosen.prediction)}",
+            *(f"note    {note}" for note in self.notes),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        plan, found = self.chosen.plan, self.chosen.prediction
+        assert found is not None
+        return {
+            "machine": self.hardware.name, "method": self.options.method, "budget": plan.budget,
+            "ram": dict(plan.ram), "disk_bytes": plan.disk_bytes, "spill_bytes": plan.spill_bytes,
+            "inputs_bytes": plan.inputs_bytes,
+            "step": {
+                "seconds": found.seconds, "phases": dict(found.phases),
+                "lanes": {phase: dict(lanes) for phase, lanes in found.lanes.items()},
+                "read_bytes": plan.read_bytes, "written_bytes": plan.written_bytes,
+            },
+        }  # fmt: skip
+
+
+def outlook(options: TrainOptions, hardware: Hardware, ram: int) -> Outlook:
+    """Plan fine-tuning ``options.model`` in ``ram`` bytes of ``hardware``. Reads its config only.
+
+    Raises:
+        OffloadError: the model cannot be trained, or the plan does not fit.
+    """
+    directory = resolve(options.model)
+    config = read_config(directory)
+    check_causal(config)
+    dtype = getattr(torch, options.dtype or _dtype_of(config))
+    model, _ = instantiate(config, dtype)
+    model.tie_weights()
+    model.train()
+    notes: list[str] = []
+    chosen = choose(
+        _OnMeta(model), options, ram=ram, versions=1, notes=notes,
+        process_bytes=lambda: PROCESS_BYTES,
+        rates_of=lambda shape: rates_of(shape, model, options, hardware),
+    )  # fmt: skip
+    return Outlook(
+        chosen=chosen, options=options, hardware=hardware, directory=directory, notes=tuple(notes)
+    )
+
+
+def _dtype_of(config: Any) -> str:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    named = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    return str(named or "bfloat16").removeprefix("torch.")
+
+
+def rates_of(shape: Shape, model: Any, options: TrainOptions, hardware: Hardware) -> StepRates:
+    """A machine's rates for the units of a model.
+
+    Raises:
+        OffloadError: the machine's file has no rate of products in the model's dtype.
+    """
+    layout = shape.layout
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    rate = hardware.matmul.get(dtype)
+    if rate is None:
+        known = ", ".join(sorted(hardware.matmul))
+        raise OffloadError(f"{hardware.name} has no rate of products in {dtype}, only {known}")
+    flops_s, stream = rate.median, hardware.ram_read.median
+    config = model.config.get_text_config()
+    tokens = options.batch_size * options.seq_len
+    head = None if shape.form is None else model.get_submodule(shape.form.head)
+    head_unit = next((u.index for u in layout.units if u.module is head), None)
+    # Running again, gradients of inputs, gradients of weights; adapters' weights are few.
+    turns = 3 if options.method == "full" else 2
+
+    def seconds(flops: float, nbytes: int) -> float:
+        return options.grad_accum * max(flops / flops_s, nbytes / stream)
+
+    attention = _attention_width(config) * 2.0 * tokens * options.seq_len
+    units = {}
+    for unit in layout.units:
+        if unit.index == head_unit or (flops := _products(layout, unit.index, config)) is None:
+            continue
+        flops = flops * 2.0 * tokens + attention
+        nbytes = sum(layout.blocks[b].nbytes for b in unit.blocks)
+        nbytes += sum(layout.blocks[b].nbytes for ids in unit.experts.values() for b in ids)
+        forward = seconds(flops, nbytes)
+        units[unit.index] = forward, turns * forward
+    loss = 0.0
+    if shape.form is not None:
+        size = shape.form.vocabulary * shape.form.width
+        loss = seconds((turns + 1) * 2.0 * tokens * size, 2 * size)
+    mixed = 2.0 / hardware.ssd_mixed.median
+    read, write = hardware.ssd_read.median, hardware.ssd_write.median
+    together = (1 / read + 1 / write) / mixed  # below 1: a mix is slower than its parts
+    return StepRates(
+        units=units, head=loss, head_unit=head_unit,
+        disk_read=read * together, disk_write=write * together,
+        update=2 * hardware.memcpy.median / hardware.cores,
+        beside=Beside(disk=1 / hardware.read_beside),
+    )  # fmt: skip
+
+
+def _products(layout: TrainLayout, unit: int, config: Any) -> float | None:
+    """Weights that a token is multiplied with in a unit; None where there are no products (an
+    embedding)."""
+    spec = layout.units[unit]
+    if isinstance(spec.module, torch.nn.Embedding):
+        return None
+    dense = sum(_matrices(layout.blocks[b]) for b in spec.blocks)
+    top = expert_top_k(config) if spec.experts else 0
+    experts = sum(
+        _matrices(layout.blocks[b]) * top / len(ids) for ids in spec.experts.values() for b in ids
+    )
+    return float(dense + experts)
+
+
+def _matrices(block: Block) -> int:
+    return sum(_each(block))
+
+
+def _each(block: Block) -> Iterator[int]:
+    for piece in block.pieces:
+        if len(piece.shape) >= 2:
+            yield piece.count
+
+
+def _attention_width(config: Any) -> int:
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    width = getattr(config, "head_dim", None) or (
+        int(getattr(config, "hidden_size", 0)) // heads if heads else 0
+    )
+    return heads * int(width)
+
+
+__all__ = ["Outlook", "outlook", "rates_of"]
