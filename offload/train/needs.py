@@ -85,7 +85,10 @@ def _updating(
     """Of the kind of tile that most of what is trained is in; see ``beside``."""
     most = max(layout.trained, key=lambda b: b.count)
     kind = Updater.kinds(layout, options.states)[most.dtype]
-    return measure_updating(states.parent, kind, sum_dtype(options) or most.dtype, computing.sample)
+    return measure_updating(
+        states.parent, kind, sum_dtype(options) or most.dtype, computing.sample,
+        largest=max(layout.tiles[t].count for t in most.tiles),
+    )  # fmt: skip
 
 
 def graph_sizes(

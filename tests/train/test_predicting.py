@@ -29,7 +29,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured as always, but for less long."""
     monkeypatch.setattr(preparing, "warm_training", not_warmed)
-    monkeypatch.setattr(beside, "ELEMENTS", 1 << 14)
     monkeypatch.setattr(beside, "LEAST_S", 0.05)
     monkeypatch.setattr(rates, "SAMPLE_S", 0.02)
 
