@@ -38,9 +38,11 @@ logger = logging.getLogger(__name__)
 
 ELEMENTS = 1 << 19
 """Of a tile: half of the engine's, so that few suffice."""
-TILES, UNDER_WAY = 24, 4
-ROUNDS = 3
-"""Times that they go round alone."""
+TILES, UNDER_WAY = 128, 4
+"""Of the file, at most: a gigabyte of them, for what is written over and over in a little place may
+never reach the disk. And how many are under way at a time."""
+TIMED = 72
+"""Tiles that are timed alone."""
 LEAST_S, MOST_RUNS = 0.5, 25
 """Computing beside tiles is timed for so long, or so often: what takes no time costs nobody any."""
 
@@ -59,21 +61,22 @@ class Updating:
 
 def measure_updating(
     directory: Path, kind: SlotKind, gradient_dtype: str, work: Callable[[], object] | None, *,
-    largest: int = ELEMENTS,
+    largest: int = ELEMENTS, count: int = TILES,
 ) -> Updating:  # fmt: skip
     """Run tiles of ``kind`` alone, then beside ``work``, which computes with torch's threads.
     Without ``work`` nothing is said of what they cost each other.
 
-    ``largest``: elements of the largest tile there is.
+    ``largest``: elements of the largest tile there is; ``count``: how many tiles there are.
 
     Raises:
         StoreError: the directory has no room for the tiles, or cannot be read or written.
     """
-    with _Lane(directory, kind, gradient_dtype, min(ELEMENTS, largest)) as lane:
-        lane.run(TILES)  # the first write of a block is no disk's rate
+    tiles = max(UNDER_WAY, min(TILES, count))
+    with _Lane(directory, kind, gradient_dtype, min(ELEMENTS, largest), tiles) as lane:
+        lane.run(tiles)  # the first write of a block is no disk's rate
         lane.adam_s = 0.0
-        each = lane.run(ROUNDS * TILES) / (ROUNDS * TILES)
-        adam = 2 * lane.slot_bytes * ROUNDS * TILES / lane.adam_s
+        each = lane.run(TIMED) / TIMED
+        adam = 2 * lane.slot_bytes * TIMED / lane.adam_s
         alone_bytes_s = lane.moved_bytes / each
         if work is None:
             return Updating(adam=adam, lane=alone_bytes_s, beside=Beside())
@@ -114,7 +117,10 @@ def _seconds(work: Callable[[], object]) -> float:
 class _Lane:
     """Tiles that are read, updated and written, as ``updates.Updater`` has them."""
 
-    def __init__(self, directory: Path, kind: SlotKind, gradient_dtype: str, elements: int) -> None:
+    def __init__(
+        self, directory: Path, kind: SlotKind, gradient_dtype: str, elements: int, tiles: int
+    ) -> None:
+        self._tiles = tiles
         offsets = kind.offsets(elements)
         self._elements = elements
         self._kind = kind
@@ -128,7 +134,7 @@ class _Lane:
         )
         fd, _ = nameless_file(directory)
         try:
-            reserve(fd, TILES * self.slot_bytes, os.fspath(directory))
+            reserve(fd, tiles * self.slot_bytes, os.fspath(directory))
         except BaseException:
             os.close(fd)
             raise
@@ -169,7 +175,7 @@ class _Lane:
         while not enough(done):
             while len(reading) < UNDER_WAY // 2:
                 self._settle(UNDER_WAY - len(reading) - 1)
-                memory, at = self._free.pop(), (begun % TILES) * self.slot_bytes
+                memory, at = self._free.pop(), (begun % self._tiles) * self.slot_bytes
                 begun += 1
                 read = self._engine.read(
                     self._file, at + self._first, memory.view()[self._first :], PREFETCH

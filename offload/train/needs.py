@@ -87,7 +87,7 @@ def _updating(
     kind = Updater.kinds(layout, options.states)[most.dtype]
     return measure_updating(
         states.parent, kind, sum_dtype(options) or most.dtype, computing.sample,
-        largest=max(layout.tiles[t].count for t in most.tiles),
+        largest=max(layout.tiles[t].count for t in most.tiles), count=len(layout.tiles),
     )  # fmt: skip
 
 
