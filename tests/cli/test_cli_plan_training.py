@@ -26,7 +26,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def planned(cli: Cli, place: Path, *words: object) -> dict[str, Any]:
-    result = cli("plan", *words, *LAPTOP, "--json", place / "plan.json")
+    result = cli("plan", "-m", *words, *LAPTOP, "--json", place / "plan.json")
     assert result.code == 0, result.err
     found: dict[str, Any] = json.loads((place / "plan.json").read_text())
     assert f"{found['step']['seconds']:.2f} s a step" in result.out
@@ -58,7 +58,7 @@ def test_full_and_lora_from_a_config_alone(
 
 def test_what_makes_no_sense(cli: Cli, configs: dict[str, Path]) -> None:
     model = configs["llama"]
-    refused(cli("plan", model, "--method", "full"), "--hardware")
-    refused(cli("plan", model, *LAPTOP, "--method", "full", "--kv", "q8"), "--kv")
-    refused(cli("plan", model, *LAPTOP, "--seq-len", 128), "--seq-len", "--method")
-    refused(cli("plan", model, *LAPTOP, "--method", "full", "--ram", "64MiB"), "too small")
+    refused(cli("plan", "-m", model, "--method", "full"), "--hardware")
+    refused(cli("plan", "-m", model, *LAPTOP, "--method", "full", "--kv", "q8"), "--kv")
+    refused(cli("plan", "-m", model, *LAPTOP, "--seq-len", 128), "--seq-len", "--method")
+    refused(cli("plan", "-m", model, *LAPTOP, "--method", "full", "--ram", "64MiB"), "too small")
