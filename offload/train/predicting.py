@@ -105,8 +105,8 @@ def _units(
     unit's, for a step begins with it."""
     place = plan.placement
     mine: list[list[int]] = [[] for _ in layout.units]
-    for block, users in enumerate(layout.users):
-        mine[min(users, default=0)].append(block)
+    for index, users in enumerate(layout.users):
+        mine[min(users, default=0)].append(index)
     update, spill, forward, backward, gradients = (
         [0.0] * len(mine), [0.0] * len(mine), [0] * len(mine), [0] * len(mine), [0] * len(mine)
     )  # fmt: skip
