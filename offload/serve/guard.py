@@ -6,6 +6,8 @@ body that is too large is never held.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -22,6 +24,10 @@ CLIENT = "offload.client"
 
 OPEN_PATHS = ("/", "/health")
 """The page asks for the key itself; a load balancer has none."""
+
+LINGER_BYTES, LINGER_S = 256 * 2**20, 10.0
+"""What is still read of a refused body, thrown away as it comes. A server that closes while its
+client writes resets the connection, and most clients then never see the answer."""
 
 
 class Guard:
@@ -47,14 +53,14 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = {k.lower(): v for k, v in scope["headers"]}
+        incoming = _Incoming(receive)
         try:
             self._check_host(headers)
             scope[CLIENT] = self._check_key(scope, headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                receive = await self._buffered(headers, receive)
+                receive = await self._buffered(headers, incoming)
         except Problem as problem:
-            response = JSONResponse(problem.body, problem.status, problem.headers)
-            await response(scope, receive, send)
+            await _refuse(problem, incoming, send)
             return
         await self._app(scope, receive, send)
 
@@ -88,7 +94,7 @@ class Guard:
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    async def _buffered(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+    async def _buffered(self, headers: dict[bytes, bytes], receive: _Incoming) -> Receive:
         # Without this any web page could have a browser on this machine post: what is not JSON
         # needs nobody's permission.
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -110,7 +116,7 @@ class Guard:
             body += message.get("body", b"")
             if len(body) > self._limit:
                 raise self._too_large(len(body))
-            if not message.get("more_body", False):
+            if receive.ended:
                 break
         first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if message["type"] == "http.disconnect":
@@ -129,6 +135,36 @@ class Guard:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+class _Incoming:
+    """A request's messages; ``ended``: there are no more of them."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.ended = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.ended = not message.get("more_body", False)
+        return message
+
+
+async def _refuse(problem: Problem, incoming: _Incoming, send: Send) -> None:
+    """Answer at once, and end the answer when the client has sent its body, or enough of it."""
+    response = JSONResponse(problem.body, problem.status, problem.headers)
+    start = {"status": response.status_code, "headers": response.raw_headers}
+    await send({"type": "http.response.start", **start})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_throw_away(incoming), LINGER_S)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _throw_away(incoming: _Incoming) -> None:
+    left = LINGER_BYTES
+    while left > 0 and not incoming.ended:
+        left -= len((await incoming()).get("body", b""))
 
 
 def _digest(key: str) -> bytes:

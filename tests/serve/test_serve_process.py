@@ -106,6 +106,26 @@ def test_a_crowd_of_which_half_misbehaves(server: Server, alone: Alone) -> None:
     assert not [line for line in server.said if "Traceback" in line or "ERROR" in line]
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_large_gets_its_answer(server: Server, announced: bool) -> None:
+    """A client that writes first and reads then sees why, and no reset connection."""
+    piece = b" " * 2**20
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(24):
+            yield piece
+
+    content = b"".join(pieces()) if announced else pieces()
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        content=content,
+        headers={"Content-Type": "application/json"},
+        timeout=WAIT_S,
+    )
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
 def test_it_ends_well(tmp_path: Path, alone: Alone) -> None:
     """What runs is finished, what comes is refused, the code is 0, the report is there."""
     report = tmp_path / "report.json"
