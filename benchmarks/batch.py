@@ -5,9 +5,11 @@
 For each number a model is opened under the budget and as many prompts as run at once are answered;
 what is timed are the passes in which all of them decode. The bound of a number of sequences comes
 from the same run: a pass cannot take less than its reads at the disk's rate (its own files, read as
-they are when streaming), nor less than its sequences' computing (a token of a model that is
-resident, where --resident-ram has room for it, else what a pass of one took beside waiting). The
-peer is the loop over single prompts: one at a time, the same model, budget and code.
+they are when streaming), nor less than its multiplications at the rate of torch's product of many
+rows in the model's dtype. What a pass would compute if every sequence multiplied by itself (a
+single token's computing, beside waiting, times their number) is recorded, too: no bound, because
+sequences are joined. The peer is the loop over single prompts: one at a time, the same model,
+budget and code.
 """
 
 from __future__ import annotations
@@ -27,6 +29,28 @@ def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
 
     draw = torch.Generator().manual_seed(0)
     return torch.randint(3, vocabulary, (count, tokens), generator=draw).tolist()
+
+
+def product_rate(model_dir: Path, dtype: Any) -> tuple[float, int]:
+    """Flop/s of torch's product of 256 rows with a feed-forward matrix of the model's shape, and
+    the multiplied weights of the model."""
+    import json
+
+    import torch
+
+    config = json.loads((model_dir / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * inner
+    multiplied = config["num_hidden_layers"] * layer + hidden * config["vocab_size"]
+    x, w = torch.randn(256, hidden).to(dtype), torch.randn(inner, hidden).to(dtype)
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        best = min(best, time.perf_counter() - began)
+    return 2 * x.shape[0] * w.numel() / best, multiplied
 
 
 def measure(args: argparse.Namespace, size: int, ram: str, hardware: Any) -> dict[str, Any]:
@@ -64,6 +88,7 @@ def measure(args: argparse.Namespace, size: int, ram: str, hardware: Any) -> dic
         return {
             "sequences": size,
             "passes": passes,
+            "joined_products": conductor.counters.joined,
             "pass_s": seconds,
             "tok_s": size / seconds,
             "read_bytes_per_pass": (after["disk_read_bytes"] - before["disk_read_bytes"]) / passes,
@@ -80,7 +105,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ram", default="2GiB")
-    parser.add_argument("--resident-ram", help="with room for all weights; for the bound")
     parser.add_argument("--sizes", default="1,2,4,8,16,32")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--new", type=int, default=8)
@@ -104,15 +128,16 @@ def main() -> None:
     alone = next((r for r in rows if r["sequences"] == 1), None)
     if alone is None:
         raise SystemExit("--sizes needs 1: the peer is the loop over single prompts")
-    if args.resident_ram:
-        token_s = measure(args, 1, args.resident_ram, None)["pass_s"]
-    else:
-        token_s = alone["pass_s"] - alone["stall_s_per_pass"]
+    token_s = alone["pass_s"] - alone["stall_s_per_pass"]
     read_rate = found.read.median
+    rate, multiplied = product_rate(args.model, torch.bfloat16)
     for row in rows:
         read_s = row["read_bytes_per_pass"] / read_rate
-        bound_s = max(read_s, row["sequences"] * token_s)
-        row["bound"] = "read" if read_s > row["sequences"] * token_s else "compute"
+        compute_s = row["sequences"] * 2 * multiplied / rate
+        bound_s = max(read_s, compute_s)
+        row["bound"] = "read" if read_s > compute_s else "compute"
+        row["read_s"], row["compute_s"] = read_s, compute_s
+        row["compute_s_one_by_one"] = row["sequences"] * token_s
         row["bound_tok_s"] = row["sequences"] / bound_s
         row["of_bound"] = row["tok_s"] / row["bound_tok_s"]
         row["of_peer"] = row["tok_s"] / alone["tok_s"]
@@ -130,7 +155,8 @@ def main() -> None:
         "model": args.model.name,
         "threads": torch.get_num_threads(),
         "read_bytes_per_s": read_rate,
-        "token_s": token_s,
+        "token_s_alone": token_s,
+        "product_flops": rate,
         "rows": rows,
     }
     print(record("batch", result, args.output))

@@ -1,8 +1,9 @@
 """How many sequences run beside each other: what the cost model says of each number that fits.
 
-A pass reads what streams once, whatever the number, and computes every sequence by itself. So more
-sequences help until computing takes as long as reading; beyond that, their keys and values only
-take the RAM that weights would stay in.
+A pass reads what streams once, whatever the number. It computes every sequence by itself, but for
+the products of linear layers where they can be joined (``joined``): those take as long as the
+memory or the multiplications of all. So more sequences help until computing takes as long as
+reading; beyond that, their keys and values only take the RAM that weights would stay in.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from offload.batch.joined import can_join
 from offload.blocks import Tier
 from offload.errors import PlanError
 from offload.models import kv_plan
 from offload.models.load import Prepared
 from offload.scheduler.bounds import COMPUTE, READ, compute_seconds, traffic
 from offload.scheduler.costs import CostModel
+from offload.scheduler.plan import Plan
 from offload.scheduler.planner import make_plan
 from offload.units import format_bytes
 
@@ -152,8 +155,21 @@ def _estimate(prepared: Prepared, count: int) -> Choice:
         pass_rows=rows,
         read_bytes=read,
         read_s=costs.read_busy_s(read),
-        compute_s=count * compute_seconds(plan, costs),
+        compute_s=_compute_s(prepared, plan, costs, count),
     )
+
+
+def _compute_s(prepared: Prepared, plan: Plan, costs: CostModel, count: int) -> float:
+    """Of a pass in which ``count`` sequences decode."""
+    alone = count * compute_seconds(plan, costs)
+    if count == 1 or not can_join(prepared):
+        return alone
+    each = plan.overhead_s  # Python's part, and attention: of every sequence
+    if isinstance(each, (int, float)):
+        beside_s = each * len(plan.trace)
+    else:
+        beside_s = sum(each.get(step.unit, 0.0) for step in plan.trace)
+    return min(alone, compute_seconds(plan, costs, count) + (count - 1) * beside_s)
 
 
 def _kv_read(prepared: Prepared) -> float:

@@ -10,7 +10,8 @@ pass reads serve all sequences. This is the zig-zag block schedule of FlexGen (S
 sequences that come and go at every pass.
 
 Within a MoE layer the places are its experts, in ascending order: what is read is the union of what
-the sequences are routed to, each expert once.
+the sequences are routed to, each expert once. Linear layers are places, too: those who decode are
+multiplied there in one go, if that gives each the bits it would get alone (``joined``).
 
 The road left: one padded batch. Its kernels have other shapes and so other rounding, a sequence's
 answer would depend on its neighbours, and the longest would hold up all.
@@ -20,13 +21,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 
+from offload.batch.joined import Joins
 from offload.batch.order import Order
 from offload.batch.sequence import Cancelled, Sequence
 from offload.errors import ClosedError, OffloadError
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PASS, UNIT, ROUTE, EXPERT, RUN, ROWS = "pass", "unit", "route", "expert", "run", "rows"
+JOIN = "join"
 _IN_LAYER = (EXPERT, RUN)
 _START = (PASS, 1)
 
@@ -51,12 +54,14 @@ class Counters:
         passes: rounds over the model; each reads what streams once.
         forwards: forward passes of sequences in them.
         rows: tokens that they read.
+        joined: rows of linear layers that were multiplied in one go with others'.
         stops: places at which sequences have waited for each other.
     """
 
     passes: int = 0
     forwards: int = 0
     rows: int = 0
+    joined: int = 0
     stops: int = 0
 
 
@@ -110,7 +115,7 @@ class Conductor:
             for g in handle.attachment.cut.groups
         }
         self._order = Order(_START)
-        self._cursor: tuple[int, int] = (0, -1)
+        self._cursor: tuple[Hashable, int] = (_START, -1)  # a stop, as indices change
         self._new: list[Sequence] = []
         self._sequences: list[Sequence] = []
         self._running: Sequence | None = None
@@ -122,6 +127,7 @@ class Conductor:
         before = model.register_forward_pre_hook(self._before_pass, with_kwargs=True)
         after = model.register_forward_hook(self._after_pass, always_call=True)
         self._hooks = [before, after]
+        self._joins = Joins(model, self._join)
         executor.conductor = self
 
     def __enter__(self) -> Conductor:
@@ -198,6 +204,7 @@ class Conductor:
             if not self._executor.closed:
                 self._let_go()
         finally:
+            self._joins.close()
             for hook in self._hooks:
                 hook.remove()
             self._executor.conductor = None
@@ -220,10 +227,13 @@ class Conductor:
         places = {s: self._place(s) for s in among or self._sequences}
         if not places:
             return []
-        ahead = [p for p in places.values() if p > self._cursor]
+        stop, rank = self._cursor
+        cursor = self._order[stop], rank
+        ahead = [p for p in places.values() if p > cursor]
         here = min(ahead or places.values())
-        self._cursor = here
-        return [s for s in self._sequences if places.get(s) == here]
+        waiting = [s for s in self._sequences if places.get(s) == here]
+        self._cursor = waiting[0].stop, here[1]
+        return waiting
 
     def _visit(self, waiting: list[Sequence]) -> None:
         first = waiting[0]
@@ -240,6 +250,8 @@ class Conductor:
                 self._bring_run(waiting)
             case "rows":
                 self._read_rows(waiting)
+            case "join":
+                self._multiply(waiting)
             case other:
                 raise AssertionError(f"nobody waits at {other}")
 
@@ -349,6 +361,23 @@ class Conductor:
             at += len(buffer)
             self._resume(sequence)
 
+    def _multiply(self, waiting: list[Sequence]) -> None:
+        module = waiting[0].payload[0]
+        most = self._joins.at_once(module)
+        for first in range(0, len(waiting), most):
+            some = waiting[first : first + most]
+            try:
+                with torch.no_grad():
+                    found = self._joins.multiply(module, [s.payload[1] for s in some])
+            except Exception as error:  # noqa: BLE001  theirs to handle
+                self._fail(some, error)
+                continue
+            if len(some) > 1:
+                self.counters.joined += len(some)
+            for sequence in some:
+                sequence.payload = None
+                self._resume(sequence, found.pop(0))
+
     def _fail(self, waiting: list[Sequence], error: Exception) -> None:
         for sequence in waiting:
             self._resume(sequence, error=copy.copy(error))
@@ -448,6 +477,13 @@ class Conductor:
 
     def read_rows(self, block: str, spans: Listing[Span], buffer: memoryview) -> None:
         self._wait(ROWS, block, (block, spans, buffer))
+
+    def _join(self, name: str, module: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """A layer is about to multiply ``x``: its product, or None: it is to do so itself."""
+        if not self.conducts() or len(self._sequences) < 2 or not self._joins.joins(module, x):
+            return None
+        product: torch.Tensor = self._wait(JOIN, name, (module, x))
+        return product
 
     def _current(self) -> Sequence:
         if self._running is None:

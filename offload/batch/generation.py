@@ -114,9 +114,10 @@ def generate(
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
     out = Generation()
     tap = _Tap(out, on_token, len(prompt_ids))
-    own = cache is None and model.offload.make_cache is not None
+    prompts = model.offload.prompts
+    own = cache is None and (model.offload.make_cache is not None or prompts is not None)
     if own:
-        cache = model.offload.new_cache()
+        cache = (prompts or model.offload).new_cache()
     if cache is not None:
         more["past_key_values"] = cache
     try:

@@ -85,17 +85,21 @@ def run_batch(
         the disk that weights come from, no new ones are begun.
     """
     waiting = deque(tasks)
+    alone = model.offload.prompts is not None
+    reading: set[int] = set()  # tasks without a token
     tally = Tally(len(waiting))
     began = time.perf_counter()
     with Conductor(model, most_rows=pass_rows) as conductor:
 
         def begin() -> None:
             task = waiting.popleft()
+            reading.add(task.index)
             count = 0
             on_token = tap(task)
 
             def counted(token: int) -> bool:
                 nonlocal count
+                reading.discard(task.index)
                 count += 1
                 tally.new_tokens += 1
                 return on_token(token)
@@ -111,6 +115,7 @@ def run_batch(
                 )
 
             def end(sequence: Sequence) -> None:
+                reading.discard(task.index)
                 if sequence.error is None:
                     tally.done += 1
                     tally.prompt_tokens += len(task.ids)
@@ -124,7 +129,9 @@ def run_batch(
             conductor.start(work, seed=task.seed, on_end=end)
 
         while True:
-            while waiting and len(conductor) < sequences:
+            # With a prompt cache one prompt after the other: what is read from the disk and what is
+            # recorded share a few buffers, which a waiting sequence would keep from others.
+            while waiting and len(conductor) < sequences and not (alone and reading):
                 begin()
             tally.most = max(tally.most, len(conductor))
             more = conductor.step()

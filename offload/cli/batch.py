@@ -22,6 +22,7 @@ from offload.cli.session import Wish, measured_tokenizer, open_model, say_kernel
 from offload.cli.session import stop_between_units as stop_between
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import StopFilter, TextDecoder
+from offload.cpu_ops import row_products
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
@@ -63,12 +64,15 @@ def run(files: Files, wish: Wish) -> None:
             f"{model_name(directory)} has no tokenizer, which --batch needs; copy its files there"
         )
     model_facts = [*facts_of(directory), wish.wanted.dtype, wish.wanted.kernels]
+    if wish.wanted.prompt_cache is not None:  # prompts are read in other pieces
+        model_facts.append(options.prompt_cache_chunk)
     tasks, keys, context = _tasks(jobs, wish, tokenizer, directory, config, model_facts)
     with Answers(files.output, keys) as answers:
         todo = [task for task in tasks if task.index not in answers.done]
         _say_found(answers, len(tasks))
         if not todo:
             return
+        row_products.prepare()
         prepared = make_plan(
             directory,
             wish.wanted,

@@ -114,10 +114,16 @@ def generate(
         batch,
         output_file,
         batch_size,
-        [prompt, prompt_file, prompt_ids, record_routing, trace, trace_plot, plan, prompt_cache],
+        {
+            "-p": (prompt, "prompts come from the file"),
+            "--prompt-file": (prompt_file, "prompts come from the file"),
+            "--prompt-ids": (prompt_ids, "prompts come from the file"),
+            "--record-routing": (record_routing, "what is recorded is one generation's"),
+            "--trace": (trace, "a timeline shows one generation's waiting"),
+            "--trace-plot": (trace_plot, "a timeline shows one generation's waiting"),
+            "--plan": (plan, "the number of prompts at once is a part of the plan"),
+        },
     )
-    if batched and prompt_cache is not None:
-        raise OffloadError("--prompt-cache and --batch contradict each other; drop one")
     asked = Asked() if batched else read_prompt(prompt, prompt_file, prompt_ids)
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
@@ -175,7 +181,10 @@ def generate(
 
 
 def _batch_flags(
-    batch: Path | None, target: Path | None, size: int | None, others: list[object]
+    batch: Path | None,
+    target: Path | None,
+    size: int | None,
+    others: dict[str, tuple[object, str]],
 ) -> tuple[Path, Path] | None:
     """The two files of a batch; None without one.
 
@@ -189,13 +198,9 @@ def _batch_flags(
         return None
     if target is None:
         raise OffloadError("--batch needs --output FILE for the answers")
-    names = (
-        "-p", "--prompt-file", "--prompt-ids", "--record-routing", "--trace", "--trace-plot",
-        "--plan", "--prompt-cache",
-    )  # fmt: skip
-    for name, other in zip(names, others, strict=True):
+    for name, (other, why) in others.items():
         if other is not None:
-            raise OffloadError(f"{name} and --batch contradict each other; drop one")
+            raise OffloadError(f"{name} and --batch contradict each other ({why}); drop one")
     output.check_target(target, "--output")
     if target.exists() and target.samefile(batch if batch.exists() else target.parent):
         raise OffloadError("--output would write into --batch; give another file")

@@ -169,6 +169,10 @@ def prepare(
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
     choice.warm_up(options.choice)
+    if options.sequences > 1 and options.choice.kind == "cpu":
+        from offload.cpu_ops import row_products
+
+        row_products.prepare()
     warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
     return plan_model(directory, options, warm, compiling)

@@ -18,7 +18,7 @@ from torch import nn
 from offload.cpu_ops.experts import ExpertLayout, TokenExperts, expert_ffn
 from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.functions import Glu
-from offload.cpu_ops.kernels import Floats
+from offload.cpu_ops.kernels import Floats, gemm
 from offload.cpu_ops.prefill import linear
 from offload.errors import UnsupportedModelError
 from offload.io.pack_manifest import Layout
@@ -72,6 +72,22 @@ class PackedLinear(nn.Module):
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def rows(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Several single rows: each gets the bits that ``forward`` gives it alone. float32."""
+        inputs_TK = x_TK.detach().float().contiguous()
+        out_TN = torch.empty(len(inputs_TK), self.out_features)
+        gemm(
+            self.format,
+            self.packed.data_ptr(),
+            self.out_features,
+            self.in_features,
+            inputs_TK.numpy(),
+            out_TN.numpy(),
+        )
+        if self.bias is not None:
+            out_TN += self.bias
+        return out_TN
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.format.name}"

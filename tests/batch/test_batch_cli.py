@@ -82,6 +82,28 @@ def test_the_text_of_single_runs(
     assert "other settings" in capsys.readouterr().err
 
 
+def test_prompts_with_one_beginning_read_it_once(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first run stores the shared part, also for the prompts behind it."""
+    model = checkpoint("qwen3")
+    shared = "the ring feeds the disk and the disk feeds the ring, "
+    prompts = [shared + end for end in ("a", "bc", "d")]
+    source = write(tmp_path / "in", [{"prompt": text} for text in prompts])
+    target, report = tmp_path / "out", tmp_path / "report"
+    more = ["--prompt-cache-chunk", 16, "--ram", "8MiB", "--prompt-cache"]
+    batch = words(model, source, target, "--batch-size", 2, "--json", report, *more, tmp_path / "p")
+    assert main(batch) == 0
+    cached = json.loads(report.read_text())["end"]["prompt_cache"]
+    assert cached["reused_tokens"] >= 2 * (len(shared) // 16 * 16)
+    capsys.readouterr()
+    found = answers(target)
+    for index, text in enumerate(prompts[:2]):
+        single = ["generate", "-m", model, "-p", text, "--no-predict", "-t", 1, "-n", 12, *more]
+        assert main([str(word) for word in (*single, tmp_path / "single")]) == 0
+        assert capsys.readouterr().out == found[index]["text"]
+
+
 def test_a_kill_loses_no_answer_and_repeats_none(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("qwen3")
     lines = [{"prompt": "abcdefgh"[: 1 + i % 8], "temperature": 0.7} for i in range(12)]
@@ -129,6 +151,7 @@ def test_ctrl_c_ends_cleanly(
     ("more", "says"),
     [
         (["-p", "x"], "-p and --batch contradict"),
+        (["--trace", "x"], "a timeline shows one generation's waiting"),
         (["--batch-size", "500"], "500 sequences at once do not fit"),
         (["-c", "4"], "line 1: the prompt does not fit"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from batch_support import CASES, Case, all_alone, opened
 
 from offload.batch.conductor import Cancelled, Conductor
+from offload.batch.order import Order
 from offload.batch.sequence import Sequence
+from offload.cpu_ops import row_products
 from offload.errors import ClosedError, OffloadError, StoreError
 
 Checkpoint = Callable[[str], Path]
@@ -50,6 +53,9 @@ def test_each_gets_the_tokens_it_gets_alone(
         # As many rounds as the longest has passes, and each reads at most what a pass streams.
         assert conductor.counters.passes == max(c.new for c in CASES)
         assert conductor.counters.forwards == sum(c.stop_after or c.new for c in CASES)
+        # Where a processor has a kernel, whoever decodes is multiplied together with the others.
+        if row_products.find_block(torch.randn(64, 128).bfloat16()) is not None:
+            assert conductor.counters.joined > 0
         streams = sum(
             spec.slot_nbytes
             for block, spec in model.offload.plan.blocks.items()
@@ -58,6 +64,25 @@ def test_each_gets_the_tokens_it_gets_alone(
         assert bool(streams) == (ram != "1GiB")
         rows = conductor.counters.rows * 4096 * 2
         assert read <= streams * (conductor.counters.passes + 1) + rows
+
+
+def test_an_order_is_learnt_from_those_who_leave_stops_out() -> None:
+    """One that decodes shows q2 first, then a prompt, which has no q2, shows r2."""
+    order = Order("pass")
+    decode = ["q1", "r1", "q2", "o2", "r2", "q3", "r3", "head"]
+    prompt = ["r1", "r2", "r3", "head"]
+
+    def walk(stops: list[str]) -> None:
+        for after, stop in pairwise(["pass", *stops, "pass"]):
+            order.learn(stop, after)
+
+    for some in (prompt[:1], decode[:3], prompt, decode, prompt):
+        walk(some)
+    assert sorted(decode, key=order.__getitem__) == decode
+    assert (order["pass"], len(order)) == (0, 9)
+    # What contradicts itself changes nothing.
+    order.learn("q1", "head")
+    assert sorted(decode, key=order.__getitem__) == decode
 
 
 def test_sequences_join_and_leave(checkpoint: Checkpoint) -> None:

@@ -127,8 +127,6 @@ def test_bad_flags(cli: Cli, tmp_path: Path) -> None:
     refused(cli(*words, "--prompt-cache", directory, "--prompt-cache-chunk", 1), "2")
     refused(cli(*words, "--prompt-cache", directory, "--prompt-cache-limit", "0"), "positive")
     refused(cli(*words, "--prompt-cache", directory, "--device", "sim"), "accelerator")
-    batch = ("--batch", file, "--output", tmp_path / "answers")
-    refused(cli("generate", "-m", TINY, *batch, "--prompt-cache", directory), "--batch contradict")
     assert stored(tmp_path) == []
 
 

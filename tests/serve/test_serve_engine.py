@@ -59,11 +59,16 @@ def test_answers_are_those_of_each_alone(several: Engine, alone: Alone) -> None:
     assert stats["passes"] < 8 * 12  # shared
 
 
-def test_weights_are_read_once_for_all(alone: Alone, model: Any) -> None:
-    """Three equal prompts that begin together read about what one reads."""
-    ids = alone.ids(TEXTS[0])
+def test_weights_are_read_once_for_all(alone: Alone) -> None:
+    """Three equal prompts that begin together read what one reads. Without guesses, which go into
+    whatever time the disk has; and the prompts fit one pass together, or one would be a token
+    behind the others for ever, with other experts."""
+    model = open_streaming(guess=False)
+    ids = alone.ids("A")
+    assert 3 * len(ids) <= CHUNK
 
     def read(count: int) -> int:
+        model.offload.executor.settle()
         engine = make_engine(model, alone.tokenizer)
         before = model.offload.stats()["payload_read_bytes"]
         listeners = [Listener(engine, request(ids, 16)) for _ in range(count)]
@@ -71,12 +76,16 @@ def test_weights_are_read_once_for_all(alone: Alone, model: Any) -> None:
         for listener in listeners:
             assert isinstance(listener.result()[1], Ended)
         engine.close()
+        model.offload.executor.settle()
         return int(model.offload.stats()["payload_read_bytes"] - before)
 
-    read(1)
-    single = read(1)
-    assert single > 0
-    assert read(3) < 2 * single
+    try:
+        read(1)
+        single = read(1)
+        assert single > 0
+        assert read(3) <= 1.02 * single  # rows of the embedding are looked up by each
+    finally:
+        model.offload.close()
 
 
 def test_a_long_prompt_does_not_hold_up_others(several: Engine, alone: Alone) -> None:

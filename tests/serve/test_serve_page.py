@@ -25,6 +25,8 @@ FLAGS = [
 ]  # fmt: skip
 KEY = "only this"
 
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -36,8 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def page(server: Server) -> Iterator[Any]:
     """An open page, and at its end: nothing was complained of or fetched from elsewhere."""
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on this machine")
     complaints: list[str] = []
 
     def fetched(request: Any) -> None:

@@ -1,0 +1,143 @@
+"""One product for all sequences that wait at a linear layer, with each one's own bits.
+
+A sequence that decodes brings a single row to every linear layer. Alone, each would read the
+layer's weights again, which were just read for its neighbour: a pass over many sequences would
+take as long as the memory takes for all of them. So they wait for each other at each layer, and its
+weights are read once. That this changes no bit is not taken for granted: packed weights have a
+kernel whose rows do not depend on each other, torch's bfloat16 products are tried
+(``cpu_ops.row_products``), and where neither holds everybody multiplies by himself.
+
+Prompts are not joined: they bring rows enough.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+JOINED_BYTES = 2**20
+"""Of the rows that go in and come out of a product, at most: more sequences are joined in turns.
+Whoever waits holds his row, and rows of a large vocabulary's logits are large."""
+
+_LINE = 64
+
+
+class Joins:
+    """The linear layers of one model while a conductor runs it."""
+
+    def __init__(
+        self, model: nn.Module, join: Callable[[str, nn.Module, torch.Tensor], torch.Tensor | None]
+    ) -> None:
+        """``join(name, module, x)`` is asked at each single row's product; None: not joined."""
+        self._join = join
+        self._blocks: dict[tuple[Any, ...], int | None] = {}
+        self._undo: list[Callable[[], Any]] = []
+        for name, module in model.named_modules():
+            before = module.__dict__.get("forward")
+            kind = type(module)
+            if (kind is nn.Linear and before is None) or kind.__name__ == "PackedLinear":
+                forward = partial(self._forward, name, module, module.forward)
+                module.__dict__["forward"] = forward
+                self._undo.append(partial(_restore, module, before))
+
+    def close(self) -> None:
+        """The layers are as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def multiply(self, module: nn.Module, rows: Listing[torch.Tensor]) -> list[torch.Tensor]:
+        """Each of ``rows`` [..., K] (one row) through a layer whose weights are there."""
+        if len(rows) > 1 and type(module) is nn.Linear:
+            block = self._block(module)
+            if block is not None:
+                from offload.cpu_ops.row_products import multiply_rows
+
+                x_TK = torch.cat([row.reshape(1, -1) for row in rows])
+                out = multiply_rows(x_TK, module.weight.detach(), block, module.bias)
+                return _split(out, rows)
+        elif len(rows) > 1:
+            packed: Any = module
+            return _split(packed.rows(torch.cat([row.reshape(1, -1) for row in rows])), rows)
+        inner = type(module).forward
+        return [inner(module, row) for row in rows]
+
+    def joins(self, module: nn.Module, x: torch.Tensor) -> bool:
+        """Whether a product is one of a single row, and worth waiting for."""
+        if torch.is_grad_enabled() or x.shape[-1] != x.numel():
+            return False
+        return type(module) is not nn.Linear or self._block(module) is not None
+
+    def at_once(self, module: Any) -> int:
+        """Rows that are multiplied together."""
+        each = 4 * (module.in_features + module.out_features)
+        return max(1, JOINED_BYTES // each)
+
+    def _block(self, module: nn.Linear) -> int | None:
+        """How the layer's products are joined; tried when the first of its shape is there."""
+        weight, bias = module.weight, module.bias
+        at = weight.data_ptr() % _LINE
+        kind = (*weight.shape, weight.dtype, bias is not None, at, torch.get_num_threads())
+        if kind not in self._blocks:
+            from offload.cpu_ops.row_products import find_block
+
+            found = find_block(weight.detach(), None if bias is None else bias.detach())
+            self._blocks[kind] = found
+            logger.debug("products of single rows %s: block %s", kind, found)
+        return self._blocks[kind]
+
+    def _forward(
+        self,
+        name: str,
+        module: nn.Module,
+        inner: Callable[[torch.Tensor], torch.Tensor],
+        x: torch.Tensor,
+    ) -> torch.Tensor:
+        found = self._join(name, module, x)
+        return inner(x) if found is None else found
+
+
+def can_join(prepared: Any) -> bool:
+    """Whether a planned model's linear layers will be joined; for estimates, as if all were alike.
+
+    Of packed layers: unless single tokens go through layers without their modules (``lean_run``).
+    Of others: if a stand-in with as many columns as the layers have is added in a known order.
+    """
+    if (lean := getattr(prepared, "lean", None)) is not None:
+        return not lean.layers
+    if prepared.options.choice.kind != "cpu":
+        return False
+    shapes = [m.weight for m in prepared.meta.model.modules() if type(m) is nn.Linear]
+    return bool(shapes) and _order_is_known(
+        max(weight.shape[1] for weight in shapes), shapes[0].dtype, torch.get_num_threads()
+    )
+
+
+@functools.cache
+def _order_is_known(columns: int, dtype: torch.dtype, threads: int) -> bool:
+    from offload.cpu_ops.row_products import find_block
+
+    return find_block(torch.ones(256, columns, dtype=dtype)) is not None
+
+
+def _split(out_TN: torch.Tensor, rows: Listing[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        one.view(*row.shape[:-1], -1).to(row.dtype) for one, row in zip(out_TN, rows, strict=True)
+    ]
+
+
+def _restore(module: nn.Module, before: Any) -> None:
+    module.__dict__.pop("forward", None)
+    if before is not None:
+        module.__dict__["forward"] = before
+
+
+__all__ = ["JOINED_BYTES", "Joins"]

@@ -1,0 +1,294 @@
+"""Rows of activations times a matrix of bfloat16, each as torch computes it when it is alone.
+
+    K columns, N rows of the matrix, T tokens
+
+Several generations of one model each multiply one row with the same matrix. One product of all rows
+reads the matrix once; but torch's (oneDNN's) sums a row's products in another order when there are
+more rows, and one result in thousands differs in its last bit. Here the order is that of a single
+row: VDPBF16PS from the first pair of columns to the last within blocks of columns, the blocks'
+float32 sums added one after the other, one rounding to bfloat16 at the end. How long oneDNN's
+blocks are is nowhere promised: ``find_block`` tries, and finds none where torch adds otherwise.
+
+The matrix stays as it is in a checkpoint, rows of columns. 32 rows times a block of columns are
+transposed into a panel (pairs of columns, lanes are rows) that fits the first caches, and
+multiplied with all tokens, eight at a time: 16 sums in registers, ten loads for 16 instructions.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from offload.cpu_ops import threads
+from offload.cpu_ops.block_vectors import dot_pairs
+from offload.cpu_ops.entries import Entry, Kernel
+from offload.cpu_ops.isa import Isa, choose, features
+from offload.cpu_ops.prefill_vectors import store_bf16, store_transposed
+from offload.cpu_ops.tags import inline, outline, tag
+from offload.cpu_ops.tiles import field
+from offload.cpu_ops.vectors import (
+    fadd,
+    fetch_add,
+    load_f32,
+    load_i32,
+    prefetch,
+    splat,
+    splat_i32,
+    stack,
+    store_f32,
+)
+
+logger = logging.getLogger(__name__)
+
+LANES, PANEL_ROWS = 16, 32
+MOST_BLOCK = 1024
+"""Columns that a panel holds; oneDNN's blocks seen so far have 512."""
+BLOCKS = (512, 1024, 256, 128, 64)
+"""Columns of a block, as they are tried."""
+TOGETHER = 64
+"""Tokens for which a panel is used before the next; more transpose it again."""
+OUTPUTS_TRIED = 2**18
+"""Outputs that must agree: two orders of sums agree on all but one in thousands."""
+LEAST_ROWS = 8
+"""Single rows tried, however many outputs one has."""
+
+_panel = stack(PANEL_ROWS * MOST_BLOCK * 2)
+_sums = stack(TOGETHER * PANEL_ROWS * 4)
+
+
+class Rows(enum.IntEnum):
+    """Places in the kernel's arguments; the counter on a cache line of its own."""
+
+    BARRIER = 0
+    WEIGHTS = 1
+    """bfloat16 [rows, columns], contiguous."""
+    ROWS = 2
+    COLUMNS = 3
+    X = 4
+    """bfloat16 [tokens, columns]"""
+    TOKENS = 5
+    OUT = 6
+    """bfloat16 [tokens, rows]"""
+    BLOCK = 7
+    """Columns that are summed before they are added to the blocks before."""
+    BIAS = 8
+    """Address of float32 [rows], 0: none."""
+    NEXT = 16
+    SIZE = 24
+
+
+@inline
+def _transpose(w: int, stride: int, panel: int, ahead: int) -> None:
+    """16 rows of 16 pairs; ``ahead`` bytes further is what will be transposed next."""
+    for i in range(LANES):
+        prefetch(w + i * stride + ahead)
+    store_transposed(
+        panel, 2 * 64,
+        load_i32(w), load_i32(w + stride), load_i32(w + 2 * stride), load_i32(w + 3 * stride),
+        load_i32(w + 4 * stride), load_i32(w + 5 * stride), load_i32(w + 6 * stride),
+        load_i32(w + 7 * stride), load_i32(w + 8 * stride), load_i32(w + 9 * stride),
+        load_i32(w + 10 * stride), load_i32(w + 11 * stride), load_i32(w + 12 * stride),
+        load_i32(w + 13 * stride), load_i32(w + 14 * stride), load_i32(w + 15 * stride),
+    )  # fmt: skip
+
+
+@inline
+def _keep(at: int, first: bool, low: Any, high: Any) -> None:
+    if first:
+        store_f32(at, low)
+        store_f32(at + 64, high)
+    else:
+        store_f32(at, fadd(load_f32(at), low))
+        store_f32(at + 64, fadd(load_f32(at + 64), high))
+
+
+@outline
+def _eight(panel: int, pairs: int, x: int, step: int, n: int, sums: int, first: bool) -> None:
+    """Up to eight tokens, ``step`` bytes apart; who is missing is computed as the last is."""
+    last = n - 1
+    x0, x1, x2, x3 = x, x + step * min(1, last), x + step * min(2, last), x + step * min(3, last)
+    x4, x5 = x + step * min(4, last), x + step * min(5, last)
+    x6, x7 = x + step * min(6, last), x + step * min(7, last)
+    a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    a4, a5, a6, a7 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    b0, b1, b2, b3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    b4, b5, b6, b7 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    for k in range(pairs):
+        v, w, at = load_i32(panel + 128 * k), load_i32(panel + 128 * k + 64), 4 * k
+        u = splat_i32(x0 + at)
+        a0, b0 = dot_pairs(a0, v, u), dot_pairs(b0, w, u)
+        u = splat_i32(x1 + at)
+        a1, b1 = dot_pairs(a1, v, u), dot_pairs(b1, w, u)
+        u = splat_i32(x2 + at)
+        a2, b2 = dot_pairs(a2, v, u), dot_pairs(b2, w, u)
+        u = splat_i32(x3 + at)
+        a3, b3 = dot_pairs(a3, v, u), dot_pairs(b3, w, u)
+        u = splat_i32(x4 + at)
+        a4, b4 = dot_pairs(a4, v, u), dot_pairs(b4, w, u)
+        u = splat_i32(x5 + at)
+        a5, b5 = dot_pairs(a5, v, u), dot_pairs(b5, w, u)
+        u = splat_i32(x6 + at)
+        a6, b6 = dot_pairs(a6, v, u), dot_pairs(b6, w, u)
+        u = splat_i32(x7 + at)
+        a7, b7 = dot_pairs(a7, v, u), dot_pairs(b7, w, u)
+    _keep(sums, first, a0, b0)
+    if n > 1:
+        _keep(sums + 128, first, a1, b1)
+    if n > 2:
+        _keep(sums + 256, first, a2, b2)
+    if n > 3:
+        _keep(sums + 384, first, a3, b3)
+    if n > 4:
+        _keep(sums + 512, first, a4, b4)
+    if n > 5:
+        _keep(sums + 640, first, a5, b5)
+    if n > 6:
+        _keep(sums + 768, first, a6, b6)
+    if n > 7:
+        _keep(sums + 896, first, a7, b7)
+
+
+@inline
+def row_products(how: Any, a: int) -> None:
+    """Every thread of the region takes panels of rows from a counter."""
+    rows, columns, tokens = field(a, Rows.ROWS), field(a, Rows.COLUMNS), field(a, Rows.TOKENS)
+    block, bias, stride = field(a, Rows.BLOCK), field(a, Rows.BIAS), 2 * field(a, Rows.COLUMNS)
+    panel, sums = _panel(), _sums()
+    row = PANEL_ROWS * fetch_add(a + 8 * Rows.NEXT, 1)
+    while row < rows:
+        weights = field(a, Rows.WEIGHTS) + row * stride
+        for t0 in range(0, tokens, TOGETHER):
+            many = min(TOGETHER, tokens - t0)
+            x = field(a, Rows.X) + t0 * stride
+            for c in range(0, columns, block):
+                width = min(block, columns - c)
+                # The next block of these rows, or the first one of the rows behind.
+                ahead = 2 * block if c + block < columns else PANEL_ROWS * stride - 2 * c
+                for k in range(0, width, 32):
+                    w = weights + 2 * (c + k)
+                    _transpose(w, stride, panel + 64 * k, ahead)
+                    _transpose(w + LANES * stride, stride, panel + 64 * k + 64, ahead)
+                for t in range(0, many, 8):
+                    _eight(
+                        panel, width // 2, x + t * stride + 2 * c, stride, min(8, many - t),
+                        sums + 128 * t, c == 0,
+                    )  # fmt: skip
+            for t in range(many):
+                out = field(a, Rows.OUT) + 2 * ((t0 + t) * rows + row)
+                low, high = load_f32(sums + 128 * t), load_f32(sums + 128 * t + 64)
+                if bias != 0:
+                    low = fadd(low, load_f32(bias + 4 * row))
+                    high = fadd(high, load_f32(bias + 4 * row + 64))
+                store_bf16(out, how, low)
+                store_bf16(out + 32, how, high)
+        row = PANEL_ROWS * fetch_add(a + 8 * Rows.NEXT, 1)
+
+
+@functools.cache
+def row_products_kernel() -> Kernel:
+    how = tag("rounding", "instruction")
+
+    def row_products_body(arguments: int) -> None:
+        row_products(how, arguments)
+
+    return Kernel(row_products_body, "products of several single rows", 3.0)
+
+
+@functools.cache
+def _entry() -> Entry:
+    return row_products_kernel().entry()
+
+
+def fits(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether there is a kernel for it: the processor has the instruction, and the shape is one of
+    whole panels. Says nothing of bits."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.dim() == 2
+        and weight.is_contiguous()
+        and weight.shape[0] % PANEL_ROWS == 0
+        and weight.shape[1] % 32 == 0
+        and weight.numel() > 0
+        and (bias is None or bias.dtype == torch.bfloat16)
+        and choose() is Isa.AVX512VNNI
+        and "avx512bf16" in features()
+    )
+
+
+def prepare() -> None:
+    """Have the code there before anybody measures what the process weighs without a model."""
+    if fits(torch.zeros(PANEL_ROWS, PANEL_ROWS, dtype=torch.bfloat16)):
+        _entry()
+
+
+def multiply_rows(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, block: int, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``F.linear`` of each row by itself, as ``find_block`` has found ``block`` for.
+
+    Args:
+        x_TK: bfloat16, contiguous.
+        weight_NK: one that ``fits``.
+
+    Returns:
+        bfloat16 [T, N].
+    """
+    tokens, columns = x_TK.shape
+    rows = weight_NK.shape[0]
+    out_TN = torch.empty(tokens, rows, dtype=torch.bfloat16)
+    bias = None if bias_N is None else bias_N.detach().float()
+    a = np.zeros(Rows.SIZE, np.int64)
+    a[Rows.WEIGHTS : Rows.BIAS + 1] = (
+        weight_NK.data_ptr(),
+        rows,
+        columns,
+        x_TK.data_ptr(),
+        tokens,
+        out_TN.data_ptr(),
+        min(block, MOST_BLOCK),
+        0 if bias is None else bias.data_ptr(),
+    )
+    entry = _entry()
+    threads.run(entry.call, entry.address, a)
+    return out_TN
+
+
+def find_block(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> int | None:
+    """The columns of a block with which ``multiply_rows`` gives ``F.linear``'s bits for single
+    rows with this matrix, on this machine and with as many threads as now; None: there is none.
+
+    Takes as long as some hundred products of single rows (as many as have OUTPUTS_TRIED outputs).
+    """
+    if not fits(weight_NK, bias_N):
+        return None
+    rows, columns = weight_NK.shape
+    count = max(LEAST_ROWS, -(-OUTPUTS_TRIED // rows))
+    generator = torch.Generator().manual_seed(0)
+    candidates = [b for b in BLOCKS if b < columns] + [MOST_BLOCK] * (columns <= MOST_BLOCK)
+    with torch.no_grad():
+        for first in range(0, count, LEAST_ROWS):
+            drawn = torch.randn(LEAST_ROWS, columns, generator=generator)
+            x_TK = drawn.to(torch.bfloat16)
+            alone = torch.cat([F.linear(x[None], weight_NK, bias_N) for x in x_TK])
+            candidates = [
+                b
+                for b in candidates
+                if torch.equal(multiply_rows(x_TK, weight_NK, b, bias_N), alone)
+            ]
+            if not candidates:
+                logger.info(
+                    "single rows times %d x %d are added in an order that is not known (%d rows "
+                    "tried): they are not joined", rows, columns, first + LEAST_ROWS,
+                )  # fmt: skip
+                return None
+    return candidates[0]
+
+
+__all__ = ["BLOCKS", "find_block", "fits", "multiply_rows", "prepare", "row_products_kernel"]
