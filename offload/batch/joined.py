@@ -43,8 +43,8 @@ class Joins:
         self._undo: list[Callable[[], Any]] = []
         for name, module in model.named_modules():
             before = module.__dict__.get("forward")
-            kind = type(module)
-            if (kind is nn.Linear and before is None) or kind.__name__ == "PackedLinear":
+            # By name: its module brings Numba, which other models do without.
+            if _is_plain(module, before) or type(module).__name__ == "PackedLinear":
                 forward = partial(self._forward, name, module, module.forward)
                 module.__dict__["forward"] = forward
                 self._undo.append(partial(_restore, module, before))
@@ -103,6 +103,14 @@ class Joins:
     ) -> torch.Tensor:
         found = self._join(name, module, x)
         return inner(x) if found is None else found
+
+
+def _is_plain(module: nn.Module, forward: Any) -> bool:
+    """Whether a layer computes what its class does; ``forward``: its own in place of the class's,
+    which where a layer streams by itself only keeps autograd out."""
+    inner = getattr(forward, "__wrapped__", None)
+    plain = forward is None or getattr(inner, "__func__", None) is nn.Linear.forward
+    return type(module) is nn.Linear and plain
 
 
 def can_join(prepared: Any) -> bool:
