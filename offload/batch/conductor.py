@@ -363,7 +363,7 @@ class Conductor:
 
     def _multiply(self, waiting: list[Sequence]) -> None:
         module = waiting[0].payload[0]
-        most = self._joins.at_once(module)
+        most = self._joins.at_once(module, len(self._sequences))
         for first in range(0, len(waiting), most):
             some = waiting[first : first + most]
             try:

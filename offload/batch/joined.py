@@ -24,9 +24,10 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-JOINED_BYTES = 2**20
-"""Of the rows that go in and come out of a product, at most: more sequences are joined in turns.
-Whoever waits holds his row, and rows of a large vocabulary's logits are large."""
+JOINED_BYTES = 64 * 2**10
+"""For each sequence, of the rows that go in and come out of a product: what the plan sets aside. Of
+wider rows (a large vocabulary's logits) fewer are multiplied at once, and the matrix is read again
+for the others."""
 
 _LINE = 64
 
@@ -76,10 +77,10 @@ class Joins:
             return False
         return type(module) is not nn.Linear or self._block(module) is not None
 
-    def at_once(self, module: Any) -> int:
+    def at_once(self, module: Any, sequences: int) -> int:
         """Rows that are multiplied together."""
         each = 4 * (module.in_features + module.out_features)
-        return max(1, JOINED_BYTES // each)
+        return max(1, sequences * JOINED_BYTES // each)
 
     def _block(self, module: nn.Linear) -> int | None:
         """How the layer's products are joined; tried when the first of its shape is there."""

@@ -29,9 +29,9 @@ SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 640 * 2**10, 16 * 2**20
 """Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
 part in 64 of the budget, within these bytes."""
 
-BESIDE_BYTES, SEQUENCE_BYTES = 2 * 2**20, 160 * 2**10
-"""What running several sequences takes (half of it for rows that are multiplied together,
-``offload.batch.joined``), and each of them: a greenlet's stacks, its settings and its text."""
+BESIDE_BYTES, SEQUENCE_BYTES = 2**20, 224 * 2**10
+"""What running several sequences takes, and each of them: a greenlet's stacks, its settings and its
+text, and 64 KiB for rows that are multiplied together (``offload.batch.joined``)."""
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done_bytes, total_bytes)``."""
