@@ -244,6 +244,7 @@ def test_prompts_share_a_pass_only_as_far_as_memory_allows(checkpoint: Checkpoin
         counts = []
         while conductor.step():
             counts.append(conductor.counters.rows)
-        # The last step, which ends the last one, is none of them.
-        assert [*counts, conductor.counters.rows] == [15, 27, 48, 49]
+        # Steps within a pass (they wait at linear layers, too) add nothing.
+        rows = list(dict.fromkeys([*counts, conductor.counters.rows]))
+        assert [n for n in rows if n] == [15, 27, 48, 49]
         assert [s.error for s in running] == [None] * 4
