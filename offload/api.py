@@ -107,7 +107,8 @@ def load(
             newest commit in ``disk``; a number; a Trainer's checkpoint directory).
         progress: called as ``progress(what, done_bytes, total_bytes)``.
         options: more of ``offload.models.options.Options``: ``expert_policy``, ``routing`` and
-            ``record_routing`` for experts, ``queue_depth`` and others for the disk.
+            ``record_routing`` for experts, ``hybrid`` (the CPU computes a part of them while a card
+            computes the others), ``queue_depth`` and others for the disk.
 
     Raises:
         OffloadError: with one clear message; see ``offload.errors``.

@@ -233,6 +233,14 @@ Guess = Annotated[
         "The text is the same.",
     ),
 ]
+Hybrid = Annotated[
+    bool | None,
+    typer.Option(
+        "--hybrid/--no-hybrid",
+        help="Whether the CPU computes a part of a MoE layer's experts while the card computes the "
+        "others. Default: where it changes no bit, which is on a simulated card.",
+    ),
+]
 ExpertPolicy = Annotated[
     str | None,
     typer.Option(

@@ -53,6 +53,7 @@ class Wanted:
     threads: int | None
     predict: bool
     guess: bool
+    hybrid: bool | None = None
     expert_policy: str | None = None
     routing: Path | None = None
     record_routing: Path | None = None
@@ -101,6 +102,7 @@ class Wanted:
             elsewhere=self.hardware is not None,
             disk=self.disk,
             dtype=self.dtype,
+            hybrid=self.hybrid,
             guess=self.guess,
             expert_policy=self.expert_policy,
             routing=self.routing,

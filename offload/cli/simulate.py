@@ -47,6 +47,7 @@ def simulate(
         int | None, typer.Option(min=1, metavar="N", help="Keep only so many layers.")
     ] = None,
     expert_policy: flags.ExpertPolicy = None,
+    hybrid: flags.Hybrid = None,
     guess: flags.Guess = True,
     trace: flags.Trace = None,
     trace_plot: flags.TracePlot = None,
@@ -83,6 +84,7 @@ def simulate(
             seed=seed,
             layers=layers,
             expert_policy=expert_policy,
+            hybrid=hybrid,
             guess=guess,
             trace=trace,
             picture=trace_plot,

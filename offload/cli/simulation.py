@@ -15,6 +15,7 @@ from offload.cli import console, machines, output, planning, tracing
 from offload.cli.console import heading, rows
 from offload.cli.simulated_routing import Routing
 from offload.errors import OffloadError, PlanError
+from offload.models.hybrid import ROWS as SPLIT_ROWS
 from offload.models.shape import Shape, shape_of
 from offload.scheduler import describe, forecast
 from offload.scheduler.costs import CostModel
@@ -48,6 +49,7 @@ class Wish:
     seed: int
     layers: int | None
     expert_policy: str | None
+    hybrid: bool | None
     guess: bool
     trace: Path | None
     picture: Path | None
@@ -121,7 +123,11 @@ def simulate(wish: Wish) -> Simulated:
         budgets[Tier.DEVICE] = wish.gpu
     costs = CostModel(hardware=hardware, flops=shape.flops, on_card=wish.gpu is not None)
     request = shape.request(
-        budgets, costs, expert_policy=wish.expert_policy or DEFAULT, guesses=wish.guess
+        budgets,
+        costs,
+        expert_policy=wish.expert_policy or DEFAULT,
+        guesses=wish.guess,
+        split_rows=_split_rows(wish, shape),
     )
     try:
         plan = make_plan(request)
@@ -164,6 +170,16 @@ def simulate(wish: Wish) -> Simulated:
         decode_time=decode_time,
         seconds=time.perf_counter() - began,
     )
+
+
+def _split_rows(wish: Wish, shape: Shape) -> int:
+    """As ``offload.models.hybrid.split_rows``, for a model without modules."""
+    if not wish.hybrid:
+        return 0
+    if wish.gpu is None or not shape.experts:
+        what = "this model has no experts" if wish.gpu is not None else "there is no --gpu"
+        raise OffloadError(f"--hybrid cannot take effect: {what}; drop it")
+    return SPLIT_ROWS
 
 
 def _hardware(wish: Wish) -> Hardware:

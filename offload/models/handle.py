@@ -85,6 +85,7 @@ class OffloadHandle:
             "hit_rate": stats.hit_rate,
             "hits": stats.hits,
             "misses": stats.misses,
+            "cpu_experts": stats.cpu_experts,
             "guessed": stats.guessed,
             "guessed_right": stats.guessed_right,
             "stall_s": stats.stall_s,

@@ -202,11 +202,6 @@ def split_rows(options: Options, cut: Cut, notes: list[str]) -> int:
         return 0
     if options.hybrid is False or (options.hybrid is None and not cut.groups):
         return 0
-    if kind == "cpu":
-        raise OffloadError(
-            "--hybrid shares experts between a device and the CPU, and here the CPU has all; add "
-            "--gpu SIZE or drop it"
-        )
     if not cut.groups:
         raise OffloadError(
             "--hybrid cannot take effect: this model has no experts that are streamed one by one; "

@@ -153,6 +153,11 @@ class Options:
                 "--attention offload, --kv and --kv-keep compute on the CPU; drop them, or --gpu "
                 "and --device"
             )
+        if self.hybrid and self.choice.kind == "cpu":
+            raise OffloadError(
+                "--hybrid shares experts between a card and the CPU, and here the CPU has all; add "
+                "--gpu SIZE or drop it"
+            )
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")
 

@@ -30,6 +30,7 @@ from offload.models.synth_config import read_source
 from offload.models.units import cut, unit_modules
 from offload.scheduler.costs import CostModel
 from offload.scheduler.inventory import PlanRequest
+from offload.scheduler.plan import EXPERT_ACTIVATIONS
 from offload.scheduler.policy import DEFAULT
 from offload.scheduler.trace import Step, Trace
 
@@ -72,7 +73,9 @@ class Shape:
     def weight_bytes(self) -> int:
         return sum(s.nbytes for s in self.blocks.values())
 
-    def reserves(self, *, top: Tier, queue_depth: int) -> dict[Tier, dict[str, int]]:
+    def reserves(
+        self, *, top: Tier, queue_depth: int, split_rows: int = 0
+    ) -> dict[Tier, dict[str, int]]:
         """What is not weights: for one sequence of ``context`` tokens."""
         cache = self.footprint.cache_bytes * self.context // max(1, self.prompt_tokens)
         layers = max(1, sum(1 for s in self.steps if s.blocks))
@@ -87,6 +90,14 @@ class Shape:
             beside["norms, routers, biases"] = self.plain_bytes
         if top is Tier.RAM:
             return {Tier.RAM: beside | host}
+        if split_rows:
+            # Float32 rows of the residual stream: down once, up for each expert.
+            widest = max(
+                (t.shape[-1] for b in self.experts.values() for t in self.blocks[b[0]].tensors),
+                default=0,
+            )
+            nbytes = 4 * widest * split_rows * (1 + max(self.top_k.values(), default=0))
+            host[EXPERT_ACTIVATIONS] = beside[EXPERT_ACTIVATIONS] = nbytes
         return {Tier.RAM: host, Tier.DEVICE: beside}
 
     def request(
@@ -96,6 +107,7 @@ class Shape:
         *,
         expert_policy: str = DEFAULT,
         guesses: bool = True,
+        split_rows: int = 0,
     ) -> PlanRequest:
         """The planner's question: three tiers if there is a budget for the device."""
         top = max(budgets)
@@ -107,11 +119,12 @@ class Shape:
             always=self.always,
             by_row=self.by_row,
             budgets=budgets,
-            reserves=self.reserves(top=top, queue_depth=costs.queue_depth),
+            reserves=self.reserves(top=top, queue_depth=costs.queue_depth, split_rows=split_rows),
             compute_tier=top,
             costs=costs,
             guesses=guesses,
             expert_policy=expert_policy,
+            split_rows=split_rows,
         )
 
 

@@ -233,7 +233,10 @@ class CpuSite:
                 task.error = error
             with self._changed:
                 self._running = None
-                self._let_go(task)
+                try:
+                    self._let_go(task)
+                except OffloadError as error:
+                    task.error = task.error or error
                 if self._ground.record is not None:
                     self._ground.record(CPU, task.expert, began, time.perf_counter(), 0)
                 self._ground.moved()

@@ -10,10 +10,11 @@ from offload.blocks import BlockSpec, Tier
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.policy import CYCLIC, DEFAULT
+from offload.scheduler.split import Job, Place, SplitCosts, split
 from offload.scheduler.trace import Step
 
-READ, H2D, COMPUTE = "read", "h2d", "compute"
-"""Lanes: disk to RAM, RAM to device, computation."""
+READ, H2D, COMPUTE, CPU = "read", "h2d", "compute", "cpu"
+"""Lanes: disk to RAM, RAM to device, computation, and the CPU's where a device computes, too."""
 
 
 def experts_of(plan: Plan) -> dict[str, list[str]]:
@@ -90,7 +91,43 @@ def lane_seconds(plan: Plan, costs: CostModel, tokens: float = 1.0) -> dict[str,
     if Tier.DEVICE in into:
         lanes[H2D] = costs.copy_up_busy_s(into[Tier.DEVICE])
     lanes[COMPUTE] = compute_seconds(plan, costs, tokens)
+    if plan.split is not None and tokens <= plan.split.rows:
+        on_cpu = _on_cpu(plan, plan.split, tokens)
+        host = costs.beside_card()
+        lanes[CPU] = 0.0
+        for spec, times, each in on_cpu:
+            lanes[CPU] += times * host.expert_s(spec, each)
+            lanes[COMPUTE] -= times * costs.expert_s(spec, each)
+            lanes[H2D] -= costs.copy_up_busy_s(times * spec.nbytes)
+        lanes[COMPUTE], lanes[H2D] = max(0.0, lanes[COMPUTE]), max(0.0, lanes[H2D])
     return lanes
+
+
+def _on_cpu(plan: Plan, costs: SplitCosts, tokens: float) -> list[tuple[BlockSpec, float, float]]:
+    """What the CPU computes in a pass beside the device, by layer: an expert of it, how many, and
+    tokens of each. From a schedule of as many hits and misses as are expected."""
+    cached = sum(h is Home.CACHED for h in plan.homes.values())
+    here = min(1.0, plan.tiers[Tier.DEVICE].slots / max(1, cached))
+    ram = plan.tiers[Tier.RAM]
+    found = []
+    for experts, k, times in _routing(plan):
+        if plan.homes[experts[0]] is not Home.CACHED:
+            continue
+        used = distinct(len(experts), k, tokens)
+        each = tokens * k / used
+        n = max(1, round(used))
+        slots = round(n * here)
+        kept = experts[0] in ram.pinned
+        in_ram = n if kept else round(n * min(1.0, ram.slots / max(1, cached)))
+        spec = plan.blocks[experts[0]]
+        places = [Place.SLOT] * slots + [Place.RAM] * max(0, in_ram - slots)
+        places += [Place.DISK] * (n - len(places))
+        jobs = [
+            Job(b, max(1, round(each)), p, spec.nbytes)
+            for b, p in zip(experts, places, strict=False)
+        ]
+        found.append((spec, times * used / n * len(split(jobs, costs).cpu), each))
+    return found
 
 
 def compute_seconds(plan: Plan, costs: CostModel, tokens: float = 1.0) -> float:

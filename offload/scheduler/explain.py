@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from offload.blocks import BlockKind, Tier
-from offload.scheduler.bounds import H2D, READ, experts_of
+from offload.scheduler.bounds import CPU, H2D, READ, experts_of
 from offload.scheduler.costs import CostModel
 from offload.scheduler.guesses import spare_slots
 from offload.scheduler.plan import Home, Plan
@@ -17,7 +17,7 @@ WARNING = "warning:"
 """How a sentence begins that a user should see even in a summary."""
 
 _NAME = {Tier.RAM: "RAM", Tier.DEVICE: "the device"}
-_LANE = {READ: "the disk", H2D: "copies to the device"}
+_LANE = {READ: "the disk", H2D: "copies to the device", CPU: "experts on the CPU"}
 
 
 def explain(plan: Plan, shapes: Mapping[Tier, str], costs: CostModel | None) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from offload.scheduler.guesses import guess_count
 from offload.scheduler.lane import Lane
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.residency import Fetch, Instruction, Residency
-from offload.scheduler.timeline import EXPERTS, PASSES, WAITS, Record
+from offload.scheduler.timeline import CPU, EXPERTS, PASSES, WAITS, Record
 
 Routing = Callable[[int, str], Sequence[str]]
 """(pass number, group) → the experts that the pass uses there, in the order of use."""
@@ -111,10 +111,12 @@ def simulate(
         run.one_pass(i, routing)
     n = passes - skip
     total = [(b - a) / n for a, b in zip(first, run.read_totals(), strict=True)]
-    pass_s, read_s, h2d_s, compute_s, stall_s, read_bytes, h2d_bytes, hits, misses = total
+    pass_s, read_s, h2d_s, compute_s, stall_s, read_bytes, h2d_bytes, hits, misses, cpu_s = total
     lane_s = {READ: read_s, COMPUTE: compute_s}
     if Tier.DEVICE in plan.tiers:
         lane_s[H2D] = h2d_s
+    if plan.split is not None:
+        lane_s[CPU] = cpu_s
     return Simulation(
         # The ring may still gain or lose a little from pass to pass; no steady state is faster
         # than its busiest lane.
@@ -163,7 +165,7 @@ class _Run:
         beside = top is Tier.RAM
         self._compute_beside = costs.hardware.gemv_beside if beside else 1.0
         self._read_beside = costs.hardware.read_beside if beside else 1.0
-        self._arrivals: list[tuple[float, int, Fetch]] = []
+        self._arrivals: list[tuple[float, int, Fetch | _CpuEnd]] = []
         self._sequence = 0
         self._at_once = False  # experts arrive in no time (warm-up)
         self._owed: dict[str, float] = {}  # fractions of misses by group
@@ -192,6 +194,10 @@ class _Run:
             if plan.homes[b] is Home.BY_ROW
         )
         self._passes = 0
+        self._cpu_todo: list[str] = []  # experts for the CPU that have not begun
+        self._cpu_busy = False
+        self._cpu_s = 0.0
+        self._cpu_cost: Callable[[str], float] = lambda _: 0.0
 
     # -- the program ----------------------------------------------------------------------
 
@@ -257,6 +263,8 @@ class _Run:
         if self._plan.homes[experts[0]] is Home.PINNED:
             self._resident_uses += len(chosen)
             self._compute(sum(map(expert_s, chosen)), EXPERTS, group)
+        elif self._plan.split is not None and self._tokens <= self._plan.split.rows:
+            self._run_split(group, chosen, expert_s, tokens_each)
         else:
             ahead = self._ahead(group, number, routing)
             self._run_experts(group, chosen, expert_s, ahead)
@@ -300,6 +308,51 @@ class _Run:
             self._compute(expert_s(expert), EXPERTS, expert)
             self._submit(residency.release(expert))
         self._submit(residency.end_route())
+
+    def _run_split(
+        self,
+        group: str,
+        experts: Sequence[str],
+        expert_s: Callable[[str], float],
+        tokens_each: float,
+    ) -> None:
+        """A layer whose experts the device and the CPU share, as ``Executor.split_route``."""
+        residency, blocks = self._residency, self._plan.blocks
+        price = self._costs.beside_card().expert_s
+        load = max(1, round(tokens_each))
+        self._submit(residency.route(group, experts, None, dict.fromkeys(experts, load)))
+        schedule = residency.schedule
+        # Latencies of the way down and up again, once per expert: the copies themselves are tiny.
+        hand_over_s = 2 * self._costs.copy_latency_s
+        self._cpu_cost = lambda b: price(blocks[b], tokens_each) + hand_over_s
+        self._cpu_todo = list(schedule.cpu) if schedule is not None else []
+        self._start_cpu()
+        for expert in schedule.device if schedule is not None else experts:
+            self._wait(lambda e=expert: self._acquired(e), expert)  # type: ignore[misc]
+            self._compute(expert_s(expert), EXPERTS, expert)
+            self._submit(residency.release(expert))
+        self._wait(lambda: not self._cpu_todo and not self._cpu_busy, f"the CPU in {group}")
+        self._submit(residency.end_route())
+
+    def _start_cpu(self) -> None:
+        """Begin the first of the CPU's experts that is in RAM, if the CPU is free."""
+        if self._cpu_busy:
+            return
+        for expert in self._cpu_todo:
+            there, out = self._residency.hold_below(expert)
+            if there:
+                self._cpu_todo.remove(expert)
+                self._submit(out)
+                break
+        else:
+            return
+        seconds = self._cpu_cost(expert)
+        self._cpu_busy = True
+        self._cpu_s += seconds
+        self._sequence += 1
+        heapq.heappush(self._arrivals, (self._now + seconds, self._sequence, _CpuEnd(expert)))
+        if self._record is not None:
+            self._record(CPU, expert, self._now, self._now + seconds, 0)
 
     def _acquired(self, expert: str) -> bool:
         there, out = self._residency.acquire(expert)
@@ -372,9 +425,16 @@ class _Run:
     def _arrive(self) -> None:
         at, _, fetch = heapq.heappop(self._arrivals)
         self._now = max(self._now, at)
+        if isinstance(fetch, _CpuEnd):
+            self._cpu_busy = False
+            self._submit(self._residency.release_below(fetch.expert))
+            self._start_cpu()
+            return
         if at >= 0.0:
             self._lanes[fetch.dst].flying -= 1
         self._submit(self._residency.arrived(fetch.block, fetch.dst))
+        if self._cpu_todo:
+            self._start_cpu()
 
     def _submit(self, out: Sequence[Instruction]) -> None:
         for fetch in out:
@@ -416,7 +476,15 @@ class _Run:
             up.nbytes,
             self._residency.hits + self._resident_uses,
             self._residency.misses,
+            self._cpu_s,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuEnd:
+    """The CPU has computed an expert."""
+
+    expert: str
 
 
 def _thinned(plan: Plan, tokens: float) -> Plan:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from plan_support import PAGE, dense, machine, moe
+from plan_support import PAGE, dense, machine, moe, rate
 
 from offload.blocks import BlockKind, Tier
 from offload.errors import SchedulerError
 from offload.scheduler.bounds import distinct, lane_seconds
 from offload.scheduler.costs import CostModel
-from offload.scheduler.hardware import Hardware
+from offload.scheduler.hardware import Card, Hardware
 from offload.scheduler.plan import Home, Plan, TierLayout
 from offload.scheduler.planner import PlanRequest, make_plan
 from offload.scheduler.simulate import simulate
@@ -239,3 +239,58 @@ def test_a_ring_that_is_too_small_is_found_out() -> None:
 def test_one_pass_measures_nothing() -> None:
     with pytest.raises(ValueError, match="got 1"):
         simulate(streaming(3, 2, 2), CostModel(hardware=machine()), passes=1)
+
+
+# -- experts on two sites -------------------------------------------------------------------------
+
+
+def _shared(
+    cpu_s: float, move_s: float, *, layers: int = 4, hybrid: bool = True
+) -> tuple[Plan, CostModel]:
+    """Experts that all lie in RAM, hardly any on the device, which computes in no time."""
+    pages = 64
+    request = moe(layers, 16, 4, pages=pages, dense_pages=1)
+    nbytes = pages * PAGE
+    slow = machine(gemv=nbytes / cpu_s, h2d=nbytes / move_s, ssd=1e12)
+    fast = rate(1e15)
+    card = Card(
+        name="card", memory_bytes=2**40, read=fast, gemv={"bfloat16": fast},
+        matmul={"bfloat16": rate(1e18, unit="FLOP/s")},
+    )  # fmt: skip
+    costs = CostModel(
+        hardware=replace(slow, card=card), read_latency_s=0.0, copy_latency_s=0.0, on_card=True
+    )
+    return make_plan(
+        replace(
+            request,
+            costs=costs,
+            budgets={Tier.RAM: 2**40, Tier.DEVICE: (layers + 6 * pages) * PAGE},
+            compute_tier=Tier.DEVICE,
+            split_rows=8 if hybrid else 0,
+        )
+    ), costs
+
+
+@pytest.mark.parametrize(("cpu_s", "move_s"), [(1e-3, 1e-3), (1e-3, 3e-3), (3e-3, 1e-3)])
+def test_two_sites_share_the_experts_of_a_layer(cpu_s: float, move_s: float) -> None:
+    """Four experts of a layer, the CPU and the link at known rates: the pass takes what the best
+    split of four takes, but for the few that are in slots."""
+    plan, costs = _shared(cpu_s, move_s)
+    found = simulate(plan, costs, passes=20, skip=4)
+    alone_plan, _ = _shared(cpu_s, move_s, hybrid=False)
+    alone = simulate(alone_plan, costs, passes=20, skip=4)
+    best = min(max(n * cpu_s, (4 - n) * move_s) for n in range(5)) * 4
+    assert found.pass_s <= best * 1.01
+    assert found.pass_s < 0.8 * alone.pass_s
+    # With as many slots as there are, one expert in ten is on the device already.
+    assert found.pass_s > 0.6 * best
+    assert found.lane_s["cpu"] > 0
+    bound = lane_seconds(plan, costs)
+    assert set(bound) == set(found.lane_s) == {"read", "h2d", "compute", "cpu"}
+
+
+def test_a_prompt_is_computed_by_the_device() -> None:
+    plan, costs = _shared(1e-3, 1e-3)
+    found = simulate(plan, costs, passes=2, skip=1, tokens=64)
+    assert found.lane_s["cpu"] == 0.0
+    assert "cpu" not in lane_seconds(plan, costs, 64)
