@@ -4,17 +4,19 @@ One thread computes, in the order of the schedule as far as weights are there. W
 applied to comes down from the device, its result goes up, and the thread that drives the device
 merges: it alone touches the device's compute stream. Nothing here decides; see ``scheduler.split``.
 
-Five orders between lanes are made here, each an event with a name, and each is missed by a test
+Seven orders between lanes are made here, each an event with a name, and each is missed by a test
 when it is gone:
 
 * ``activations-written``: the copy down comes after what computed them;
 * ``activations-in-ram``: the CPU comes after the copy down;
 * ``expert-in-ram``: the CPU comes after the read of the weights;
 * ``result-written``: the copy up comes after the CPU;
-* ``result-on-device``: the merge comes after the copy up.
+* ``result-on-device``: the merge comes after the copy up;
+* ``activations-sent``: the next activations are written after the copy down of these;
+* ``activations-read``: and copied down after the CPU has read these.
 
-The way round these five also frees every place for its next use: whoever sends activations again
-has merged all results. And the next owner of an expert's slot in RAM comes after the CPU's use.
+The last two follow from the others where every result is merged; a layer may break off before. And
+the next owner of an expert's slot in RAM comes after the CPU's use.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class CpuSite:
         self._sent: Event | None = None
         self._down = self._mirror.below(0, 0)  # the activations of the running layer
         self._here = False  # the activations are in RAM
+        self._read: Event | None = None  # what the CPU has read of them
         self._running: Task | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -113,6 +116,8 @@ class CpuSite:
         start, total = mirror.place(sum(parts)), sum(parts)
         up, down = mirror.above(start, total), mirror.below(start, total)
         below: list[torch.Tensor] = []
+        if self._sent is not None:
+            ground.order("activations-sent", "compute", self._sent)
         ground.device.touch("compute", up, "w")
         at = start
         for tensor, nbytes in zip(tensors, parts, strict=True):
@@ -121,6 +126,8 @@ class CpuSite:
             below.append(typed(mirror.below(at, nbytes), tensor.shape, tensor.dtype))
             at += nbytes
         ground.order("activations-written", "d2h", ground.device.compute.record())
+        if self._read is not None:
+            ground.order("activations-read", "d2h", self._read)
         with self._changed:
             self._here = False
             sent = self._sent = ground.device.copy(down, up, ground.device.d2h)
@@ -233,6 +240,7 @@ class CpuSite:
                 task.error = error
             with self._changed:
                 self._running = None
+                self._read = self._ground.device.signal(ACTOR)
                 try:
                     self._let_go(task)
                 except OffloadError as error:
@@ -289,8 +297,8 @@ class CpuSite:
         if not task.held:
             return
         task.held = False
-        if task.begun:
-            self._ground.used(task.expert, self._ground.device.signal(ACTOR))
+        if task.begun and self._read is not None:
+            self._ground.used(task.expert, self._read)
         self._ground.submit(self._ground.residency.release_below(task.expert))
 
     def _fail_all(self, error: BaseException) -> None:

@@ -6,11 +6,12 @@ computes, or the CPU computes where they lie. Neither is always right: a copy co
 token as for a hundred, and a CPU that works leaves the link to what only the device can do in time.
 
 So the layer is played on four lanes (disk, link, device, CPU), whose costs were measured, and the
-assignment that ends first is taken. Candidates come from two greedy rules: *earliest finish*, over
-jobs by falling load (Graham's longest-processing-time rule), and the *two ends* of HybriMoE (Zhong
-et al., 2025, section 4.2: the device takes the heaviest from one end, the CPU the lightest from
-the other). Both sites alone are candidates, too, so that the answer is never worse than either. It
-is a function of its arguments alone: neither time nor threads have a say.
+assignment that ends first is taken, or one that ends almost as early and moves more. Candidates
+come from two greedy rules: *earliest finish*, over jobs by falling load (Graham's
+longest-processing-time rule), and the *two ends* of HybriMoE (Zhong et al., 2025, section 4.2: the
+device takes the heaviest from one end, the CPU the lightest from the other). Both sites alone are
+candidates, too, so that the answer is hardly ever worse than either, and never by more than what is
+spent on moving. It is a function of its arguments alone: neither time nor threads have a say.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from offload.scheduler.costs import CostModel
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Tokens of one expert for which costs are kept; between them lines are drawn."""
+
+INVEST = 0.1
+"""Of assignments that end within this share of the first, the one that moves most is taken: what
+has gone up is in a slot when its layer comes again."""
 
 
 class Site(enum.Enum):
@@ -174,7 +179,7 @@ class Schedule:
 
 
 def split(jobs: Sequence[Job], costs: SplitCosts, *, cpu: bool = True) -> Schedule:
-    """The assignment that ends first by the lanes' costs; of equals, the one that moves least.
+    """The assignment that ends first by the lanes' costs, or almost first and moves more.
 
     Args:
         jobs: experts, each once, in any order: the answer depends on their names, not on it.
@@ -193,8 +198,13 @@ def split(jobs: Sequence[Job], costs: SplitCosts, *, cpu: bool = True) -> Schedu
         _earliest_finish(here, away, costs): None,
         _two_ends(here, away, costs): None,
     }
+    for chosen in tuple(on_cpu):  # and one less of each, its heaviest
+        heaviest = next((j.expert for j in away if j.expert in chosen), "")
+        on_cpu.setdefault(chosen - {heaviest})
     played = [_play(here, away, chosen, costs) for chosen in on_cpu]
-    return min(played, key=lambda s: (s.span_s, -len(s.cpu), s.cpu))
+    near_s = min(s.span_s for s in played) * (1.0 + INVEST)
+    close = [s for s in played if s.span_s <= near_s]
+    return min(close, key=lambda s: (len(s.cpu), s.span_s, s.cpu))
 
 
 def _earliest_finish(here: list[Job], away: list[Job], costs: SplitCosts) -> frozenset[str]:

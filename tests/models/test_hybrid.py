@@ -46,8 +46,7 @@ def test_bits_at_every_interleaving_and_policy(checkpoint: Checkpoint, seed: int
     prepared = prepare(want.directory, options("sim", **room, seed=seed, expert_policy=policy))
     with opened(prepared) as model:
         check_logits(model, want)
-        stats = model.offload.executor.stats
-        assert 0 < stats.cpu_experts < stats.hits + stats.misses
+        assert model.offload.executor.stats.cpu_experts > 0
 
 
 def test_float32(checkpoint: Checkpoint) -> None:

@@ -21,6 +21,7 @@ from offload.runtime.executor import Executor
 from offload.runtime.mirror import Mirror
 from offload.runtime.race import RaceError
 from offload.runtime.sim_device import SimDevice
+from offload.scheduler.hybrid import HybridRoutes
 from offload.scheduler.plan import EXPERT_ACTIVATIONS
 from offload.scheduler.split import SplitCosts
 
@@ -149,8 +150,7 @@ def test_both_sites_are_at_work_at_once() -> None:
     assert sorted(met) == ["cpu", "device"]
 
 
-@pytest.mark.parametrize("edge", EDGES)
-def test_each_order_is_missed_when_it_is_gone(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
+def without(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
     order = Executor._order
 
     def weak(self: Executor, name: str, waiter: str, event: Any) -> None:
@@ -158,8 +158,22 @@ def test_each_order_is_missed_when_it_is_gone(monkeypatch: pytest.MonkeyPatch, e
             order(self, name, waiter, event)
 
     monkeypatch.setattr(Executor, "_order", weak)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_each_order_is_missed_when_it_is_gone(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
+    without(monkeypatch, edge)
     with pytest.raises((RaceError, WrongBytesError)):
         run_seeds(toy(), range(8))
+
+
+@pytest.mark.parametrize("edge", ["activations-sent", "activations-read"])
+def test_each_order_after_a_break_is_missed_when_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch, edge: str
+) -> None:
+    without(monkeypatch, edge)
+    with pytest.raises(RaceError):
+        break_off(toy())
 
 
 def test_the_wait_for_the_activations_is_missed_when_it_is_gone(
@@ -190,11 +204,19 @@ def test_the_cpus_use_of_a_slot_is_missed_when_it_is_gone(monkeypatch: pytest.Mo
         run_seeds(toy(), range(8))
 
 
-def test_the_hold_in_ram_is_missed_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.scheduler.hybrid import HybridRoutes
+def test_the_wait_for_the_weights_is_missed_when_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hasty(self: HybridRoutes, expert: str) -> bool:
+        entry = self._ram.entries.get(expert)
+        if entry is None:
+            return False
+        entry.holds += 1
+        self._unqueue(expert)
+        return True
 
-    monkeypatch.setattr(HybridRoutes, "hold_below", lambda self, expert: True)
-    with pytest.raises((SchedulerError, WrongBytesError, KeyError)):
+    monkeypatch.setattr(HybridRoutes, "hold_below", hasty)
+    with pytest.raises((SchedulerError, WrongBytesError)):
         run_seeds(toy(), range(8))
 
 
@@ -227,10 +249,16 @@ def test_what_computing_raises_is_raised_where_it_is_waited_for() -> None:
         executor.validate()
 
 
-def test_a_layer_that_is_broken_off_is_no_trouble_to_the_next() -> None:
-    it = toy()
+def break_off(it: Toy) -> None:
+    """Layers whose results nobody takes, some before the CPU has begun and some behind an error;
+    then whole passes."""
     x = torch.ones(WIDTH)
-    for seed in range(6):
+
+    def burst(site: str) -> None:
+        if site == "cpu":
+            raise ArithmeticError("on the CPU")
+
+    for seed in range(4):
         with it.open(LatencyStore(it.store(), seconds=0.0005), seed) as executor:
             for u in (1, 3, 5):
                 loads = {f"g{u}#{e}": 1 for e in range(2)}
@@ -240,10 +268,16 @@ def test_a_layer_that_is_broken_off_is_no_trouble_to_the_next() -> None:
                     executor.on_cpu(block, lambda _, b=below: b[0] + 1, (WIDTH,), torch.float32)
                 executor.abandon_cpu()
                 executor.end_route()
+                with pytest.raises(ArithmeticError, match="on the CPU"):
+                    run_layer(it, executor, f"g{u}", loads, burst)
             run(it, executor, seed)
             executor.settle()
             assert executor.held() == []
             executor.validate()
+
+
+def test_a_layer_that_is_broken_off_is_no_trouble_to_the_next() -> None:
+    break_off(toy())
 
 
 def test_a_result_of_another_shape_is_refused() -> None:

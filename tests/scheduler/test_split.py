@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.scheduler.split import COUNTS, Job, Place, Schedule, SplitCosts, _play, split
+from offload.scheduler.split import COUNTS, INVEST, Job, Place, Schedule, SplitCosts, _play, split
 
 
 def costs(
@@ -60,10 +60,16 @@ def test_one_token_is_cheaper_where_its_weights_lie() -> None:
     assert found.span_s == pytest.approx(4.1)
 
 
+def test_a_little_time_is_spent_on_moving() -> None:
+    """Two on the CPU end at 2.0, one of each at 2.1: then the one that moved is in a slot."""
+    found = split(jobs((Place.RAM, 1), (Place.RAM, 1)), costs())
+    assert (len(found.device), len(found.cpu)) == (1, 1)
+
+
 def test_many_tokens_pay_for_a_copy() -> None:
     found = split(jobs((Place.RAM, 512), (Place.RAM, 512), (Place.RAM, 1)), costs())
-    assert set(found.device) == {"e00", "e01"}
-    assert found.cpu == ("e02",)
+    assert found.device[:2] == ("e00", "e01")
+    assert found.span_s < split(jobs((Place.RAM, 512)), costs()).span_s * 2
 
 
 def test_equal_sites_share_equally() -> None:
@@ -112,8 +118,8 @@ def test_never_worse_than_one_site_and_near_the_best(asked: list[Job], by: Split
         for n in range(len(away) + 1)
         for chosen in itertools.combinations([j.expert for j in away], n)
     ]
-    assert found.span_s <= min(spans[0], spans[-1]) + 1e-9
-    assert found.span_s <= 1.5 * min(spans) + 1e-9
+    assert found.span_s <= min(spans[0], spans[-1]) * (1 + INVEST) + 1e-9
+    assert found.span_s <= 1.5 * min(spans) * (1 + INVEST) + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
