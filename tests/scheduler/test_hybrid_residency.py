@@ -108,7 +108,8 @@ def test_the_sites_do_not_depend_on_time(policy: str, ram: int, device: int) -> 
         assert player.h.residency.held() == []
     assert all(f == found[0] for f in found)
     seen = {site for sites in found[0][0] for site in sites.values()}
-    assert seen == set(Site)
+    # With one slot an expert has always gone before its layer comes again.
+    assert seen == ({*Site} if device > 1 else {Site.MOVE, Site.CPU})
 
 
 @pytest.mark.parametrize("device", [1, 2, 5])

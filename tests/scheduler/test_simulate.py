@@ -289,6 +289,30 @@ def test_two_sites_share_the_experts_of_a_layer(cpu_s: float, move_s: float) -> 
     assert set(bound) == set(found.lane_s) == {"read", "h2d", "compute", "cpu"}
 
 
+def test_equal_times_on_two_sites_overlap() -> None:
+    """Two experts of a layer in slots, two in RAM, each a millisecond wherever it is computed."""
+    pages, layers = 64, 8
+    request = moe(layers, 4, 4, pages=pages, dense_pages=1)
+    nbytes = pages * PAGE
+    costs = costs_on(machine(gemv=nbytes / 1e-3, h2d=nbytes / 8e-3, ssd=1e12))
+    plan = make_plan(
+        replace(
+            request,
+            costs=costs,
+            budgets={Tier.RAM: 2**40, Tier.DEVICE: (layers + 2 * layers * pages) * PAGE},
+            compute_tier=Tier.DEVICE,
+            split_rows=8,
+        )
+    )
+    assert plan.tiers[Tier.DEVICE].slots == 2 * layers
+    hot = [b for blocks in request.experts.values() for b in blocks[:2]]
+    found = simulate(
+        plan, costs, passes=6, skip=2, hot=hot, routing=lambda _, g: request.experts[g]
+    )
+    assert found.h2d_bytes == 0
+    assert layers * 2e-3 / found.pass_s >= 0.95
+
+
 def test_a_prompt_is_computed_by_the_device() -> None:
     plan, costs = _shared(1e-3, 1e-3)
     found = simulate(plan, costs, passes=2, skip=1, tokens=64)
