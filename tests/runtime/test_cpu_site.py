@@ -36,9 +36,9 @@ def toy(extra: int = 0) -> Toy:
     """The executor's toy with a CPU that shares in its experts."""
     plain = Toy.make("sim", experts=True, extra=extra)
     reserves = {t: {EXPERT_ACTIVATIONS: 4096} for t in plain.plan.tiers}
-    return replace(
-        plain, plan=replace(plain.plan, split=SplitCosts.assumed(4000, 64), reserves=reserves)
-    )
+    # A disk so fast that who computes is never decided by it.
+    costs = replace(SplitCosts.assumed(4000, 64), read_s=0.5)
+    return replace(plain, plan=replace(plain.plan, split=costs, reserves=reserves))
 
 
 def number(block: str) -> float:
