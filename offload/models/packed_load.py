@@ -132,6 +132,11 @@ def prepare_packed(
     kind = check_device(options)
     if kind != "cpu":
         check_options(kind, options.kernels)
+    if options.hybrid:
+        raise OffloadError(
+            "--hybrid shares the experts of a checkpoint; a pack's are all computed by the device: "
+            "drop it"
+        )
     if options.dtype not in (None, "auto", "float32", "fp32", torch.float32):
         raise OffloadError(
             f"dtype {options.dtype} cannot take effect: packed weights are computed in float32"
