@@ -62,12 +62,13 @@ class HybridExperts:
         self._rows = rows
         self._inner: Callable[..., Any] = group.module.forward
         self._loop = eager_loop(group)
+        self._names = tuple(inspect.signature(self._loop).parameters)[1:4]
         self._beside = tuple(per_expert(group))
         self._scores: Scores | None = None
 
     def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether this pass is split: a short one, of a single sequence."""
-        inputs = _inputs(self._loop, args, kwargs)
+        inputs = _inputs(self._names, args, kwargs)
         alone = self._executor.road() is self._executor
         return alone and inputs is not None and inputs[0].shape[0] <= self._rows
 
@@ -79,7 +80,7 @@ class HybridExperts:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Route, compute on both sites, merge."""
-        inputs = _inputs(self._loop, args, kwargs)
+        inputs = _inputs(self._names, args, kwargs)
         if inputs is None or not self.takes(args, kwargs):
             return self._inner(*args, **kwargs)  # type: ignore[no-any-return]
         hidden_TH, index_Tk, weights_Tk = inputs
@@ -306,11 +307,10 @@ def _width(group: ExpertGroup) -> int:
 
 
 def _inputs(
-    loop: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """A forward's hidden states [T, H], index [T, k] and weights [T, k]; None if they are not
-    that."""
-    names = list(inspect.signature(loop).parameters)[1:4]
+    """A forward's hidden states [T, H], index [T, k] and weights [T, k], by the loop's ``names``
+    for them; None if they are not that."""
     given = [*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)]
     if len(given) != 3 or len(args) + len(kwargs) != 3:
         return None

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from executor_support import EXPERTS, UNITS, BrokenStore, Toy, WrongBytesError
+from fake_card import FakeCard
 
 from offload.blocks import Tier
 from offload.errors import OffloadError, SchedulerError, StoreError
 from offload.io.wrappers import LatencyStore
 from offload.runtime.cpu_site import CpuSite
+from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.executor import Executor
 from offload.runtime.mirror import Mirror
 from offload.runtime.race import RaceError
@@ -122,6 +124,25 @@ def test_both_sites_see_the_experts_own_bytes(extra: int) -> None:
     counts = run_seeds(toy(extra), range(6))
     assert sum(device for device, _ in counts) > 20
     assert sum(cpu for _, cpu in counts) > 20
+
+
+def test_a_card_that_lags_and_the_cpu() -> None:
+    """The card's own device on a stand-in whose streams come late: the same bytes."""
+    it = toy()
+    for seed in range(3):
+        card = FakeCard(seed=seed, jitter_s=300e-6)
+        device = CudaDevice(2**20, api=card, watchdog_s=30)
+        store = LatencyStore(it.store(), seconds=0.0003)
+        executor = Executor(it.plan, store, device, watchdog_s=30)
+        try:
+            executor.start()
+            assert sum(cpu for _, cpu in run(it, executor, seed)) > 0
+            executor.settle()
+            executor.validate()
+        finally:
+            executor.close()
+        assert device.acquired_memory() == 0
+        card.end()
 
 
 def test_who_computes_what_does_not_depend_on_the_delays() -> None:
