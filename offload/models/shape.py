@@ -65,6 +65,8 @@ class Shape:
     flops: Mapping[str, int] = field(default_factory=dict)
     plain_bytes: int = 0
     vocabulary: int
+    width: int
+    """Of the residual stream."""
     footprint: Footprint
     prompt_tokens: int
     context: int
@@ -92,11 +94,7 @@ class Shape:
             return {Tier.RAM: beside | host}
         if split_rows:
             # Float32 rows of the residual stream: down once, up for each expert.
-            widest = max(
-                (t.shape[-1] for b in self.experts.values() for t in self.blocks[b[0]].tensors),
-                default=0,
-            )
-            nbytes = 4 * widest * split_rows * (1 + max(self.top_k.values(), default=0))
+            nbytes = 4 * self.width * split_rows * (1 + max(self.top_k.values(), default=0))
             host[EXPERT_ACTIVATIONS] = beside[EXPERT_ACTIVATIONS] = nbytes
         return {Tier.RAM: host, Tier.DEVICE: beside}
 
@@ -163,6 +161,7 @@ def shape_of(
         family=str(source.config.model_type),
         dtype=source.dtype,
         quant=quant,
+        width=int(getattr(text, "hidden_size", 0) or 0),
         vocabulary=int(getattr(text, "vocab_size", 0)),
         footprint=footprint,
         prompt_tokens=prompt_tokens,
