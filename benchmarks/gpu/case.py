@@ -9,13 +9,16 @@ import contextlib
 import itertools
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kernels
 import torch
+import training
 
 GIB = 1 << 30
 BLOCK = 64 << 20
@@ -28,10 +31,12 @@ what is left of one counts."""
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    result = {"link": link, "stream": stream, "resident": resident, "accelerate": accelerate}[
-        job["kind"]
-    ](job)
-    print(json.dumps(result))
+    cases: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "link": link, "stream": stream, "resident": resident, "accelerate": accelerate,
+        "kernels": kernels.rates, "kernels agree": kernels.agree,
+        "train resident": training.resident, "train offload": training.offload,
+    }  # fmt: skip
+    print(json.dumps(cases[job["kind"]](job)))
 
 
 # -- the link ---------------------------------------------------------------------------------
@@ -272,6 +277,17 @@ def capped(name: str, nbytes: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def pack_model(model: Path, out: Path, quant: str) -> None:
+    """A pack of a checkpoint, once."""
+    if not (out / "pack.json").is_file():
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", "pack", str(model), str(out), "--quant", quant],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-2000:])
 
 
 def make_model(config: Path, out: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 
-from case import GIB, make_model  # noqa: E402
+from case import GIB, make_model, pack_model  # noqa: E402
 from common import ROOT, facts  # noqa: E402
 
 DONE, FAILED, UNFINISHED = 0, 2, 3
@@ -117,7 +117,8 @@ def card_facts(device: str) -> dict[str, Any]:
 
 def run_case(job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """``case.py`` on a job. Raises RuntimeError with the end of what it said."""
-    path = os.pathsep.join([str(ROOT), str(HERE), str(HERE.parent)])
+    tests = str(ROOT / "tests" / "cpu_ops")  # the formats' bounds
+    path = os.pathsep.join([str(ROOT), str(HERE), str(HERE.parent), tests])
     done = subprocess.run(
         [sys.executable, str(HERE / "case.py"), json.dumps(job)],
         capture_output=True,
@@ -199,9 +200,27 @@ def dense(section: Section, args: argparse.Namespace) -> None:
             section.case(f"accelerate 1/{ratio}", lambda left, j=peer: run_case(j, left))
 
 
+def kernels(section: Section, args: argparse.Namespace) -> None:
+    """The kernels for packed weights: right on this card, and how fast against its memory."""
+    device = {"device": args.device}
+    section.case("agree", lambda left: run_case({**device, "kind": "kernels agree"}, left))
+    size = {"rows": 4096, "columns": 4096, "nbytes": 1 * GIB}
+    section.case("rates", lambda left: run_case({**device, **size, "kind": "kernels"}, left))
+
+
 def moe(section: Section, args: argparse.Namespace) -> None:
-    """Decode with slots on the device for a tenth, a quarter and half of the experts."""
-    job = {**model_job(args, model_for(args, args.moe, TINY_MOE)), "moe": True}
+    """Decode with slots on the device for a tenth, a quarter and half of the experts, packed in
+    4.5 bits and as they are."""
+    model = model_for(args, args.moe, TINY_MOE)
+    job = {**model_job(args, model), "moe": True}
+
+    def packed(left: float, share: float) -> dict[str, Any]:
+        pack = model.with_name(f"{model.name}-q4")
+        pack_model(model, pack, "q4")
+        return run_case({**job, "kind": "stream", "model": str(pack), "share": share}, left)
+
+    for share in (0.1, 0.25, 0.5):
+        section.case(f"packed q4 {share:.0%}", lambda left, s=share: packed(left, s))
     section.case("resident", lambda left: run_case({**job, "kind": "resident"}, left))
     for share in (0.1, 0.25, 0.5):
         streamed = {**job, "kind": "stream", "share": share}
@@ -224,27 +243,43 @@ def model_job(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def training(section: Section, args: argparse.Namespace) -> None:
-    """Fine-tuning steps on the device."""
-    del args
-    section.failed.append("training on a card is not built")
+    """Steps with everything on the device, with torchao's optimizer, and ours."""
+    model = model_for(args, args.train, TINY)
+    job = {
+        **model_job(args, model), "work": args.work, "seq_len": 64 if args.tiny else 1024,
+        "steps": 3 if args.tiny else 6,
+    }  # fmt: skip
+    section.case("resident", lambda left: run_case({**job, "kind": "train resident"}, left))
+    peer = {**job, "kind": "train resident", "offload_states": True}
+    section.case("torchao offload", lambda left: run_case(peer, left))
+    ours = {**job, "kind": "train offload"}
+    section.case("offload on the CPU", lambda left: run_case(ours, left))
+    for gib in (8, 16, 24):
+        capped = {**ours, "gpu": gib * GIB}
+        section.case(f"offload {gib} GiB", lambda left, j=capped: run_case(j, left))
 
 
 SECTIONS = {
-    "equivalence": equivalence, "link": link, "dense": dense, "moe": moe, "training": training,
+    "equivalence": equivalence, "link": link, "kernels": kernels, "dense": dense, "moe": moe,
+    "training": training,
 }  # fmt: skip
+"""By what is worth most if the time runs out: whether it is right, what bounds it, how near it
+comes."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--section", required=True, choices=[*SECTIONS, "all"])
     parser.add_argument("--deadline", type=float, default=540.0, help="seconds for this call")
-    parser.add_argument("--device", choices=["cuda", "sim"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "sim", "simulated"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models; implied by sim")
     parser.add_argument("--dense", default="dense-4g", help="of benchmarks/configs")
     parser.add_argument("--moe", default="moe-4g", help="of benchmarks/configs")
+    parser.add_argument("--train", default="dense-174m", help="of benchmarks/configs")
     parser.add_argument("--out", default=os.environ.get("OUT") or "gpu-results")
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "offload-gpu-bench"))
     args = parser.parse_args()
+    args.device = "sim" if args.device == "simulated" else args.device
     args.tiny = args.tiny or args.device == "sim"
     if args.device == "cuda":
         import torch

@@ -6,10 +6,12 @@ that runs the same sources on the CPU.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from offload.errors import DeviceError, OffloadError
@@ -57,7 +59,7 @@ class CupyLauncher:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cupy = import_cupy()
-        self._numpy: Any = __import__("numpy")
+        self._place = self._cupy.cuda.Device(device.index)
         self._functions: dict[Kernel, Any] = {}
         self._streams: dict[int, Any] = {}
         self._last: Any = None  # torch's stream of the last launch
@@ -70,7 +72,7 @@ class CupyLauncher:
                 self._functions[kernel] = self._compile(kernel)
 
     def _compile(self, kernel: Kernel) -> Any:
-        with self._cupy.cuda.Device(self.device.index):
+        with self._place:
             module = self._cupy.RawModule(
                 code=kernel.text(), options=(*OPTIONS, *kernel.defines), backend="nvrtc"
             )
@@ -90,10 +92,12 @@ class CupyLauncher:
         """
         if kernel not in self._functions:
             self.prepare(kernel)
-        nbytes = self._numpy.dtype((self._numpy.void, len(bytes(arguments))))
-        by_value = self._numpy.frombuffer(arguments, nbytes)
+        # An array of one element is passed by value.
+        by_value = np.frombuffer(arguments, np.dtype((np.void, ctypes.sizeof(arguments))))
         try:
-            with self._stream():
+            # torch leaves another card current than the one whose tensors it computes on, and CuPy
+            # loads a module where it is.
+            with self._place, self._stream():
                 self._functions[kernel](grid, (threads,), (by_value,))
         except Exception as error:
             raise DeviceError(

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda
 """For what has no types there."""
 
+OUT_OF_MEMORY = 2
+"""``cudaErrorMemoryAllocation``."""
+
 PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every context of the process."""
 
@@ -160,7 +163,9 @@ class TorchCard:
         tensor.record_stream(stream)
 
     def out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError)
+        # The allocator's own, or the runtime's, which has none of its memory to tell of.
+        code = getattr(error, "error_code", None)
+        return isinstance(error, torch.OutOfMemoryError) or code == OUT_OF_MEMORY
 
     def pin(self, address: int, nbytes: int) -> str | None:
         with torch.cuda.device(self.device):
