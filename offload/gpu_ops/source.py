@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +53,19 @@ class Kernel:
         return f"{self.name} for weights in {self.format}" if self.format else self.name
 
     def text(self) -> str:
-        """The source."""
-        return (DIRECTORY / f"{self.name}.cu").read_text(encoding="utf-8")
+        """The source. Its last line is the digest of all files: CuPy's cache on disk knows a kernel
+        by its text and options, and not by what it includes."""
+        own = (DIRECTORY / f"{self.name}.cu").read_text(encoding="utf-8")
+        return f"{own}// {digest()}\n"
+
+
+@functools.cache
+def digest() -> str:
+    """Of all sources together."""
+    total = hashlib.blake2b(digest_size=16)
+    for file in sorted(DIRECTORY.iterdir()):
+        total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return total.hexdigest()
 
 
 def kernel(name: str, format: Format | None = None, tokens: int = 1) -> Kernel:

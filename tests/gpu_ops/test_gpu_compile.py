@@ -90,6 +90,23 @@ def test_every_source_is_used() -> None:
     assert included == {f for f in files if f.endswith(".cuh")}
 
 
+def test_a_change_of_any_file_is_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's cache must not give an old kernel for a new header."""
+    before = Kernel("merge").text()
+    assert before == Kernel("merge").text()
+    copied = Path(shutil.copytree(DIRECTORY, tmp_path / "kernels"))
+    with (copied / "lane.cuh").open("a") as header:
+        header.write("// more\n")
+    monkeypatch.setattr(source, "DIRECTORY", copied)
+    source.digest.cache_clear()
+    try:
+        assert Kernel("merge").text() != before
+    finally:
+        source.digest.cache_clear()
+
+
 def test_a_kernel_for_every_need() -> None:
     fmt = FORMATS["q4_k"]
     assert source.kernel("linear", fmt, 1) == Kernel("linear", "q4_k", 1)

@@ -20,9 +20,10 @@ MAY_IMPORT = {  # package of offload -> other packages of offload it may import
     "scheduler": BASE,
     "io": BASE,
     "cpu_ops": BASE,
+    "gpu_ops": BASE | {"cpu_ops"},
     "runtime": LOWER,
     "kv": LOWER | {"runtime"},
-    "models": LOWER | {"runtime", "kv"},
+    "models": LOWER | {"runtime", "kv", "gpu_ops"},
     "batch": LOWER | {"runtime", "kv", "models"},
     "train": LOWER | {"runtime", "models"},
 }
