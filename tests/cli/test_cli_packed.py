@@ -50,10 +50,28 @@ def test_quant_packs_once_and_says_so(
     refused(cli("generate", "-m", made, "--quant", "q4", "-p", "x"), "packed as q8 already")
 
 
+@pytest.mark.slow
+def test_a_device_takes_packed_weights(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text whatever the device's budget, and both budgets together bound the process,
+    whose memory the simulated device is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    on_device = ("-m", TINY, "--quant", "q8", "--device", "sim", "--ram", 24 * MIB)
+    wide = generate(cli, tmp_path, *on_device, "--gpu", 24 * MIB)
+    small = generate(cli, tmp_path, *on_device, "--gpu", 4 * MIB)
+    assert wide["token_ids"] == small["token_ids"]
+    assert small["stdout"].startswith("The function returns")
+    assert "single tokens run through transformers' own layers" in small["stderr"]
+    for run, gpu in ((wide, 24 * MIB), (small, 4 * MIB)):
+        grown = run["peak_rss_bytes"] - run["baseline_rss_bytes"]
+        assert grown <= 1.05 * (run["ram_budget_bytes"] + gpu)
+
+
 def test_what_cannot_take_effect(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with_sim = ("--quant", "q8", "--device", "sim", "-p", "x")
-    refused(cli("generate", "-m", TINY, *with_sim), "computed on the CPU")
+    with_sim = ("--kernels", "fast", "--device", "sim", "-p", "x")
+    refused(cli("generate", "-m", TINY, *with_sim), "--kernels fast compares the CPU's kernels")
     refused(cli("generate", "-m", TINY, "--quant", "q5", "-p", "x"), "q5")
     refused(cli("generate", "-m", tmp_path / "none.gguf", "-p", "x"), "none.gguf")
     cut = tmp_path / "cut.gguf"
