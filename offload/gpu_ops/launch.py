@@ -93,7 +93,8 @@ class CupyLauncher:
         if kernel not in self._functions:
             self.prepare(kernel)
         # An array of one element is passed by value.
-        by_value = np.frombuffer(arguments, np.dtype((np.void, ctypes.sizeof(arguments))))
+        buffer: Any = arguments
+        by_value = np.frombuffer(buffer, np.dtype((np.void, ctypes.sizeof(arguments))))
         try:
             # torch leaves another card current than the one whose tensors it computes on, and CuPy
             # loads a module where it is.

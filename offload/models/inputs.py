@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.errors import PlanError
+
 
 def to_device(value: Any, device: torch.device) -> Any:
     """``value`` with every tensor in it (in lists, tuples, dicts) on ``device``. Tensors that are
@@ -29,8 +31,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def take_inputs(model: nn.Module, device: torch.device) -> list[Callable[[], Any]]:
-    """Have the model's forward and ``generate`` move their arguments to ``device``; what undoes
-    it. Nothing to do on the CPU."""
+    """Have the model's forward and ``generate`` move their arguments to ``device``, and say what to
+    do if its memory runs out; what undoes it. Nothing to do on the CPU."""
     if device.type == "cpu":
         return []
 
@@ -38,7 +40,8 @@ def take_inputs(model: nn.Module, device: torch.device) -> list[Callable[[], Any
         return to_device(args, device), to_device(kwargs, device)
 
     undo: list[Callable[[], Any]] = [
-        model.register_forward_pre_hook(before, with_kwargs=True).remove
+        model.register_forward_pre_hook(before, with_kwargs=True).remove,
+        _say_what_is_full(model, device),
     ]
     inner = getattr(model, "generate", None)
     if inner is not None:
@@ -49,6 +52,33 @@ def take_inputs(model: nn.Module, device: torch.device) -> list[Callable[[], Any
 
         model.__dict__["generate"] = generate
         undo.append(partial(model.__dict__.pop, "generate", None))
+    return undo
+
+
+def _say_what_is_full(model: nn.Module, device: torch.device) -> Callable[[], Any]:
+    """A plan holds what it was made for: more tokens or sequences, or somebody else on the card,
+    are the user's to act on, and a traceback of the allocator does not say so."""
+    inner, own = model.forward, model.__dict__.get("forward")
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            said = str(error).strip().splitlines()[:1] or ["no more is known"]
+            raise PlanError(
+                f"the memory of {device} ran out in the middle of a pass ({said[0]}): plan for the "
+                f"tokens and sequences that you use (context, prompt_tokens, batch), lower the GPU "
+                f"budget, or end what else uses the card"
+            ) from error
+
+    model.__dict__["forward"] = forward
+
+    def undo() -> None:
+        model.__dict__.pop("forward", None)
+        if own is not None:
+            model.__dict__["forward"] = own
+
     return undo
 
 

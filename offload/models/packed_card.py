@@ -71,7 +71,7 @@ class PackedCard:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.product = self.linear
-                like = module.weight
+                like: Any = module.weight
                 shape_only = torch.empty(like.shape, dtype=like.dtype, device="meta")
                 module.__dict__["weight"] = absent("a packed weight", shape_only, device)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from offload.errors import PlanError
 from offload.models.inputs import take_inputs, to_device
 
 META = torch.device("meta")
@@ -44,3 +46,18 @@ def test_a_models_inputs_are_taken_to_its_device_until_undone() -> None:
     assert model.generate(ids)[0] == ids.device
     assert "generate" not in model.__dict__
     assert take_inputs(model, torch.device("cpu")) == []
+
+
+def test_memory_that_runs_out_is_an_error_of_the_plan() -> None:
+    class Full(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+
+    model = Full()
+    undo = take_inputs(model, META)
+    with pytest.raises(PlanError, match=r"memory of meta ran out .*allocate 2 GiB\): plan for"):
+        model(torch.zeros(1))
+    while undo:
+        undo.pop()()
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.zeros(1))
