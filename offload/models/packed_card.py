@@ -22,7 +22,7 @@ from offload.gpu_ops.launch import CupyLauncher, Launcher
 from offload.gpu_ops.records import Scratch
 from offload.gpu_ops.source import kernel
 from offload.io.pack_manifest import Kind, Layout
-from offload.models.absent import absent
+from offload.models.absent import AbsentTensor, absent
 from offload.models.packed_modules import PackedExperts, PackedLinear, PackedSession
 from offload.runtime.device import Device
 from offload.scheduler.plan import Plan
@@ -67,13 +67,22 @@ class PackedCard:
 
     def take(self, model: Any) -> None:
         """Have a model's packed linear layers computed here."""
-        device = self.launcher.device
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.product = self.linear
-                like: Any = module.weight
-                shape_only = torch.empty(like.shape, dtype=like.dtype, device="meta")
-                module.__dict__["weight"] = absent("a packed weight", shape_only, device)
+
+
+def stand_in_on(device: torch.device, model: Any) -> None:
+    """Stand-ins of packed weights say that they are on ``device``: transformers asks them, and what
+    is moved there is not to touch them."""
+    for module in model.modules():
+        own = module._parameters
+        for attr, tensor in list(own.items()):
+            if isinstance(tensor, AbsentTensor):
+                own[attr] = absent(tensor._offload_name, tensor, device)
+        if isinstance(module, PackedLinear):
+            like: Any = module.weight
+            module.__dict__["weight"] = absent(like._offload_name, like, device)
 
 
 class CardExperts(PackedExperts):
@@ -184,5 +193,5 @@ def check_options(kind: str, kernels: str | None) -> None:
 
 __all__ = [
     "SCRATCH", "CardExperts", "PackedCard", "card_outputs", "card_scratch", "check_options",
-    "open_card",
+    "open_card", "stand_in_on",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from offload.models.meta import materialise_buffers, place_rest
 from offload.models.opening import finish_model, make_device, serve_blocks, serve_prompts
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
-from offload.models.packed_card import CardExperts, PackedCard, open_card
+from offload.models.packed_card import CardExperts, PackedCard, open_card, stand_in_on
 from offload.models.packed_load import MOST_TOGETHER, ROWS_BYTES, plain_tensor
 from offload.models.packed_modules import (
     PackedExperts,
@@ -130,6 +130,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         if wrap_store is not None:
             store = wrap_store(store)
         device = make_device(options, plan.budgets.get(Tier.DEVICE))
+        stand_in_on(device.torch_device, meta.model)
         fill_resident(prepared, store, device.torch_device)
         card = open_card(device, prepared.pack, plan)
         if card is not None:

@@ -15,6 +15,8 @@ from test_packed_run import IDS, packed
 from offload.blocks import Tier
 from offload.errors import OffloadError
 from offload.models import packed_card, packed_opening
+from offload.models.absent import AbsentTensor
+from offload.models.meta import place_rest
 from offload.models.packed_card import CardExperts, PackedCard, card_scratch
 from offload.models.packed_modules import PackedLinear, expert_layout_of
 
@@ -60,6 +62,24 @@ def test_logits_are_those_of_the_cpu(
         model.offload.executor.validate()
     finally:
         model.offload.close()
+
+
+def test_what_stands_in_is_on_the_device(tmp_path: Path) -> None:
+    """Also the experts': moving a model's rest to the device would read them."""
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    prepared = planned(pack_dir)
+    model = prepared.meta.model
+    meta = torch.device("meta")
+    packed_card.stand_in_on(meta, model)
+    experts = prepared.cut.groups[0].module
+    absent = [t for t in experts._parameters.values() if t is not None]
+    assert absent
+    assert all(isinstance(t, AbsentTensor) and t.device == meta for t in absent)
+    linear = next(m for m in model.modules() if isinstance(m, PackedLinear))
+    assert linear.weight.device == meta
+    place_rest(model, meta)
+    with pytest.raises(OffloadError, match=r"self_attn.* is streamed and not in memory"):
+        linear.weight + 1
 
 
 def test_without_cupy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
