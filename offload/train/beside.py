@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 ELEMENTS = 1 << 19
 """Of a tile: half of the engine's, so that few suffice."""
-TILES, UNDER_WAY = 128, 4
+TILES, UNDER_WAY = 128, 8
 """Of the file, at most: a gigabyte of them, for what is written over and over in a little place may
 never reach the disk. And how many are under way at a time."""
 TIMED = 72

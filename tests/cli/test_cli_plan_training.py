@@ -45,9 +45,10 @@ def test_full_and_lora_from_a_config_alone(
         planned(cli, tmp_path, *words, "--method", "full", "--ram", ram)
         for ram in ("320MiB", "4GiB")
     )
-    assert small["step"]["read_bytes"] > large["step"]["read_bytes"] == 0
+    # What is used outside of all layers is a norm; only its states come and go.
+    assert small["step"]["read_bytes"] > 100 * large["step"]["read_bytes"]
     lora = planned(cli, tmp_path, *words, "--method", "lora", "--ram", "320MiB")
-    assert lora["step"]["written_bytes"] == 0
+    assert 100 * lora["step"]["written_bytes"] < small["step"]["written_bytes"]
     assert lora["disk_bytes"] < small["disk_bytes"]
     assert lora["step"]["seconds"] < small["step"]["seconds"]
     narrow = planned(
