@@ -18,7 +18,6 @@ import torch
 
 from offload.cpu_ops.block_layout import BlockKind
 from offload.cpu_ops.block_layout import BlockLayout as KernelLayout
-from offload.cpu_ops.block_quantise import quantise_block
 from offload.errors import OffloadError
 from offload.kv.homes import KvHomes
 from offload.kv.kernel_layout import is_latent, kernel_layout
@@ -89,6 +88,9 @@ class Coarse:
         keys, values = (
             x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy() for x in plain
         )
+        # Only here: a run in full precision does without Numba.
+        from offload.cpu_ops.block_quantise import quantise_block
+
         quantise_block(self.layout, keys, values, block)
 
     def restore(self, pool: Pool, slot: int, into: Views) -> None:
