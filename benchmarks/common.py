@@ -116,7 +116,8 @@ def drop_page_cache() -> bool:
 
 def offload_command(*args: str) -> list[str]:
     """The command line of this checkout."""
-    return [sys.executable, "-c", "from offload.cli.main import main; main()", *args]
+    code = "import sys; from offload.cli.main import main; sys.exit(main())"
+    return [sys.executable, "-c", code, *args]
 
 
 def run_limited(

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.kv.shape import KvShape
 from offload.models.expert_groups import expert_groups
+from offload.models.meta_attention import CpuAttention
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,11 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
         held: list[Any] = []
         peak, cache = meta_forward(model, tokens, batch, held=held)
         parked = max(0, held[1] - cache)
-        return Footprint(int(peak * 1.05), cache, True, _layers(model, held[0]), parked)
+        # Rows of several lengths are padded; the mask that says so is made of values, which meta
+        # tensors lack: as bool, with what it is put together from, and in the compute dtype.
+        padding = batch * tokens * tokens * (3 + element) if batch > 1 else 0
+        activations = int(peak * 1.05) + padding
+        return Footprint(activations, cache, True, _layers(model, held[0]), parked)
     except Exception as error:  # noqa: BLE001  any op may refuse meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = (
@@ -178,6 +183,7 @@ def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
             stack.enter_context(stub_experts(group.module, group.n_experts))
         stack.enter_context(torch.no_grad())
         stack.enter_context(buffers_on_meta(model))
+        stack.enter_context(CpuAttention())
         weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         watch = LiveBytes(weights)
         with watch:
@@ -197,7 +203,7 @@ def _run(
         kwargs["logits_to_keep"] = 1
     if getattr(model.config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids[:, :1]
-    with torch.no_grad(), buffers_on_meta(model):
+    with torch.no_grad(), buffers_on_meta(model), CpuAttention():
         weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         watch = LiveBytes(weights)
         hooks = [m.register_forward_pre_hook(watch.park) for m in _places(model)]

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts
+from offload.models.meta_attention import CpuAttention
 from offload.models.params import parameters
 from offload.train.row_grads import RowGradient, taking_rows
 from offload.train.segments import without_caches
@@ -75,40 +74,6 @@ def measure_training(
     )
 
 
-class _CpuAttention(TorchFunctionMode):
-    """Fused attention as the CPU computes it: its kernel never holds the scores [B, H, L, L]. On
-    meta torch takes the road that does, which would count gigabytes that nobody allocates."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            fused = _fused_attention(*args, **kwargs)
-            if fused is not None:
-                return fused
-        return func(*args, **kwargs)
-
-
-def _fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor | None:  # fmt: skip
-    """None where the CPU computes step by step, too (``sdp_utils_cpp.cpp`` of torch)."""
-    heads = query.dim() == 4 and (enable_gqa or query.shape[1] == key.shape[1])
-    same = query.shape[-1] == value.shape[-1] == key.shape[-1]
-    if not heads or not same or dropout_p or (attn_mask is not None and attn_mask.requires_grad):
-        return None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
-    # Keys and values are packed for the matrix unit, once for each head of the queries.
-    packed = torch.empty_like(query), torch.empty_like(query)
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
-    del packed
-    return out
-
-
 def unit_calls(
     model: Any, units: list[nn.Module], rows: int, length: int, *, masked: bool = True
 ) -> dict[int, tuple[Any, Any]]:
@@ -162,7 +127,7 @@ def _measure(
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
         stack.enter_context(buffers_on_meta(model))
-        stack.enter_context(_CpuAttention())
+        stack.enter_context(CpuAttention())
         stack.enter_context(taking_rows({id(table): _forget_rows for table in tables}))
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}
