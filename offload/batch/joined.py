@@ -149,4 +149,4 @@ def _restore(module: nn.Module, before: Any) -> None:
         module.__dict__["forward"] = before
 
 
-__all__ = ["JOINED_BYTES", "Joins"]
+__all__ = ["JOINED_BYTES", "Joins", "can_join"]

@@ -238,7 +238,7 @@ Hybrid = Annotated[
     typer.Option(
         "--hybrid/--no-hybrid",
         help="Whether the CPU computes a part of a MoE layer's experts while the card computes the "
-        "others. Default: where it changes no bit, which is on a simulated card.",
+        "others. Default: no.",
     ),
 ]
 ExpertPolicy = Annotated[

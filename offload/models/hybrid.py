@@ -28,6 +28,8 @@ from offload.scheduler.policy import Scores
 ROWS = 32
 """Most tokens of a pass that the CPU shares in. A prompt's experts see many tokens each, for which
 a copy up pays."""
+TRIED = 64
+"""Tokens with which a class is tried: other rounding gives the same single number now and then."""
 
 
 class Rows:
@@ -189,19 +191,14 @@ def per_expert(group: ExpertGroup) -> dict[str, torch.Tensor]:
     }
 
 
-def split_rows(options: Options, cut: Cut, notes: list[str]) -> int:
-    """Most tokens of a pass that both sites share; 0: the device computes all.
-
-    Unless asked for, a card does: the CPU rounds otherwise, and the same weights would not give the
-    bits of the resident model on that card. A simulated device computes as the CPU does.
+def split_rows(options: Options, cut: Cut) -> int:
+    """Most tokens of a pass that both sites share; 0: the device computes all, unless asked
+    otherwise: on a card the CPU rounds otherwise than the resident model does there.
 
     Raises:
         OffloadError: asked for, and it cannot be.
     """
-    kind = options.choice.kind
-    if options.hybrid is None and (kind != "sim" or options.elsewhere):
-        return 0
-    if options.hybrid is False or (options.hybrid is None and not cut.groups):
+    if not options.hybrid:
         return 0
     if not cut.groups:
         raise OffloadError(
@@ -211,10 +208,7 @@ def split_rows(options: Options, cut: Cut, notes: list[str]) -> int:
     reason = check_apart(cut)
     if reason is None:
         return ROWS
-    if options.hybrid:
-        raise OffloadError(f"--hybrid cannot take effect: {reason}; drop it")
-    notes.append(f"the device computes all experts: {reason}")
-    return 0
+    raise OffloadError(f"--hybrid cannot take effect: {reason}; drop it")
 
 
 def activation_bytes(groups: Sequence[ExpertGroup], top_k: int, itemsize: int) -> int:
@@ -250,8 +244,8 @@ def check_apart(cut: Cut) -> str | None:
 
 
 def _try_apart(group: ExpertGroup) -> str | None:
-    """Three tokens on two experts, by the loop and one by one. Weights are one random row for all
-    rows, so that they take no memory."""
+    """Tokens on two experts, by the loop and one by one. Weights are one random row for all rows,
+    so that they take no memory; a token's outputs are then all one number, so it takes many."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -271,9 +265,8 @@ def _try_apart(group: ExpertGroup) -> str | None:
         attr: [random(int(t.shape[-1]), dtype=t.dtype).div(8).expand(t.shape[1:]) for _ in range(2)]
         for attr, t in shapes.items()
     }
-    hidden = random(3, _width(group), dtype=dtype)
-    index = torch.tensor([[0, 1], [1, 0], [1, 0]])
-    scores = random(3, 2, dtype=dtype).abs()
+    hidden = random(TRIED, _width(group), dtype=dtype)
+    index = torch.tensor([[0, 1], [1, 0]]).repeat(TRIED // 2, 1)
     loop = eager_loop(group)
 
     class Both:
@@ -286,16 +279,19 @@ def _try_apart(group: ExpertGroup) -> str | None:
     whole: Any = StandIn(group.module, {})
     whole.__dict__.update({attr: Both(of) for attr, of in weights.items()})
     rows = Rows(index, group.n_experts)
-    with torch.no_grad():
-        want = loop(whole, hidden, index, scores)
-        got = torch.zeros_like(hidden)
-        for e, (tokens, slots) in rows.of.items():
-            one = StandIn(group.module, {attr: of[e] for attr, of in weights.items()})
-            at = torch.zeros(len(tokens), 1, dtype=torch.int64)
-            part = loop(one, hidden[tokens], at, scores[tokens, slots][:, None])
-            got.index_add_(0, torch.tensor(tokens), part)
-    if not torch.equal(got, want):
-        return f"{kind} is more than the sum of its experts"
+    # Some routers weigh in float32, and some loops add up in the weights' dtype.
+    for weighed in (dtype, torch.float32):
+        scores = random(TRIED, 2, dtype=weighed).abs()
+        with torch.no_grad():
+            want = loop(whole, hidden, index, scores)
+            got = torch.zeros_like(hidden)
+            for e, (tokens, slots) in rows.of.items():
+                one = StandIn(group.module, {attr: of[e] for attr, of in weights.items()})
+                at = torch.zeros(len(tokens), 1, dtype=torch.int64)
+                part = loop(one, hidden[tokens], at, scores[tokens, slots][:, None])
+                got.index_add_(0, torch.tensor(tokens), part)
+        if not torch.equal(got, want):
+            return f"{kind} is more than the sum of its experts"
     return None
 
 

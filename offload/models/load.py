@@ -279,7 +279,7 @@ def plan_model(
                 found[tier][EXPERT_ACTIVATIONS] = nbytes
         return found
 
-    rows = split_rows(options, chosen, notes)
+    rows = split_rows(options, chosen)
     reserves = set_aside(chosen, ram, recipes.staged)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
     head_rows = None

@@ -62,8 +62,8 @@ class Options:
     """Whether ``hardware`` is another machine, and nothing will run here: its card, if the plan has
     three tiers, is what computes."""
     hybrid: bool | None = None
-    """Whether the CPU computes a part of the experts while the device computes the others. None: if
-    it changes no bit, which is on the simulated device."""
+    """Whether the CPU computes a part of the experts while the device computes the others.
+    None: no."""
     guess: bool = True
     """Whether experts may be read on a guess into disk time that nothing else can use; without,
     only experts that were routed to are ever read. The results are the same."""

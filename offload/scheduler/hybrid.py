@@ -40,6 +40,7 @@ class HybridRoutes(Routes):
         self.schedule: Schedule | None = None
         """Of the running layer; None between layers, and where nothing moves."""
         self._costs = plan.split
+        self._alone = False  # the device computes the running layer, in its caller's order
         self._homes = plan.homes
         self._lifts: deque[str] = deque()  # to go up, in this order
         self._owed = 0  # of them, those that get the slot of one that is computed before
@@ -66,8 +67,15 @@ class HybridRoutes(Routes):
         if not wanted or any(self._homes.get(b) is not Home.CACHED for b in wanted):
             self.sites = dict.fromkeys(wanted, Site.SLOT)
             return
-        jobs = [self._job(b, 1 if loads is None else loads.get(b, 1)) for b in wanted]
-        found = split(jobs, self._costs, cpu=loads is not None)
+        if loads is None:
+            # A prompt, whose experts come up as they arrive: what its last layer leaves in the
+            # slots may depend on time.
+            self._alone = True
+            self.sites = dict.fromkeys(wanted, Site.SLOT)
+            self._note_in_ledger(group, wanted)
+            return
+        jobs = [self._job(b, loads.get(b, 1)) for b in wanted]
+        found = split(jobs, self._costs, cpu=True)
         if not found.cpu:  # then the caller's order is as good as any
             reads = tuple(j.expert for j in jobs if j.place is not Place.SLOT)
             found = replace(found, device=tuple(wanted), reads=reads)
@@ -86,6 +94,8 @@ class HybridRoutes(Routes):
 
     def hurry(self, expert: str) -> None:
         super().hurry(expert)
+        if self._alone:
+            return
         if expert not in self._top.entries and expert not in self._lifts:
             # Not routed, or lost on its way up.
             self._lifts.appendleft(expert)
@@ -103,6 +113,7 @@ class HybridRoutes(Routes):
 
     def end(self) -> None:
         super().end()
+        self._alone = False
         self._lifts.clear()
         self._owed = 0
         self.sites = {}
@@ -138,6 +149,9 @@ class HybridRoutes(Routes):
 
     def serve(self) -> None:
         """Read what is wanted in RAM, in order; copy up what is next and has a slot."""
+        if self._alone:
+            super().serve()
+            return
         self._lift()
         below, pinned = self._ram.entries, self._top.pinned
         for rank, block in tuple(self._queue):
@@ -180,7 +194,7 @@ class HybridRoutes(Routes):
         shelf, wanted = self._top, self._wanted
         entries = shelf.entries
         for block, entry in entries.items():
-            if not entry.ready and block not in wanted:
+            if entry.pool is Pool.SLOT and not entry.ready and block not in wanted:
                 entry.doomed = True  # left by a layer that was broken off
 
         def idle(b: str) -> bool:

@@ -29,7 +29,10 @@ Checkpoint = Callable[..., Golden]
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_bits(checkpoint: Checkpoint, family: str, budget: str) -> None:
     want = checkpoint(family)
-    prepared = prepare(want.directory, options("sim", **budgets(want.directory, "sim")[budget]))
+    prepared = prepare(
+        want.directory,
+        options("sim", hybrid=True, **budgets(want.directory, "sim", hybrid=True)[budget]),
+    )
     assert prepared.plan.split is not None
     with opened(prepared) as model:
         check_logits(model, want)
@@ -41,9 +44,11 @@ def test_bits_at_every_interleaving_and_policy(checkpoint: Checkpoint, seed: int
     """Copies take other times at every seed; plans and policies change who computes what."""
     want = checkpoint(("olmoe", "qwen3_moe", "gpt_oss")[seed % 3])
     policy = ("lru", "mrs", "laps")[seed // 2]
-    least = budgets(want.directory, "sim")["minimum"]
+    least = budgets(want.directory, "sim", hybrid=True)["minimum"]
     room = {"ram": least["ram"] + 20_000 * seed, "gpu": least["gpu"] + 10_000 * seed}
-    prepared = prepare(want.directory, options("sim", **room, seed=seed, expert_policy=policy))
+    prepared = prepare(
+        want.directory, options("sim", hybrid=True, **room, seed=seed, expert_policy=policy)
+    )
     # A disk so fast that moving is no bargain beside it.
     assert prepared.plan.split is not None
     split = replace(prepared.plan.split, read_s=0.5)
@@ -56,8 +61,8 @@ def test_bits_at_every_interleaving_and_policy(checkpoint: Checkpoint, seed: int
 def test_float32(checkpoint: Checkpoint) -> None:
     """Where the sums' order depends on where a tensor starts."""
     want = checkpoint("qwen3_moe", torch.float32)
-    least = budgets(want.directory, "sim")["minimum"]
-    with opened(prepare(want.directory, options("sim", **least))) as model:
+    least = budgets(want.directory, "sim", hybrid=True)["minimum"]
+    with opened(prepare(want.directory, options("sim", hybrid=True, **least))) as model:
         check_logits(model, want)
         assert model.offload.executor.stats.cpu_experts > 0
 
@@ -75,8 +80,8 @@ def test_the_device_alone(checkpoint: Checkpoint) -> None:
 def test_a_frozen_plan_has_the_same_sites(checkpoint: Checkpoint) -> None:
     """What decides about sites is in the plan's document; a run with other sites is refused."""
     want = checkpoint("qwen3_moe")
-    least = budgets(want.directory, "sim")["minimum"]
-    prepared = prepare(want.directory, options("sim", **least))
+    least = budgets(want.directory, "sim", hybrid=True)["minimum"]
+    prepared = prepare(want.directory, options("sim", hybrid=True, **least))
     who = Identity(model="m", config="c", machine="k", context=64, prompt_tokens=64)
     costly = replace(prepared.plan, split=replace(prepared.plan.split, hand_over_s=1e9))
     data = json.loads(json.dumps(document(costly, who)))
