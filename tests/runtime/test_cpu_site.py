@@ -238,7 +238,7 @@ def test_the_wait_for_the_weights_is_missed_when_it_is_gone(
 
     monkeypatch.setattr(HybridRoutes, "hold_below", hasty)
     with pytest.raises((SchedulerError, WrongBytesError)):
-        run_seeds(toy(), range(8))
+        run_seeds(toy(), range(100))
 
 
 def test_an_expert_that_cannot_be_read_is_an_error_where_it_is_waited_for() -> None:
