@@ -280,8 +280,10 @@ class KvTiers:
             return
         asked = kwargs.get("generation_config")
         named = kwargs.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
-        if ids.shape[1] > self.keep.tokens and named is None:
-            kwargs["prefill_chunk_size"] = self.keep.pass_tokens
+        if ids.shape[1] > self.keep.tokens:
+            # More at once would not fit, and what stays would depend on who asks.
+            most = self.keep.pass_tokens
+            kwargs["prefill_chunk_size"] = most if named is None else min(named, most)
 
     def close(self) -> None:
         """Wait for transfers, free memory, file and threads. Idempotent."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serve_support import CHUNK, CONTEXT, Alone, Listener, make_engine, open_streaming, request
 
 from offload.batch.conductor import Conductor
@@ -276,3 +277,26 @@ def test_keys_and_values_that_stream_too(alone: Alone, tmp_path: Path) -> None:
         model.offload.close()
     assert texts == [alone.answer(ids, 8) for ids in prompts]
     assert kv["read_bytes"] > 0
+
+
+def test_what_stays_of_long_prompts_is_what_stays_alone(alone: Alone) -> None:
+    """With ``kv_keep``, whatever the engine reads at once."""
+    model = open_streaming(kv_keep=48)
+    prompts = [(alone.ids(text) * 9)[:120] for text in TEXTS]
+    expected = []
+    for ids in prompts:
+        out = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
+        expected.append(alone.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+    engine = Engine(
+        model, tokenizer=alone.tokenizer, parallel=3, max_queue=64, prefill_chunk=4 * CHUNK
+    )
+    engine.start()
+    try:
+        listeners = [Listener(engine, request(ids, 8, ignore_eos=False)) for ids in prompts]
+        texts = [listener.result()[0] for listener in listeners]
+        evicted = engine.stats()["kv"]["evicted_tokens"]
+    finally:
+        engine.close()
+        model.offload.close()
+    assert texts == expected
+    assert evicted >= 2 * sum(len(ids) - 48 for ids in prompts)
