@@ -20,7 +20,7 @@ from offload.models.load import Prepared
 from offload.scheduler.bounds import COMPUTE, READ, compute_seconds, traffic
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import Plan
-from offload.scheduler.planner import make_plan
+from offload.scheduler.planner import PlanRequest, make_plan
 from offload.units import format_bytes
 
 MOST = 256
@@ -144,8 +144,7 @@ def _estimate(prepared: Prepared, count: int) -> Choice:
     each = max(1, footprint.parked(1, prompt))
     rows = max(prompt, min((count - 1) * prompt, budget // PARKED_SHARE // each))
     _set(prepared, count, rows)
-    request = prepared.ask(budget)
-    plan = make_plan(request)
+    request, plan = kv_plan.in_ram_or_spilled(options, lambda: _planned(prepared, budget))
     read = traffic(plan, count)[Tier.RAM] + _kv_read(prepared)
     costs: CostModel | None = request.costs
     if costs is None:
@@ -157,6 +156,11 @@ def _estimate(prepared: Prepared, count: int) -> Choice:
         read_s=costs.read_busy_s(read),
         compute_s=_compute_s(prepared, plan, costs, count),
     )
+
+
+def _planned(prepared: Prepared, budget: int) -> tuple[PlanRequest, Plan]:
+    request = prepared.ask(budget)
+    return request, make_plan(request)
 
 
 def _compute_s(prepared: Prepared, plan: Plan, costs: CostModel, count: int) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from offload.errors import PlanError, UnsupportedModelError
 from offload.kv.coarse import (
@@ -36,6 +37,8 @@ from offload.scheduler.plan import Plan
 from offload.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +159,12 @@ class KvNeed:
                 if need.block_tokens <= (self.least_tokens or self.block_tokens):
                     raise
                 need = dataclasses.replace(need, block_tokens=need.block_tokens // 2)
+
+    @property
+    def whole(self) -> KvPlan:
+        """With all blocks in RAM."""
+        homes = self.homes(self.whole_slots * self.slot_bytes + self.tails_bytes)
+        return KvPlan(need=self, homes=homes)
 
     @property
     def least(self) -> KvNeed:
@@ -352,8 +361,7 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
                 f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "
                 f"that attends to all tokens); drop {flag}"
             )
-        whole = need.whole_slots * need.slot_bytes + need.tails_bytes
-        return KvPlan(need=need, homes=need.homes(whole))
+        return need.whole
     if (kind := check_device(options)) != "cpu":
         who = "a simulated accelerator" if kind == "sim" else "a card"
         raise UnsupportedModelError(
@@ -369,7 +377,14 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
 
 
 def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
-    """The same for as many sequences as run beside each other. Raises PlanError: too little."""
+    """The same for as many sequences as run beside each other.
+
+    All of them are in RAM where one's would be, unless ``options.kv_spill`` says that they need
+    not: then they share what one has, or the least they take.
+
+    Raises:
+        PlanError: ``options.kv_ram`` is too little.
+    """
     if plan is None or options.sequences == 1:
         return plan
     need = dataclasses.replace(
@@ -377,7 +392,28 @@ def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
         sequences=plan.need.sequences * options.sequences,
         other_bytes=plan.need.other_bytes * options.sequences,
     )
-    return need.within(options.kv_ram or plan.ram_bytes)
+    if options.kv_ram is not None:
+        return need.within(options.kv_ram)
+    if not plan.blocks[1] and not options.kv_spill:
+        return need.whole
+    return need.within(max(plan.ram_bytes, need.least.least_bytes))
+
+
+def in_ram_or_spilled(options: Options, make: Callable[[], T]) -> T:
+    """What ``make`` makes of a plan with the keys and values of all sequences in RAM; where that
+    does not fit, with a part of them on the disk.
+
+    Raises:
+        PlanError: neither fits.
+    """
+    options.kv_spill = False
+    try:
+        return make()
+    except PlanError:
+        if options.sequences == 1 or options.kv_ram is not None:
+            raise
+        options.kv_spill = True
+        return make()
 
 
 def least(need: KvNeed) -> KvPlan:

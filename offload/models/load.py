@@ -21,7 +21,7 @@ from offload.errors import OffloadError, PlanError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
-from offload.models import kv_plan
+from offload.models import kv_plan, prompt_plan
 from offload.models.expert_groups import expert_groups
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.experts import check_expert_loop
@@ -120,8 +120,10 @@ class Prepared:
         if self.kv_alone is None:
             self.kv_alone = self.kv
         before = None if self.kv is None else self.kv.note(self.options)
+        plan = kv_plan.in_ram_or_spilled(
+            self.options, lambda: plan_within(self.ask, ram, self.meta.directory.name)
+        )
         kv = kv_plan.beside(self.kv_alone, self.options)
-        plan = plan_within(self.ask, ram, self.meta.directory.name)
         self.request = self.ask(ram)
         if kv is not None:
             plan = kv_plan.predicted(plan, kv, self.request.costs)
@@ -169,13 +171,27 @@ def prepare(
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
     choice.warm_up(options.choice)
+    import_programs(options)
+    warm = warm_up(config, model_class(config), dtype)
+    reset_peak_rss()
+    return plan_model(directory, options, warm, compiling)
+
+
+def import_programs(options: Options) -> None:
+    """Import what these options call on, before the bare process is weighed: Numba alone is 50 MiB,
+    of the program and of no budget."""
     if options.sequences > 1 and options.choice.kind == "cpu":
         from offload.cpu_ops import row_products
 
         row_products.prepare()
-    warm = warm_up(config, model_class(config), dtype)
-    reset_peak_rss()
-    return plan_model(directory, options, warm, compiling)
+    if kv_plan.attends_in_place(options):
+        from offload.cpu_ops import block_attention, block_quantise, isa, warm  # noqa: F401
+
+        isa.features()
+    if options.prompt_cache is not None:
+        from offload.models import pack_checkpoint  # noqa: F401
+
+        prompt_plan.machine()
 
 
 def compiled_bytes(kernels: list[Any], compiling: Callable[[Any], None] | None = None) -> int:
@@ -307,7 +323,7 @@ def plan_model(
             raise
         # Then keys and values leave RAM, and what weights do not need at least is theirs.
         plain = minimum_budgets(ask(ram))[Tier.RAM]
-        kv = kv_plan.least(need)
+        kv, options.kv_spill = kv_plan.least(need), True
         tiered = minimum_budgets(ask(ram))[Tier.RAM]
         if tiered >= plain:
             raise  # so little is cached that blocks take more

@@ -88,6 +88,9 @@ class Options:
     kv: str | None = None
     """``"q8"``, ``"q4"``: keys and values in so many bits, as soon as a block of them is full;
     ``"bf16"``: in bfloat16. Lossy, and attended to in place. None: as the model computes them."""
+    kv_spill: bool = False
+    """Whether keys and values of ``sequences`` may be on the disk in a part where one's would not
+    be: set by who plans, when not all fit."""
     kv_keep: int | None = None
     """Tokens of each layer that stay: the first, the newest, and of the others the blocks that
     attention went to. Lossy, and attended to in place. None: all."""
@@ -106,11 +109,16 @@ class Options:
     """Set aside for the model's Python objects and for slack; None: measured."""
     tokenizer_bytes: int = 0
     """What this process already holds for the caller and the budget has to cover."""
+    caller_bytes: int = 0
+    """What the caller will take besides while the model runs."""
 
     @property
     def beside_bytes(self) -> int:
-        """Of sequences besides what their model caches and computes: Python's and C's stacks."""
-        return 0 if self.pass_rows is None else BESIDE_BYTES + self.sequences * SEQUENCE_BYTES
+        """Of sequences besides what their model caches and computes (Python's and C's stacks), and
+        of the caller."""
+        if self.pass_rows is None:
+            return self.caller_bytes
+        return self.caller_bytes + BESIDE_BYTES + self.sequences * SEQUENCE_BYTES
 
     def parked_rows(self, prompt: int) -> int:
         """Tokens whose activations wait while another sequence runs."""

@@ -274,7 +274,7 @@ def plan_packed(
             raise
         # Then keys and values leave RAM, and what weights do not need at least is theirs.
         plain = minimum_budgets(ask(ram))[Tier.RAM]
-        kv = kv_plan.least(need)
+        kv, options.kv_spill = kv_plan.least(need), True
         decoder = LeanModel({}, IN_BLOCKS)
         tiered = minimum_budgets(ask(ram))[Tier.RAM]
         if tiered >= plain:

@@ -29,9 +29,9 @@ from offload.units import format_bytes
 HARMLESS = frozenset({
     "ram", "gpu", "disk", "prompt_tokens", "context", "batch", "engine", "queue_depth",
     "request_bytes", "hardware", "guess", "expert_policy", "routing", "record_routing", "kv_ram",
-    "sequences", "pass_rows", "seed", "overhead_bytes", "tokenizer_bytes", "prompt_cache",
-    "prompt_cache_limit", "prompt_cache_chunk", "kv_block_tokens",
-    "kv_keep", "kv_importance",
+    "sequences", "pass_rows", "seed", "overhead_bytes", "tokenizer_bytes", "caller_bytes",
+    "prompt_cache", "prompt_cache_limit", "prompt_cache_chunk", "kv_block_tokens",
+    "kv_keep", "kv_importance", "kv_spill",
 })  # fmt: skip
 """Options that change no number. All others are part of a stored prefix's name: an option that is
 not known here costs a hit, and never a wrong one."""
