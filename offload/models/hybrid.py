@@ -98,8 +98,8 @@ class HybridExperts:
             return [hidden_TH, weights_Tk, *beside]
 
         loads = {name[e]: len(tokens) for e, (tokens, _) in rows.of.items()}
+        self._session.opened()  # before: what fails behind the routing has to be ended, too
         schedule, below = executor.split_route(group.name, loads, activations, self._scores)
-        self._session.opened()
         if schedule is None:
             return self._inner(*args, **kwargs)  # type: ignore[no-any-return]
         parts: dict[int, torch.Tensor] = {}

@@ -96,6 +96,7 @@ class CpuSite:
         self._here = False  # the activations are in RAM
         self._read: Event | None = None  # what the CPU has read of them
         self._running: Task | None = None
+        self._fault: BaseException | None = None  # what the thread has ended with
         self._closed = False
         self._thread: threading.Thread | None = None
         self._threads = torch.get_num_threads()
@@ -150,16 +151,23 @@ class CpuSite:
 
         Raises:
             SchedulerError: more bytes than there is room for.
+            OffloadError: the thread has ended with an error of its own.
         """
         nbytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
         with self._changed:
+            if self._fault is not None:
+                raise OffloadError(
+                    f"the thread that computes experts on the CPU has ended: {self._fault!r}; load "
+                    f"the model again, or without --hybrid"
+                ) from self._fault
             offset = self._mirror.place(nbytes)
             task = Task(expert, len(self._tasks), work, tuple(shape), dtype, offset)
             self._tasks[expert] = task
             self._hold(task)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="offload-cpu", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="offload-cpu", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify_all()
 
     def pending(self, expert: str) -> bool:
@@ -173,7 +181,8 @@ class CpuSite:
         Raises:
             Exception: what computing it, or copying, has raised.
         """
-        task = self._tasks.pop(expert)
+        with self._changed:  # the CPU's thread looks through the tasks for its next one
+            task = self._tasks.pop(expert)
         if task.error is not None:
             raise task.error
         nbytes = math.prod(task.shape) * torch.empty(0, dtype=task.dtype).element_size()
@@ -222,32 +231,45 @@ class CpuSite:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP asks each thread of its own
-        while True:
+        try:
+            while (task := self._await_task()) is not None:
+                self._perform(task)
+        except BaseException as error:  # noqa: BLE001  nobody is to wait for what never comes
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next() is not None)
-                if self._closed:
-                    return
-                task = self._next()
-                assert task is not None
-                self._running, task.begun = task, True
-                began = time.perf_counter()
-            try:
-                views = self._begin(task)
-                with torch.no_grad():
-                    result = task.work(views)
-                self._end(task, result)
-            except BaseException as error:  # noqa: BLE001  raised where it is waited for
-                task.error = error
-            with self._changed:
-                self._running = None
-                self._read = self._ground.device.signal(ACTOR)
-                try:
-                    self._let_go(task)
-                except OffloadError as error:
-                    task.error = task.error or error
-                if self._ground.record is not None:
-                    self._ground.record(CPU, task.expert, began, time.perf_counter(), 0)
+                self._fault, self._running = error, None
+                for task in self._tasks.values():
+                    if task.landing is None:
+                        task.error = task.error or error
                 self._ground.moved()
+
+    def _await_task(self) -> Task | None:
+        """The next task, begun; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._next() is not None)
+            task = None if self._closed else self._next()
+            if task is not None:
+                self._running, task.begun = task, True
+            return task
+
+    def _perform(self, task: Task) -> None:
+        began = time.perf_counter()
+        try:
+            views = self._begin(task)
+            with torch.no_grad():
+                result = task.work(views)
+            self._end(task, result)
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            task.error = error
+        with self._changed:
+            self._running = None
+            self._read = self._ground.device.signal(ACTOR)
+            try:
+                self._let_go(task)
+            except OffloadError as error:
+                task.error = task.error or error
+            if self._ground.record is not None:
+                self._ground.record(CPU, task.expert, began, time.perf_counter(), 0)
+            self._ground.moved()
 
     def _next(self) -> Task | None:
         """The first task that can begin. Under the lock."""

@@ -270,6 +270,45 @@ def test_what_computing_raises_is_raised_where_it_is_waited_for() -> None:
         executor.validate()
 
 
+def test_the_threads_own_error_is_raised_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = Executor._used
+
+    def broken(self: Executor, tier: Tier, block: str, actor: str, event: Any) -> None:
+        if actor == "cpu":
+            raise ArithmeticError("in the books")
+        used(self, tier, block, actor, event)
+
+    monkeypatch.setattr(Executor, "_used", broken)
+    it = toy()
+    with it.open() as executor:
+        assert run_layer(it, executor, "g1", {"g1#0": 1}) == (0, 1)  # its result was there before
+        with pytest.raises(OffloadError, match="has ended: ArithmeticError.*without --hybrid"):
+            for e in range(1, EXPERTS):
+                run_layer(it, executor, "g1", {f"g1#{e}": 1})
+
+
+def test_tasks_change_under_the_lock_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's thread goes through them for its next one while others are taken."""
+    it = toy()
+    with it.open() as executor:
+        site = executor._cpu
+        assert site is not None
+
+        class Watched(dict[str, Any]):
+            def pop(self, *args: Any) -> Any:
+                assert executor._changed._is_owned()  # type: ignore[attr-defined]
+                return super().pop(*args)
+
+            def __setitem__(self, key: str, value: Any) -> None:
+                assert executor._changed._is_owned()  # type: ignore[attr-defined]
+                super().__setitem__(key, value)
+
+        monkeypatch.setattr(site, "_tasks", Watched())
+        assert sum(cpu for _, cpu in run(it, executor, 1)) > 0
+
+
 def break_off(it: Toy) -> None:
     """Layers whose results nobody takes, some before the CPU has begun and some behind an error;
     then whole passes."""
