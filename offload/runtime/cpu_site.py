@@ -96,7 +96,7 @@ class CpuSite:
         self._here = False  # the activations are in RAM
         self._read: Event | None = None  # what the CPU has read of them
         self._running: Task | None = None
-        self._fault: BaseException | None = None  # what the thread has ended with
+        self._fault: OffloadError | None = None  # what the thread has ended with
         self._closed = False
         self._thread: threading.Thread | None = None
         self._threads = torch.get_num_threads()
@@ -156,10 +156,7 @@ class CpuSite:
         nbytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
         with self._changed:
             if self._fault is not None:
-                raise OffloadError(
-                    f"the thread that computes experts on the CPU has ended: {self._fault!r}; load "
-                    f"the model again, or without --hybrid"
-                ) from self._fault
+                raise self._fault
             offset = self._mirror.place(nbytes)
             task = Task(expert, len(self._tasks), work, tuple(shape), dtype, offset)
             self._tasks[expert] = task
@@ -236,10 +233,15 @@ class CpuSite:
                 self._perform(task)
         except BaseException as error:  # noqa: BLE001  nobody is to wait for what never comes
             with self._changed:
-                self._fault, self._running = error, None
+                self._running = None
+                self._fault = OffloadError(
+                    f"the thread that computes experts on the CPU has ended: {error!r}; load the "
+                    f"model again, or without --hybrid"
+                )
+                self._fault.__cause__ = error
                 for task in self._tasks.values():
                     if task.landing is None:
-                        task.error = task.error or error
+                        task.error = task.error or self._fault
                 self._ground.moved()
 
     def _await_task(self) -> Task | None:

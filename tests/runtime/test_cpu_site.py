@@ -284,9 +284,8 @@ def test_the_threads_own_error_is_raised_and_not_waited_for(
     it = toy()
     with it.open() as executor:
         assert run_layer(it, executor, "g1", {"g1#0": 1}) == (0, 1)  # its result was there before
-        with pytest.raises(OffloadError, match="has ended: ArithmeticError.*without --hybrid"):
-            for e in range(1, EXPERTS):
-                run_layer(it, executor, "g1", {f"g1#{e}": 1})
+        with pytest.raises(OffloadError, match=r"has ended: ArithmeticError.*without --hybrid"):
+            run_layer(it, executor, "g1", {"g1#1": 1})
 
 
 def test_tasks_change_under_the_lock_only(monkeypatch: pytest.MonkeyPatch) -> None:
