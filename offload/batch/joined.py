@@ -30,6 +30,7 @@ wider rows (a large vocabulary's logits) fewer are multiplied at once, and the m
 for the others."""
 
 _LINE = 64
+"""Bytes; torch's own tensors begin at multiples of it."""
 
 
 class Joins:
@@ -75,7 +76,12 @@ class Joins:
         """Whether a product is one of a single row, and worth waiting for."""
         if torch.is_grad_enabled() or x.shape[-1] != x.numel():
             return False
-        return type(module) is not nn.Linear or self._block(module) is not None
+        if type(module) is not nn.Linear:
+            return True
+        # The kernel reads bytes: what torch would convert first, or refuse, is not for it.
+        if x.dtype != module.weight.dtype or torch.is_autocast_enabled("cpu"):
+            return False
+        return self._block(module) is not None
 
     def at_once(self, module: Any, sequences: int) -> int:
         """Rows that are multiplied together."""
@@ -86,7 +92,8 @@ class Joins:
         """How the layer's products are joined; tried when the first of its shape is there."""
         weight, bias = module.weight, module.bias
         at = weight.data_ptr() % _LINE
-        kind = (*weight.shape, weight.dtype, bias is not None, at, torch.get_num_threads())
+        dtypes = weight.dtype, None if bias is None else bias.dtype
+        kind = (*weight.shape, *dtypes, weight.is_contiguous(), at, torch.get_num_threads())
         if kind not in self._blocks:
             from offload.cpu_ops.row_products import find_block
 
@@ -100,10 +107,10 @@ class Joins:
         name: str,
         module: nn.Module,
         inner: Callable[[torch.Tensor], torch.Tensor],
-        x: torch.Tensor,
+        input: torch.Tensor,  # named as in torch's own forward
     ) -> torch.Tensor:
-        found = self._join(name, module, x)
-        return inner(x) if found is None else found
+        found = self._join(name, module, input)
+        return inner(input) if found is None else found
 
 
 def _is_plain(module: nn.Module, forward: Any) -> bool:
@@ -138,8 +145,12 @@ def _order_is_known(columns: int, dtype: torch.dtype, threads: int) -> bool:
 
 
 def _split(out_TN: torch.Tensor, rows: Listing[torch.Tensor]) -> list[torch.Tensor]:
+    """Each row by itself, and where a tensor of its own would begin: in float32, what comes next
+    may be added up in another order elsewhere."""
+    apart = out_TN.shape[1] * out_TN.element_size() % _LINE != 0
     return [
-        one.view(*row.shape[:-1], -1).to(row.dtype) for one, row in zip(out_TN, rows, strict=True)
+        (one.clone() if apart else one).view(*row.shape[:-1], -1).to(row.dtype)
+        for one, row in zip(out_TN, rows, strict=True)
     ]
 
 

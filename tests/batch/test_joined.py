@@ -1,0 +1,69 @@
+"""Which products of single rows are joined, and what their rows are then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from offload.batch.joined import Joins
+from offload.cpu_ops import row_products
+
+
+class PackedLinear(nn.Module):
+    """As much of one as is joined: by its name, and by its rows."""
+
+    in_features, out_features = 4, 8
+
+    def rows(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return x_TK.repeat(1, 2)
+
+
+def layer(weight: torch.Tensor) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _known_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of every matrix that lies as the kernel reads it."""
+    monkeypatch.setattr(
+        row_products, "find_block", lambda weight, bias=None: 64 if weight.is_contiguous() else None
+    )
+    with torch.no_grad():
+        yield
+
+
+def test_what_torch_would_not_multiply_as_it_lies_is_not_joined() -> None:
+    weight = torch.ones(64, 64, dtype=torch.bfloat16)
+    plain, turned = layer(weight), layer(weight.clone().T)
+    joins = Joins(nn.Sequential(plain, turned), lambda *_: None)
+    row = torch.ones(1, 64, dtype=torch.bfloat16)
+    assert joins.joins(plain, row)
+    assert not joins.joins(turned, row), "of the same shape, and read along the other side"
+    assert not joins.joins(plain, row.float())
+    assert not joins.joins(plain, row.repeat(2, 1)), "a prompt"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not joins.joins(plain, row)
+    joins.close()
+
+
+def test_a_layer_takes_its_input_by_name_as_ever() -> None:
+    plain = layer(torch.ones(64, 64, dtype=torch.bfloat16))
+    row = torch.ones(1, 64, dtype=torch.bfloat16)
+    joins = Joins(nn.Sequential(plain), lambda *_: None)
+    assert torch.equal(plain(input=row), torch.full((1, 64), 64.0, dtype=torch.bfloat16))
+    joins.close()
+    assert "forward" not in plain.__dict__
+
+
+def test_rows_begin_where_tensors_of_their_own_would() -> None:
+    joins = Joins(nn.Sequential(), lambda *_: None)
+    rows = [torch.full((1, 1, 4), float(i)) for i in range(5)]
+    found = joins.multiply(PackedLinear(), rows)
+    for i, one in enumerate(found):
+        assert torch.equal(one, torch.full((1, 1, 8), float(i)))
+        assert one.data_ptr() % 64 == 0
