@@ -257,11 +257,17 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         """Forget ``-tokens_to_remove`` tokens at the end."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens, got {tokens_to_remove}")
-        if tokens_to_remove and self.table is not None:
-            if self.table.seen + tokens_to_remove > 0:
-                self.table.truncate(self.table.length + tokens_to_remove)
-            else:
-                self.table.clear()
+        table = self.table
+        if not tokens_to_remove or table is None:
+            return
+        if table.seen + tokens_to_remove <= 0:
+            self.reset()
+            return
+        size, before = table.layout.tokens, table.length
+        table.truncate(before + tokens_to_remove)
+        if self._importance is not None:  # other tokens come where these were
+            for column in reversed(range(-(-table.length // size), -(-before // size))):
+                self._importance.forget(column)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx)

@@ -136,6 +136,30 @@ def test_logits_are_those_of_a_mask_over_what_has_gone(
         kv.close()
 
 
+def test_what_is_cropped_is_forgotten(llama: Any, tmp_path: Path) -> None:
+    """What attention went to says nothing of the tokens that come in its place."""
+    kv = tiers(llama, tmp_path, AttentionMass)
+    try:
+        cache = kv.new_cache()
+        with torch.no_grad():
+            llama(prompt(60), past_key_values=cache)
+        layer = cache.layers[0]
+        scores = layer._importance
+        kept = [scores.score(c) for c in range(2)]
+        assert scores.score(2) > 0
+        for each in cache.layers:
+            each.crop(-30)
+        assert [scores.score(c) for c in range(3)] == [*kept, 0]
+        with torch.no_grad():
+            llama(prompt(60), past_key_values=cache)
+        assert not layer.is_croppable
+        layer.crop(-layer.get_seq_length())
+        assert layer.get_seq_length() == 0
+        assert layer.is_croppable, "as an empty one"
+    finally:
+        kv.close()
+
+
 def test_memory_is_bounded_over_a_long_answer(llama: Any, tmp_path: Path) -> None:
     """Behind a prompt that is longer than what stays, too, which is read in parts."""
     kv = tiers(llama, tmp_path, AttentionMass)
