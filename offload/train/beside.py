@@ -140,7 +140,8 @@ class _Lane:
             raise
         self._file = DirectFile(fd, f"{directory}/(probe)")
         self._engine = make_engine(queue_depth=4)
-        self._free = [HostMemory(self.slot_bytes, "probe") for _ in range(UNDER_WAY)]
+        self._memories = [HostMemory(self.slot_bytes, "probe") for _ in range(UNDER_WAY)]
+        self._free = list(self._memories)
         self._writing: deque[tuple[HostMemory, Future[Any]]] = deque()
         self._number = 0
 
@@ -153,7 +154,7 @@ class _Lane:
         finally:
             self._engine.close()
             self._file.close()
-            for memory in self._free:
+            for memory in self._memories:  # also what was under way when a transfer failed
                 memory.close()
 
     def run(self, tiles: int) -> float:

@@ -86,12 +86,7 @@ def pace(
             if unit.forward:
                 needs.append(("update", k - 1, u))
             compute.append(_Task(("forward", k, u), unit.forward, tuple(needs)))
-            before = u - ahead - 1
-            turn = (
-                ("forward", k, before)
-                if before >= 0
-                else ("backward", k - 1, min(last, -before - 1))
-            )
+            turn = _before_forward(k, u, ahead, last)
             fetches.append(_Task(("fetch forward", k, u), unit.fetch_forward, (turn,)))
             leaving.append(_Task(("away", k, u), unit.input_away, (("forward", k, u),)))
         for u in reversed(range(len(units))):
@@ -172,7 +167,7 @@ def _run(
 
     while waiting or computes:
         if not computes and ready(waiting):
-            computes, to_compute = [waiting.popleft()], 0.0
+            computes = [waiting.popleft()]
             to_compute = computes[0].seconds
         if not moves:
             line = next((line for line in lines if ready(line)), None)
