@@ -29,10 +29,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.blocks import Tier
 from offload.errors import OffloadError
-from offload.runtime.arena import Lease
 from offload.runtime.device import Device, Event, Region
 from offload.runtime.mirror import Mirror, sizes, typed
+from offload.runtime.transfers import Transfers
 from offload.scheduler.residency import Instruction, Residency
 from offload.scheduler.timeline import CPU, Record
 
@@ -67,12 +68,8 @@ class Ground:
     device: Device
     residency: Residency
     changed: threading.Condition
+    transfers: Transfers
     submit: Callable[[Iterable[Instruction]], None]
-    order: Callable[[str, str, Event | None], None]
-    lease: Callable[[str], Lease]
-    """Of an expert in RAM."""
-    used: Callable[[str, Event], None]
-    """(expert, when the CPU's use of it in RAM ended)."""
     moved: Callable[[], None]
     """Something has finished: whoever waits looks again."""
     record: Record | None = None
@@ -118,7 +115,7 @@ class CpuSite:
         up, down = mirror.above(start, total), mirror.below(start, total)
         below: list[torch.Tensor] = []
         if self._sent is not None:
-            ground.order("activations-sent", "compute", self._sent)
+            ground.transfers.order("activations-sent", "compute", self._sent)
         ground.device.touch("compute", up, "w")
         at = start
         for tensor, nbytes in zip(tensors, parts, strict=True):
@@ -126,9 +123,9 @@ class CpuSite:
             typed(place, tensor.shape, tensor.dtype).copy_(tensor)
             below.append(typed(mirror.below(at, nbytes), tensor.shape, tensor.dtype))
             at += nbytes
-        ground.order("activations-written", "d2h", ground.device.compute.record())
+        ground.transfers.order("activations-written", "d2h", ground.device.compute.record())
         if self._read is not None:
-            ground.order("activations-read", "d2h", self._read)
+            ground.transfers.order("activations-read", "d2h", self._read)
         with self._changed:
             self._here = False
             sent = self._sent = ground.device.copy(down, up, ground.device.d2h)
@@ -186,7 +183,7 @@ class CpuSite:
         place = self._mirror.above(task.offset, nbytes)
         # Outside the lock: where the host is the compute stream it waits, and who ends the copy may
         # need the lock before.
-        self._ground.order("result-on-device", "compute", task.landing)
+        self._ground.transfers.order("result-on-device", "compute", task.landing)
         self._ground.device.touch("compute", place, "r")
         return typed(place, task.shape, task.dtype)
 
@@ -282,9 +279,9 @@ class CpuSite:
 
     def _begin(self, task: Task) -> dict[str, torch.Tensor]:
         ground = self._ground
-        lease = ground.lease(task.expert)
-        ground.order("expert-in-ram", ACTOR, lease.ready)
-        ground.order("activations-in-ram", ACTOR, self._sent)
+        lease = ground.transfers.lease(task.expert, Tier.RAM)
+        ground.transfers.order("expert-in-ram", ACTOR, lease.ready)
+        ground.transfers.order("activations-in-ram", ACTOR, self._sent)
         ground.device.touch(ACTOR, lease.region, "r")
         ground.device.touch(ACTOR, self._down, "r")
         return {spec.name: lease.tensor(spec) for spec in lease.spec.tensors}
@@ -305,7 +302,7 @@ class CpuSite:
 
     def _up(self, task: Task, below: Region, above: Region) -> None:
         ground = self._ground
-        ground.order("result-written", "h2d", ground.device.signal(ACTOR))
+        ground.transfers.order("result-written", "h2d", ground.device.signal(ACTOR))
         task.landing = ground.device.copy(above, below, ground.device.h2d)
 
     # -- under the lock -------------------------------------------------------------------------
@@ -322,7 +319,7 @@ class CpuSite:
             return
         task.held = False
         if task.begun and self._read is not None:
-            self._ground.used(task.expert, self._read)
+            self._ground.transfers.used(Tier.RAM, task.expert, ACTOR, self._read)
         self._ground.submit(self._ground.residency.release_below(task.expert))
 
     def _fail_all(self, error: BaseException) -> None:
@@ -340,7 +337,7 @@ class CpuSite:
             if left is None:
                 return
             if left.landing is not None:
-                self._ground.order("result-on-device", "compute", left.landing)
+                self._ground.transfers.order("result-on-device", "compute", left.landing)
 
 
 __all__ = ["ACTOR", "CpuSite", "Ground", "Task", "Work"]

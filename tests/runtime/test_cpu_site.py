@@ -23,6 +23,7 @@ from offload.runtime.executor import Executor
 from offload.runtime.mirror import Mirror
 from offload.runtime.race import RaceError
 from offload.runtime.sim_device import SimDevice
+from offload.runtime.transfers import Transfers
 from offload.scheduler.hybrid import HybridRoutes
 from offload.scheduler.plan import EXPERT_ACTIVATIONS
 from offload.scheduler.split import SplitCosts
@@ -172,13 +173,13 @@ def test_both_sites_are_at_work_at_once() -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
-    order = Executor._order
+    order = Transfers.order
 
-    def weak(self: Executor, name: str, waiter: str, event: Any) -> None:
+    def weak(self: Transfers, name: str, waiter: str, event: Any) -> None:
         if name != edge:
             order(self, name, waiter, event)
 
-    monkeypatch.setattr(Executor, "_order", weak)
+    monkeypatch.setattr(Transfers, "order", weak)
 
 
 @pytest.mark.parametrize("edge", EDGES)
@@ -214,13 +215,13 @@ def test_the_wait_for_the_activations_is_missed_when_it_is_gone(
 
 def test_the_cpus_use_of_a_slot_is_missed_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next read into the slot has to come after it."""
-    used = Executor._used
+    used = Transfers.used
 
-    def forgetful(self: Executor, tier: Tier, block: str, actor: str, event: Any) -> None:
+    def forgetful(self: Transfers, tier: Tier, block: str, actor: str, event: Any) -> None:
         if actor != "cpu":
             used(self, tier, block, actor, event)
 
-    monkeypatch.setattr(Executor, "_used", forgetful)
+    monkeypatch.setattr(Transfers, "used", forgetful)
     with pytest.raises((RaceError, WrongBytesError)):
         run_seeds(toy(), range(8))
 
@@ -273,14 +274,14 @@ def test_what_computing_raises_is_raised_where_it_is_waited_for() -> None:
 def test_the_threads_own_error_is_raised_and_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    used = Executor._used
+    used = Transfers.used
 
-    def broken(self: Executor, tier: Tier, block: str, actor: str, event: Any) -> None:
+    def broken(self: Transfers, tier: Tier, block: str, actor: str, event: Any) -> None:
         if actor == "cpu":
             raise ArithmeticError("in the books")
         used(self, tier, block, actor, event)
 
-    monkeypatch.setattr(Executor, "_used", broken)
+    monkeypatch.setattr(Transfers, "used", broken)
     it = toy()
     with it.open() as executor:
         assert run_layer(it, executor, "g1", {"g1#0": 1}) == (0, 1)  # its result was there before

@@ -18,6 +18,7 @@ from offload.io.store import Receipt, Span
 from offload.io.wrappers import LatencyStore, MeteredStore
 from offload.runtime.executor import Executor
 from offload.runtime.race import RaceError
+from offload.runtime.transfers import Transfers
 from offload.scheduler.residency import Residency
 
 DEVICES = ("null", "sim")
@@ -293,13 +294,13 @@ EDGES = ("host-slot-free", "host-block-ready", "device-slot-free", "block-ready"
 
 
 def _without_edge(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
-    order = Executor._order
+    order = Transfers.order
 
-    def weak(self: Executor, edge: str, waiter: str, event: Any) -> None:
+    def weak(self: Transfers, edge: str, waiter: str, event: Any) -> None:
         if edge != gone:
             order(self, edge, waiter, event)
 
-    monkeypatch.setattr(Executor, "_order", weak)
+    monkeypatch.setattr(Transfers, "order", weak)
 
 
 def _run_seeds(toy: Toy, seeds: Sequence[int]) -> None:

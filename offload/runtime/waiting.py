@@ -1,0 +1,95 @@
+"""How the thread that computes waits for transfers: with a watchdog, and for what has failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from offload.errors import ClosedError, DeviceError, StoreError, WatchdogError
+from offload.runtime.interrupts import Shield
+
+_SIGNAL_S = 0.25
+
+
+class Waiting:
+    """The lock of one executor, and what is known of progress under it.
+
+    Attributes:
+        changed: notified whenever something has finished.
+        progress: completions of any kind.
+        closed: nothing is waited for any more.
+    """
+
+    def __init__(
+        self, shield: Shield, watchdog_s: float, story: Callable[[str], str],
+        in_flight: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            watchdog_s: a wait in which nothing finishes for so long is an error, never a hang.
+            story: of a block, ``in_flight``: transfers under way, for messages.
+        """
+        self.changed = threading.Condition(threading.RLock())
+        self.progress = 0
+        self.closed = False
+        self._shield, self._watchdog_s = shield, watchdog_s
+        self._story, self._in_flight = story, in_flight
+        self._failures: dict[str, BaseException] = {}
+
+    def moved(self) -> None:
+        """Something has finished: whoever waits looks again."""
+        self.progress += 1
+        self.changed.notify_all()
+
+    def check_open(self) -> None:
+        """Raises ClosedError."""
+        if self.closed:
+            raise ClosedError("this model has been closed; load it again")
+
+    def wait(self, who: str, blocks: Sequence[str], seen: int) -> None:
+        """Wait until more has finished than the ``seen`` of before the caller's last look. A store
+        may have called back in between, from inside the very call that asked it to read.
+
+        Raises:
+            WatchdogError: nothing has finished for too long.
+            ClosedError: nothing will.
+        """
+        limit = time.monotonic() + self._watchdog_s
+        while (left := limit - time.monotonic()) > 0:
+            if self._shield.received:
+                raise KeyboardInterrupt
+            if self.progress != seen or self.closed:
+                self.check_open()
+                return
+            # Whatever moves notifies; only a signal cannot, so it is looked for now and then.
+            self.changed.wait(min(left, _SIGNAL_S))
+        raise WatchdogError(
+            f"{who} has waited {self._watchdog_s:.0f} s for {', '.join(blocks[:4])} and no "
+            f"transfer has finished ({self._in_flight()} in flight); {self._story(blocks[0])}"
+        )
+
+    # -- failures -------------------------------------------------------------------------
+
+    def failed(self, block: str, error: BaseException) -> None:
+        """A block could not be fetched: raised where it is waited for."""
+        self._failures[block] = error
+
+    def forgive(self, blocks: Iterable[str]) -> None:
+        """Who asks anew gets a new attempt: an old failure was that of a prefetch (logged), or has
+        been raised where it was waited for."""
+        for block in blocks:
+            self._failures.pop(block, None)
+
+    def raise_failures(self, blocks: Iterable[str]) -> None:
+        """Raise the first failure among these blocks, once, with the block's story."""
+        for block in blocks:
+            error = self._failures.pop(block, None)
+            if error is not None:
+                kind = next(
+                    (k for k in (ClosedError, DeviceError) if isinstance(error, k)), StoreError
+                )
+                raise kind(f"{error} (block {block}; {self._story(block)})") from error
+
+
+__all__ = ["Waiting"]
