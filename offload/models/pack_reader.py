@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cpu_ops.codecs import decode_rows
-from offload.cpu_ops.formats import get_format
+from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.packing import packed_bytes, unpack_rows
 from offload.errors import OffloadError, StoreError
 from offload.io.engines import Engine
@@ -152,6 +152,31 @@ class PackedModel:
     def blocks(self, kind: Kind) -> tuple[Block, ...]:
         """The blocks of one kind, in the order they lie on disk."""
         return tuple(b for b in self.manifest.blocks if b.kind is kind)
+
+    def matrix_formats(self) -> list[Format]:
+        """Of matrices outside of experts, each once."""
+        return [get_format(name) for name in sorted({
+            p.format for b in self.manifest.blocks for p in b.parts
+            if p.layout is Layout.PACKED and b.kind is not Kind.EXPERT
+        })]  # fmt: skip
+
+    def expert_formats(self) -> list[tuple[str, str]]:
+        """Of experts, (gate and up, down), each pair once."""
+        return sorted({
+            (g.part("gate").format, g.part("down").format)
+            for g in self.experts.values()
+            if {"gate", "down"} <= {p.name for p in g.parts}
+        })  # fmt: skip
+
+    def matrices(self, rows: int) -> Iterator[tuple[Format, int, int, int]]:
+        """Yields (format, outputs, inputs, rows that are multiplied with it) of each matrix outside
+        of experts, for passes of ``rows`` tokens: the head sees only the last one of a prompt."""
+        for located in self.tensors.values():
+            block, part = located.block, located.part
+            if part.layout is Layout.PACKED:
+                outputs, inputs = part.shape
+                seen = 1 if block.kind is Kind.HEAD else rows
+                yield get_format(part.format), outputs, inputs, seen
 
     def rows(self, name: str) -> RowReader:
         """How to read single rows of a table, ``model.embed_tokens.weight`` say. KeyError."""

@@ -14,16 +14,15 @@ import torch
 
 from offload.blocks import Tier
 from offload.cpu_ops.experts import ExpertLayout
-from offload.cpu_ops.formats import Format, get_format
+from offload.cpu_ops.formats import get_format
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.gpu_ops import experts as routed
 from offload.gpu_ops import linear as dense
 from offload.gpu_ops.launch import CupyLauncher, Launcher
 from offload.gpu_ops.records import Scratch
 from offload.gpu_ops.source import kernel
-from offload.io.pack_manifest import Kind, Layout
 from offload.models.absent import AbsentTensor, absent
-from offload.models.packed_modules import PackedExperts, PackedLinear, PackedSession
+from offload.models.packed_modules import PackedLinear, PackedSession
 from offload.runtime.device import Device
 from offload.scheduler.plan import Plan
 
@@ -44,26 +43,22 @@ class PackedCard:
 
     def prepare(self, pack: PackedModel) -> None:
         """Compile what the pack needs. Raises OffloadError: a kernel does not compile here."""
-        formats, pairs = formats_of(pack)
         wanted = [kernel("quantize")]
-        for fmt in formats:
+        for fmt in pack.matrix_formats():
             wanted += [kernel("linear", fmt, n) for n in (1, 4)] + [kernel("dequantize", fmt)]
-        for gate_up, down in pairs:
+        for gate_up, down in (map(get_format, pair) for pair in pack.expert_formats()):
             wanted += [kernel("gate_up", gate_up, n) for n in (1, 4)]
             wanted += [kernel("down", down, n) for n in (1, 4)]
             wanted += [kernel("dequantize", fmt) for fmt in (gate_up, down)] + [kernel("merge")]
         for one in wanted:
             self.launcher.prepare(one)
 
-    def linear(self, module: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        """A linear layer's output for ``x`` [..., K] on the card."""
-        rows = x.detach().reshape(-1, module.in_features).float().contiguous()
-        out = torch.empty((len(rows), module.out_features), device=rows.device)
+    def linear(self, module: PackedLinear, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
+        """A linear layer's output on the card."""
         dense.linear(
-            self.launcher, self.scratch, module.format, module.packed.data_ptr(), rows, out,
+            self.launcher, self.scratch, module.format, module.packed.data_ptr(), x_TK, out_TN,
             module.bias,
         )  # fmt: skip
-        return out.view(*x.shape[:-1], module.out_features).to(x.dtype)
 
     def take(self, model: Any) -> None:
         """Have a model's packed linear layers computed here."""
@@ -85,8 +80,8 @@ def stand_in_on(device: torch.device, model: Any) -> None:
             module.__dict__["weight"] = absent(like._offload_name, like, device)
 
 
-class CardExperts(PackedExperts):
-    """A MoE layer's experts on a card: routed by the host, which waits for nothing but that."""
+class CardExperts:
+    """As ``PackedExperts``, on a card: routed by the host, which waits for nothing but that."""
 
     def __init__(self, layout: ExpertLayout, session: PackedSession, card: PackedCard) -> None:
         self.layout = layout
@@ -113,33 +108,11 @@ class CardExperts(PackedExperts):
         return out_TH.view(hidden.shape).to(hidden.dtype)
 
 
-def formats_of(pack: PackedModel) -> tuple[list[Format], list[tuple[Format, Format]]]:
-    """Of matrices, and of experts' (gate and up, down) pairs."""
-    formats = {
-        p.format for b in pack.manifest.blocks for p in b.parts
-        if p.layout is Layout.PACKED and b.kind is not Kind.EXPERT
-    }  # fmt: skip
-    pairs = {
-        (g.part("gate").format, g.part("down").format)
-        for g in pack.experts.values()
-        if {"gate", "down"} <= {p.name for p in g.parts}
-    }
-    return (
-        [get_format(name) for name in sorted(formats)],
-        [(get_format(a), get_format(b)) for a, b in sorted(pairs)],
-    )
-
-
 def card_scratch(pack: PackedModel, layouts: list[ExpertLayout], rows: int, top_k: int) -> int:
     """Bytes of scratch for passes of up to ``rows`` tokens."""
     most = 0
-    for located in pack.tensors.values():
-        if located.part.layout is Layout.PACKED:
-            outputs, inputs = located.part.shape
-            # The head sees only the last token of a prompt.
-            seen = 1 if located.block.kind is Kind.HEAD else rows
-            fmt = get_format(located.part.format)
-            most = max(most, dense.scratch_bytes(fmt, outputs, inputs, seen))
+    for fmt, outputs, inputs, seen in pack.matrices(rows):
+        most = max(most, dense.scratch_bytes(fmt, outputs, inputs, seen))
     for layout in layouts:
         most = max(most, routed.scratch_bytes(layout, rows, top_k))
     return most
@@ -149,10 +122,8 @@ def card_outputs(pack: PackedModel, layouts: list[ExpertLayout], rows: int) -> i
     """Bytes that torch's allocator gives for a product's float32 input and output, and for an
     expert with all of a prompt's tokens."""
     most = 0
-    for located in pack.tensors.values():
-        if located.part.layout is Layout.PACKED:
-            seen = 1 if located.block.kind is Kind.HEAD else rows
-            most = max(most, 4 * seen * sum(located.part.shape))
+    for _, outputs, inputs, seen in pack.matrices(rows):
+        most = max(most, 4 * seen * (outputs + inputs))
     for layout in layouts:
         most = max(most, 8 * rows * layout.hidden + routed.many_bytes(layout, rows))
     return most

@@ -39,10 +39,11 @@ class PackedLinear(nn.Module):
     Attributes:
         packed: uint8 [bytes]; put there by whoever streams it.
         weight: the weight's name, shape and dtype without its data.
-        product: what computes the layer elsewhere; None: the CPU's kernels.
+        product: what computes the layer elsewhere, from float32 [T, K] into float32 [T, N]; None:
+            the CPU's kernels.
     """
 
-    product: Callable[[PackedLinear, torch.Tensor], torch.Tensor] | None = None
+    product: Callable[[PackedLinear, torch.Tensor, torch.Tensor], None] | None = None
 
     def __init__(self, name: str, format: Format, like: nn.Linear, nbytes: int) -> None:
         super().__init__()
@@ -57,37 +58,27 @@ class PackedLinear(nn.Module):
         self.__dict__["weight"] = absent(name, shape_only, torch.device("cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_TK = x.detach().reshape(-1, self.in_features).float().contiguous()
+        out_TN = torch.empty(len(x_TK), self.out_features, device=x_TK.device)
         if self.product is not None:
-            return self.product(self, x)
-        rows = x.detach().reshape(-1, self.in_features).float().contiguous()
-        out = torch.empty(len(rows), self.out_features)
-        linear(
-            self.format,
-            self.packed.data_ptr(),
-            self.out_features,
-            self.in_features,
-            rows.numpy(),
-            out.numpy(),
-        )
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+            self.product(self, x_TK, out_TN)
+        else:
+            self._on_cpu(linear, x_TK, out_TN)
+        return out_TN.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def rows(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Several single rows: each gets the bits that ``forward`` gives it alone. float32."""
         inputs_TK = x_TK.detach().float().contiguous()
         out_TN = torch.empty(len(inputs_TK), self.out_features)
-        gemm(
-            self.format,
-            self.packed.data_ptr(),
-            self.out_features,
-            self.in_features,
-            inputs_TK.numpy(),
-            out_TN.numpy(),
-        )
+        self._on_cpu(gemm, inputs_TK, out_TN)
+        return out_TN
+
+    def _on_cpu(self, kernel: Any, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
+        address = self.packed.data_ptr()
+        sizes = self.out_features, self.in_features
+        kernel(self.format, address, *sizes, x_TK.numpy(), out_TN.numpy())
         if self.bias is not None:
             out_TN += self.bias
-        return out_TN
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.format.name}"

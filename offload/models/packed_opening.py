@@ -29,13 +29,14 @@ from offload.models.opening import finish_model, make_device, serve_blocks, serv
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_card import CardExperts, PackedCard, open_card, stand_in_on
-from offload.models.packed_load import MOST_TOGETHER, ROWS_BYTES, plain_tensor
+from offload.models.packed_load import plain_tensor
 from offload.models.packed_modules import (
     PackedExperts,
     PackedSession,
     expert_layout_of,
     held_at_once,
 )
+from offload.models.packed_reserves import MOST_TOGETHER, ROWS_BYTES
 from offload.models.recipes import RoutedStore
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import RowEmbedding
@@ -68,7 +69,7 @@ class PackedAttachment(Attachment):
         layout = expert_layout_of(self.pack.experts[group.name], group.module)
         kind = (layout, at_once)
         if self._card is not None:
-            experts: PackedExperts = CardExperts(layout, session, self._card)
+            experts: PackedExperts | CardExperts = CardExperts(layout, session, self._card)
         else:
             if kind not in self._token_calls:
                 self._token_calls[kind] = TokenExperts(layout, at_once)
