@@ -31,6 +31,7 @@ import torch
 from offload.batch.joined import Joins
 from offload.batch.order import Order
 from offload.batch.sequence import Cancelled, Sequence
+from offload.batch.shared import EXPERT, RUN, Held, SharedLayer, SharedUnits
 from offload.errors import ClosedError, OffloadError
 from offload.io.store import Span
 from offload.runtime.executor import Executor, Views
@@ -40,9 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PASS, UNIT, ROUTE, EXPERT, RUN, ROWS = "pass", "unit", "route", "expert", "run", "rows"
-JOIN = "join"
-_IN_LAYER = (EXPERT, RUN)
+PASS, UNIT, ROUTE, ROWS, JOIN = "pass", "unit", "route", "rows", "join"
 _START = (PASS, 1)
 
 
@@ -63,15 +62,6 @@ class Counters:
     rows: int = 0
     joined: int = 0
     stops: int = 0
-
-
-class _Held:
-    """A unit that is held for those who are in it."""
-
-    def __init__(self, ticket: int, blocks: Listing[str]) -> None:
-        self.ticket, self.blocks = ticket, blocks
-        self.inside: set[Sequence] = set()
-        self.let_go: Callable[[], None] | None = None
 
 
 class Conductor:
@@ -110,19 +100,17 @@ class Conductor:
         self.most_rows = most_rows
         self.counters = Counters()
         self._model, self._executor = model, executor
-        self._ranks = {
+        ranks = {
             g.name: {block: i for i, block in enumerate(g.blocks)}
             for g in handle.attachment.cut.groups
         }
+        self._units = SharedUnits(executor, self._resume, self._fail)
+        self._layer = SharedLayer(executor, self._resume, self._fail, ranks)
         self._order = Order(_START)
         self._cursor: tuple[Hashable, int] = (_START, -1)  # a stop, as indices change
         self._new: list[Sequence] = []
         self._sequences: list[Sequence] = []
         self._running: Sequence | None = None
-        self._held: dict[str, _Held] = {}
-        self._routed: set[Sequence] = set()  # in the MoE layer whose experts are fetched
-        self._wanted: list[str] = []  # of that layer, by rank
-        self._guesses: dict[str, list[Listing[str]]] = {}
         self._closed = False
         before = model.register_forward_pre_hook(self._before_pass, with_kwargs=True)
         after = model.register_forward_hook(self._after_pass, always_call=True)
@@ -183,7 +171,7 @@ class Conductor:
         if waiting:
             self.counters.stops += 1
             self._visit(waiting)
-        self._let_go()
+        self._units.let_go()
         return len(self) > 0
 
     def run(self) -> None:
@@ -202,7 +190,7 @@ class Conductor:
                 self._sequences[0].cancelled = True
                 self._resume(self._sequences[0])
             if not self._executor.closed:
-                self._let_go()
+                self._units.let_go()
         finally:
             self._joins.close()
             for hook in self._hooks:
@@ -220,9 +208,7 @@ class Conductor:
 
     def _next(self) -> list[Sequence]:
         """Those who wait at the next place: the first one behind the last."""
-        among: Iterable[Sequence] = self._routed or {
-            s for held in self._held.values() for s in held.inside
-        }
+        among: Iterable[Sequence] = self._layer.routed or self._units.inside
         # What has begun within a layer is finished first; all others wait further on.
         places = {s: self._place(s) for s in among or self._sequences}
         if not places:
@@ -241,13 +227,13 @@ class Conductor:
             case "pass":
                 self._begin_pass(waiting)
             case "unit":
-                self._open_unit(waiting)
+                self._units.open(waiting)
             case "route":
-                self._open_layer(waiting)
+                self._layer.open(waiting)
             case "expert":
-                self._bring_expert(waiting)
+                self._layer.bring_expert(waiting)
             case "run":
-                self._bring_run(waiting)
+                self._layer.bring_run(waiting)
             case "rows":
                 self._read_rows(waiting)
             case "join":
@@ -266,77 +252,6 @@ class Conductor:
             self.counters.forwards += 1
             self.counters.rows += sequence.rows
             self._resume(sequence)
-
-    def _open_unit(self, waiting: list[Sequence]) -> None:
-        unit, blocks, _ = waiting[0].payload
-        held = self._held.get(unit)
-        if held is None:
-            try:
-                held = _Held(self._executor.enter(unit, blocks), blocks)
-            except Exception as error:  # noqa: BLE001  theirs to handle
-                self._fail(waiting, error)
-                return
-            self._held[unit] = held
-        for sequence in waiting:
-            held.let_go = sequence.payload[2]
-            self._resume(sequence, held)
-
-    def _open_layer(self, waiting: list[Sequence]) -> None:
-        group = waiting[0].payload[0]
-        ranks = self._ranks[group]
-        wanted = sorted({b for s in waiting for b in s.payload[1]}, key=ranks.__getitem__)
-        scores = [s.payload[2] for s in waiting if s.payload[2] is not None]
-        try:
-            self._executor.route(group, wanted, _Joined(scores) if scores else None)
-        except Exception as error:  # noqa: BLE001  theirs to handle
-            self._fail(waiting, error)
-            return
-        self._wanted = wanted
-        self._routed = set(waiting)
-        for sequence in waiting:
-            self._resume(sequence, ranks)
-        for group, lists in self._guesses.items():
-            # The likeliest of each first: they compete for the same idle disk.
-            longest = max(map(len, lists))
-            mixed = [names[i] for i in range(longest) for names in lists if i < len(names)]
-            self._executor.guess(group, list(dict.fromkeys(mixed)))
-        self._guesses.clear()
-
-    def _bring_expert(self, waiting: list[Sequence]) -> None:
-        (expert,) = waiting[0].payload
-        try:
-            views = self._executor.acquire(expert)
-        except Exception as error:  # noqa: BLE001  theirs to handle
-            self._fail(waiting, error)
-            return
-        try:
-            for sequence in waiting:
-                self._resume(sequence, views)
-        finally:
-            self._executor.release(expert)
-
-    def _bring_run(self, waiting: list[Sequence]) -> None:
-        experts, most = waiting[0].payload
-        at = self._wanted.index(experts[0])
-        names = self._wanted[at : at + most]
-        try:
-            found = self._executor.acquire_run(names, most)
-        except Exception as error:  # noqa: BLE001  theirs to handle
-            self._fail(waiting, error)
-            return
-        there = dict(zip(names, found, strict=False))
-        try:
-            while waiting:
-                for sequence in waiting:
-                    mine: list[int] = []
-                    for expert in sequence.payload[0]:
-                        if expert not in there:
-                            break
-                        mine.append(there[expert])
-                    self._resume(sequence, mine)
-                waiting = [s for s in self._routed if s.call == RUN and s.payload[0][0] in there]
-        finally:
-            self._executor.release_run(list(there))
 
     def _read_rows(self, waiting: list[Sequence]) -> None:
         """The rows of all in one go: each waits for the disk only once."""
@@ -378,13 +293,16 @@ class Conductor:
                 sequence.payload = None
                 self._resume(sequence, found.pop(0))
 
-    def _fail(self, waiting: list[Sequence], error: Exception) -> None:
+    def _fail(self, waiting: Listing[Sequence], error: Exception) -> None:
+        """Each of those who wait gets a copy of an error that is theirs to handle."""
         for sequence in waiting:
             self._resume(sequence, error=copy.copy(error))
 
     def _resume(
         self, sequence: Sequence, answer: Any = None, error: Exception | None = None
     ) -> None:
+        """Let a sequence run to where it waits next, or to its end. For who has what it waited
+        for: ``answer``, or the ``error``."""
         self._running = sequence
         try:
             sequence.resume(answer, error)
@@ -393,9 +311,8 @@ class Conductor:
         if not sequence.done:
             return
         self._sequences.remove(sequence)
-        for held in self._held.values():
-            held.inside.discard(sequence)
-        self._leave_layer(sequence)
+        self._units.leave(sequence)
+        self._layer.leave(sequence)
         failure = sequence.error
         if failure is not None and not isinstance(failure, Exception):
             raise failure
@@ -403,20 +320,6 @@ class Conductor:
             logger.info("a sequence has failed: %s", failure)
         if sequence.on_end is not None:
             sequence.on_end(sequence)
-
-    def _let_go(self) -> None:
-        """Of units that nobody is in any more."""
-        for unit in [name for name, held in self._held.items() if not held.inside]:
-            held = self._held.pop(unit)
-            if held.let_go is not None:
-                held.let_go()
-            self._executor.leave(held.ticket, held.blocks)
-
-    def _leave_layer(self, sequence: Sequence) -> None:
-        if sequence in self._routed:
-            self._routed.discard(sequence)
-            if not self._routed:
-                self._executor.end_route()
 
     # -- the road, asked by sequences -----------------------------------------------------
 
@@ -437,15 +340,12 @@ class Conductor:
         self, unit: str, blocks: Listing[str], let_go: Callable[[], None] | None = None
     ) -> int:
         sequence = self._current()
-        held: _Held = self._wait(UNIT, unit, (unit, blocks, let_go))
+        held: Held = self._wait(UNIT, unit, (unit, blocks, let_go))
         held.inside.add(sequence)
         return held.ticket
 
     def leave(self, ticket: int, blocks: Listing[str]) -> None:
-        sequence = self._current()
-        for held in self._held.values():
-            if held.ticket == ticket:
-                held.inside.discard(sequence)
+        self._units.leave(self._current(), ticket)
 
     def views(self, block: str) -> Views:
         return self._executor.views(block)
@@ -455,8 +355,7 @@ class Conductor:
         self._current().local[_RANKS] = ranks
 
     def guess(self, group: str, experts: Listing[str]) -> None:
-        if experts:
-            self._guesses.setdefault(group, []).append(experts)
+        self._layer.guess(group, experts)
 
     def acquire(self, expert: str) -> Views:
         views: Views = self._wait_in_layer(EXPERT, expert, (expert,))
@@ -473,7 +372,7 @@ class Conductor:
         """As ``release``."""
 
     def end_route(self) -> None:
-        self._leave_layer(self._current())
+        self._layer.leave(self._current())
 
     def read_rows(self, block: str, spans: Listing[Span], buffer: memoryview) -> None:
         self._wait(ROWS, block, (block, spans, buffer))
@@ -525,20 +424,6 @@ class Conductor:
 
 
 _RANKS = object()
-
-
-class _Joined:
-    """What a layer's router says of the tokens of several sequences."""
-
-    def __init__(self, parts: Listing[Scores]) -> None:
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def __iter__(self) -> Any:
-        for part in self._parts:
-            yield from part
 
 
 __all__ = ["Cancelled", "Conductor", "Counters", "Sequence"]
