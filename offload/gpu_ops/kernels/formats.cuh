@@ -72,9 +72,14 @@ struct Small {
     static constexpr bool MINIMUM = false;
     DEVICE_MEMBER static int low(int slot) { return 32 * slot; }
     DEVICE_MEMBER static int high(int slot) { return 32 * slot + RUN; }
+    template <class Raw>
+    DEVICE_MEMBER static float scale(const Raw& raw, int row) { return raw.d.of(row); }
+    template <class Raw>
+    DEVICE_MEMBER static float minimum(const Raw&, int) { return 0.0f; }
 };
 
-struct Q4_0 : Small {
+// A scale and four bits of each column.
+struct Nibbles : Small {
     static constexpr int BYTES = 16 * 18;
     struct Raw {
         Halves d;
@@ -84,13 +89,14 @@ struct Q4_0 : Small {
         raw.d.load(at, group);
         load_words(at + 32, group, raw.quants);
     }
+};
+
+struct Q4_0 : Nibbles {
     DEVICE_MEMBER static void unpack(const Raw& raw, int, int row, u32 (&words)[8]) {
         nibbles(raw.quants, row, words);
 #pragma unroll
         for (int k = 0; k < 8; ++k) words[k] = centred(words[k], 8);
     }
-    DEVICE_MEMBER static float scale(const Raw& raw, int row) { return raw.d.of(row); }
-    DEVICE_MEMBER static float minimum(const Raw&, int) { return 0.0f; }
 };
 
 struct Q4_1 : Small {
@@ -108,7 +114,6 @@ struct Q4_1 : Small {
     DEVICE_MEMBER static void unpack(const Raw& raw, int, int row, u32 (&words)[8]) {
         nibbles(raw.quants, row, words);
     }
-    DEVICE_MEMBER static float scale(const Raw& raw, int row) { return raw.d.of(row); }
     DEVICE_MEMBER static float minimum(const Raw& raw, int row) { return raw.m.of(row); }
 };
 
@@ -135,8 +140,6 @@ struct Q5_0 : Small {
 #pragma unroll
         for (int k = 0; k < 8; ++k) words[k] = centred(words[k], 16);
     }
-    DEVICE_MEMBER static float scale(const Raw& raw, int row) { return raw.d.of(row); }
-    DEVICE_MEMBER static float minimum(const Raw&, int) { return 0.0f; }
 };
 
 struct Q5_1 : Small {
@@ -156,7 +159,6 @@ struct Q5_1 : Small {
         nibbles(raw.quants, row, words);
         add_fifths(part(raw.fifths, row), words);
     }
-    DEVICE_MEMBER static float scale(const Raw& raw, int row) { return raw.d.of(row); }
     DEVICE_MEMBER static float minimum(const Raw& raw, int row) { return raw.m.of(row); }
 };
 
@@ -178,28 +180,15 @@ struct Q8_0 : Small {
             words[4 + k] = part(raw.high[k], row) ^ 0x80808080u;
         }
     }
-    DEVICE_MEMBER static float scale(const Raw& raw, int row) { return raw.d.of(row); }
-    DEVICE_MEMBER static float minimum(const Raw&, int) { return 0.0f; }
 };
 
-struct IQ4_NL : Small {
-    static constexpr int BYTES = 16 * 18;
-    struct Raw {
-        Halves d;
-        uint4 quants[4];
-    };
-    DEVICE_MEMBER static void load(const u8* at, int, int group, Raw& raw) {
-        raw.d.load(at, group);
-        load_words(at + 32, group, raw.quants);
-    }
+struct IQ4_NL : Nibbles {
     DEVICE_MEMBER static void unpack(const Raw& raw, int, int row, u32 (&words)[8]) {
         nibbles(raw.quants, row, words);
 #pragma unroll
         for (int k = 0; k < 8; ++k)  // -127 -104 -83 -65  -49 -35 -22 -10  1 13 25 38  53 69 89 113
             words[k] = look_up(0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u, words[k]);
     }
-    DEVICE_MEMBER static float scale(const Raw& raw, int row) { return raw.d.of(row); }
-    DEVICE_MEMBER static float minimum(const Raw&, int) { return 0.0f; }
 };
 
 struct MXFP4 : Small {
@@ -223,7 +212,6 @@ struct MXFP4 : Small {
         const u32 e = (raw.exponents >> (8 * row)) & 255u;
         return as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
     }
-    DEVICE_MEMBER static float minimum(const Raw&, int) { return 0.0f; }
 };
 
 // ---- blocks of 256 columns: a chunk; scales and minima are integers
@@ -233,6 +221,10 @@ struct Large {
     static constexpr int BLOCK = 256;
     static constexpr int STEP = CHUNK;
     static constexpr bool MINIMUM = true;
+    template <class Raw>
+    DEVICE_MEMBER static float d(const Raw& raw, int row) { return raw.d.of(row); }
+    template <class Raw>
+    DEVICE_MEMBER static float dmin(const Raw& raw, int row) { return raw.dmin.of(row); }
 };
 
 // Of q4_k and q5_k: a slot has half of the low and half of the high nibbles of 32 bytes, which are
@@ -246,6 +238,18 @@ struct PairOfSubBlocks : Large {
         const int shift = 16 * ((slot >> 1) & 1);
         const u32 mine = own >> shift;
         return slot < 4 ? mine & 0x3f3fu : ((rest >> shift) & 0x0f0fu) | ((mine >> 2) & 0x3030u);
+    }
+    template <class Raw>
+    DEVICE_MEMBER static void scales(const Raw& raw, int slot, int row, int& low, int& high) {
+        const u32 both = six_bits(part(raw.scales, row), part(raw.rest, row), slot);
+        low = static_cast<int>(both & 255u);
+        high = static_cast<int>(both >> 8);
+    }
+    template <class Raw>
+    DEVICE_MEMBER static void minima(const Raw& raw, int slot, int row, int& low, int& high) {
+        const u32 both = six_bits(part(raw.minima, row), part(raw.rest, row) >> 4, slot);
+        low = static_cast<int>(both & 255u);
+        high = static_cast<int>(both >> 8);
     }
 };
 
@@ -266,18 +270,6 @@ struct Q4_K : PairOfSubBlocks {
     DEVICE_MEMBER static void unpack(const Raw& raw, int, int row, u32 (&words)[8]) {
         nibbles(raw.quants, row, words);
     }
-    DEVICE_MEMBER static void scales(const Raw& raw, int slot, int row, int& low, int& high) {
-        const u32 both = six_bits(part(raw.scales, row), part(raw.rest, row), slot);
-        low = static_cast<int>(both & 255u);
-        high = static_cast<int>(both >> 8);
-    }
-    DEVICE_MEMBER static void minima(const Raw& raw, int slot, int row, int& low, int& high) {
-        const u32 both = six_bits(part(raw.minima, row), part(raw.rest, row) >> 4, slot);
-        low = static_cast<int>(both & 255u);
-        high = static_cast<int>(both >> 8);
-    }
-    DEVICE_MEMBER static float d(const Raw& raw, int row) { return raw.d.of(row); }
-    DEVICE_MEMBER static float dmin(const Raw& raw, int row) { return raw.dmin.of(row); }
 };
 
 struct Q5_K : PairOfSubBlocks {
@@ -305,18 +297,6 @@ struct Q5_K : PairOfSubBlocks {
             words[4 + k] |= ((bits >> 1) & 0x01010101u) << 4;
         }
     }
-    DEVICE_MEMBER static void scales(const Raw& raw, int slot, int row, int& low, int& high) {
-        const u32 both = six_bits(part(raw.scales, row), part(raw.rest, row), slot);
-        low = static_cast<int>(both & 255u);
-        high = static_cast<int>(both >> 8);
-    }
-    DEVICE_MEMBER static void minima(const Raw& raw, int slot, int row, int& low, int& high) {
-        const u32 both = six_bits(part(raw.minima, row), part(raw.rest, row) >> 4, slot);
-        low = static_cast<int>(both & 255u);
-        high = static_cast<int>(both >> 8);
-    }
-    DEVICE_MEMBER static float d(const Raw& raw, int row) { return raw.d.of(row); }
-    DEVICE_MEMBER static float dmin(const Raw& raw, int row) { return raw.dmin.of(row); }
 };
 
 // Slot = 4 half + 2 quarter + sixteen: of the 128 columns of a half, 16 columns of quarter 0 or 1
@@ -355,7 +335,6 @@ struct Q6_K : Large {
         high = static_cast<signed char>(part(raw.high_scales, row) >> shift);
     }
     DEVICE_MEMBER static void minima(const Raw&, int, int, int& low, int& high) { low = high = 0; }
-    DEVICE_MEMBER static float d(const Raw& raw, int row) { return raw.d.of(row); }
     DEVICE_MEMBER static float dmin(const Raw&, int) { return 0.0f; }
 };
 
