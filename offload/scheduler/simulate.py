@@ -2,14 +2,9 @@
 
 The same ``Residency`` that drives the executor decides here what is fetched, dropped and waited
 for, so that a prediction contains its stalls, and a plan that would get stuck gets stuck here.
-Lanes are servers with a rate: the disk serves requests in order, those on demand before those
-ahead of time, ``queue_depth`` of them in flight, so that their latencies overlap; copies to the
-device likewise; computation is the host thread, which asks for a unit's blocks, waits until they
-are there, runs, and routes to experts one after the other in ascending order.
-
-Where the disk's bytes arrive in the memory that compute reads, either slows the other down: what
-is computed while a read is under way, by the measured share; reads, which are priced when they
-begin, by the share of time that compute has been busy so far.
+Lanes are servers with a rate (``virtual_clock``); computation is the host thread, which asks for a
+unit's blocks, waits until they are there, runs, and routes to experts one after the other in
+ascending order.
 
 ``record`` hears what every lane does when; see ``timeline``.
 
@@ -19,14 +14,13 @@ simulation that of the streamed blocks: about 15 µs for each.
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offload.blocks import Tier
-from offload.errors import SchedulerError
 from offload.scheduler.bounds import (
     COMPUTE,
     H2D,
@@ -38,16 +32,13 @@ from offload.scheduler.bounds import (
 )
 from offload.scheduler.costs import CostModel
 from offload.scheduler.guesses import guess_count
-from offload.scheduler.lane import Lane
 from offload.scheduler.plan import Home, Plan
-from offload.scheduler.residency import Fetch, Instruction, Residency
-from offload.scheduler.timeline import CPU, EXPERTS, PASSES, WAITS, Record
+from offload.scheduler.residency import Instruction, Residency
+from offload.scheduler.timeline import CPU, EXPERTS, PASSES, Record
+from offload.scheduler.virtual_clock import VirtualClock
 
 Routing = Callable[[int, str], Sequence[str]]
 """(pass number, group) → the experts that the pass uses there, in the order of use."""
-
-_INSTANT_S = 1e-12
-"""Less is rounding."""
 
 MAX_EXPERTS = 4096
 """Beyond, the default routing simulates the same share of fewer experts."""
@@ -153,25 +144,10 @@ class _Run:
             for t, a in plan.tiers.items()
         }
         self._residency = Residency(replace(plan, tiers=moving))
-        self._lanes = {
-            Tier.RAM: Lane(
-                READ, costs.read_busy_s, costs.read_latency_s, costs.queue_depth, record
-            ),
-            Tier.DEVICE: Lane(
-                H2D, costs.copy_up_busy_s, costs.copy_latency_s, costs.queue_depth, record
-            ),
-        }
-        self._record = record
-        beside = top is Tier.RAM
-        self._compute_beside = costs.hardware.gemv_beside if beside else 1.0
-        self._read_beside = costs.hardware.read_beside if beside else 1.0
-        self._arrivals: list[tuple[float, int, Fetch | _CpuEnd]] = []
-        self._sequence = 0
-        self._at_once = False  # experts arrive in no time (warm-up)
+        self._clock = VirtualClock(plan, self._residency, costs, record)
+        self._cpu = _CpuLane(self._clock, self._residency, record)
         self._owed: dict[str, float] = {}  # fractions of misses by group
         self._drawn: dict[str, list[str]] = {}  # what a layer will use, drawn ahead to be guessed
-        self._now = self._computed_s = self._stalled_s = 0.0
-        self._active_s = 0.0  # spent computing, what the disk's traffic adds included
         self._resident_uses = 0.0
         dense_s = dense_seconds(plan, costs, tokens)
         self._steps = [
@@ -194,20 +170,15 @@ class _Run:
             if plan.homes[b] is Home.BY_ROW
         )
         self._passes = 0
-        self._cpu_todo: list[str] = []  # experts for the CPU that have not begun
-        self._cpu_busy = False
-        self._cpu_s = 0.0
-        self._cpu_cost: Callable[[str], float] = lambda _: 0.0
 
     # -- the program ----------------------------------------------------------------------
 
     def warm_up(self, hot: Sequence[str] | None) -> None:
         """Load what RAM keeps and fill the slots, outside of time."""
-        self._at_once = True
-        record, self._record = self._record, None
-        self._submit(self._residency.start())
-        while self._arrivals:
-            self._arrive()
+        clock = self._clock
+        clock.at_once = True
+        clock.submit(self._residency.start())
+        clock.settle()
         slots = max((a.slots for a in self._plan.tiers.values()), default=0)
         if slots and hot is not None:
             # The likeliest last: an empty cache fills in any order, a full one forgets the first.
@@ -222,27 +193,23 @@ class _Run:
                     if i < len(experts) and filled < slots:
                         self._run_experts(group, [experts[i]], lambda _: 0.0)
                         filled += 1
-        while self._arrivals:
-            self._arrive()
-        self._at_once = False
-        self._now = self._stalled_s = 0.0
-        self._record = record
-        self._pump()
+        clock.settle()
+        clock.start()
 
     def one_pass(self, number: int, routing: Routing | None) -> None:
-        residency = self._residency
-        began = self._now
+        residency, clock = self._residency, self._clock
+        began = clock.now
         for step, blocks, rows_s, compute_s in self._steps:
             ticket, out = residency.need(step.unit, blocks)
-            self._submit(out)
-            self._pause(rows_s, step.unit)
-            self._wait(lambda t=ticket: not residency.missing(t), step.unit)  # type: ignore[misc]
-            self._compute(compute_s, COMPUTE, step.unit)
+            clock.submit(out)
+            clock.pause(rows_s, f"rows for {step.unit}")
+            clock.wait(lambda t=ticket: not residency.missing(t), step.unit)  # type: ignore[misc]
+            clock.compute(compute_s, COMPUTE, step.unit)
             if step.group:
                 self._route(number, step.group, routing)
-            self._submit(residency.done(ticket))
+            clock.submit(residency.done(ticket))
         self._passes += 1
-        self._note(PASSES, f"pass {number}", began)
+        clock.note(PASSES, f"pass {number}", began)
 
     def _route(self, number: int, group: str, routing: Routing | None) -> None:
         experts = self._groups[group]
@@ -262,7 +229,7 @@ class _Run:
 
         if self._plan.homes[experts[0]] is Home.PINNED:
             self._resident_uses += len(chosen)
-            self._compute(sum(map(expert_s, chosen)), EXPERTS, group)
+            self._clock.compute(sum(map(expert_s, chosen)), EXPERTS, group)
         elif self._plan.split is not None and self._tokens <= self._plan.split.rows:
             self._run_split(group, chosen, expert_s, tokens_each)
         else:
@@ -299,15 +266,19 @@ class _Run:
         expert_s: Callable[[str], float],
         ahead: tuple[str, list[str]] | None = None,
     ) -> None:
-        residency = self._residency
-        self._submit(residency.route(group, experts))
+        self._clock.submit(self._residency.route(group, experts))
         if ahead is not None:
-            self._submit(residency.guess(*ahead))
+            self._clock.submit(self._residency.guess(*ahead))
+        self._compute_experts(experts, expert_s)
+        self._clock.submit(self._residency.end_route())
+
+    def _compute_experts(self, experts: Sequence[str], expert_s: Callable[[str], float]) -> None:
+        """One after the other, each when it is where compute runs."""
+        clock = self._clock
         for expert in experts:
-            self._wait(lambda e=expert: self._acquired(e), expert)  # type: ignore[misc]
-            self._compute(expert_s(expert), EXPERTS, expert)
-            self._submit(residency.release(expert))
-        self._submit(residency.end_route())
+            clock.wait(lambda e=expert: self._acquired(e), expert)  # type: ignore[misc]
+            clock.compute(expert_s(expert), EXPERTS, expert)
+            clock.submit(self._residency.release(expert))
 
     def _run_split(
         self,
@@ -317,46 +288,24 @@ class _Run:
         tokens_each: float,
     ) -> None:
         """A layer whose experts the device and the CPU share, as ``Executor.split_route``."""
-        residency, blocks = self._residency, self._plan.blocks
+        residency, blocks, clock = self._residency, self._plan.blocks, self._clock
         price = self._costs.beside_card().expert_s
         load = max(1, round(tokens_each))
-        self._submit(residency.route(group, experts, None, dict.fromkeys(experts, load)))
+        clock.submit(residency.route(group, experts, None, dict.fromkeys(experts, load)))
         schedule = residency.schedule
         # Latencies of the way down and up again, once per expert: the copies themselves are tiny.
         hand_over_s = 2 * self._costs.copy_latency_s
-        self._cpu_cost = lambda b: price(blocks[b], tokens_each) + hand_over_s
-        self._cpu_todo = list(schedule.cpu) if schedule is not None else []
-        self._start_cpu()
-        for expert in schedule.device if schedule is not None else experts:
-            self._wait(lambda e=expert: self._acquired(e), expert)  # type: ignore[misc]
-            self._compute(expert_s(expert), EXPERTS, expert)
-            self._submit(residency.release(expert))
-        self._wait(lambda: not self._cpu_todo and not self._cpu_busy, f"the CPU in {group}")
-        self._submit(residency.end_route())
-
-    def _start_cpu(self) -> None:
-        """Begin the first of the CPU's experts that is in RAM, if the CPU is free."""
-        if self._cpu_busy:
-            return
-        for expert in self._cpu_todo:
-            there, out = self._residency.hold_below(expert)
-            if there:
-                self._cpu_todo.remove(expert)
-                self._submit(out)
-                break
-        else:
-            return
-        seconds = self._cpu_cost(expert)
-        self._cpu_busy = True
-        self._cpu_s += seconds
-        self._sequence += 1
-        heapq.heappush(self._arrivals, (self._now + seconds, self._sequence, _CpuEnd(expert)))
-        if self._record is not None:
-            self._record(CPU, expert, self._now, self._now + seconds, 0)
+        self._cpu.take(
+            () if schedule is None else schedule.cpu,
+            lambda b: price(blocks[b], tokens_each) + hand_over_s,
+        )
+        self._compute_experts(experts if schedule is None else schedule.device, expert_s)
+        clock.wait(lambda: self._cpu.idle, f"the CPU in {group}")
+        clock.submit(residency.end_route())
 
     def _acquired(self, expert: str) -> bool:
         there, out = self._residency.acquire(expert)
-        self._submit(out)
+        self._clock.submit(out)
         return there
 
     def _draw(self, group: str, used: float) -> list[str]:
@@ -377,114 +326,69 @@ class _Run:
         chosen = {*self._rng.sample(absent, misses), *self._rng.sample(present, n - misses)}
         return [b for b in experts if b in chosen]
 
-    # -- the clock ------------------------------------------------------------------------
-
-    def _note(self, lane: str, name: str, began: float) -> None:
-        if self._record is not None and self._now > began:
-            self._record(lane, name, began, self._now, 0)
-
-    def _compute(self, seconds: float, lane: str, name: str) -> None:
-        self._computed_s += seconds
-        began, left = self._now, seconds
-        disk = self._lanes[Tier.RAM]
-        while left > _INSTANT_S:
-            busy = disk.busy_until() > self._now
-            speed = self._compute_beside if busy else 1.0
-            end = self._now + left / speed
-            change = disk.busy_until() if busy else end
-            due = self._arrivals[0][0] if self._arrivals else end
-            stop = max(self._now, min(end, change, due))
-            left -= (stop - self._now) * speed
-            self._now = stop
-            while self._arrivals and self._arrivals[0][0] <= stop:
-                self._arrive()
-        self._active_s += self._now - began
-        self._note(lane, name, began)
-
-    def _pause(self, seconds: float, name: str) -> None:
-        began = self._now
-        self._stalled_s += seconds
-        self._pass(seconds)
-        self._note(WAITS, f"rows for {name}", began)
-
-    def _pass(self, seconds: float) -> None:
-        end = self._now + seconds
-        while self._arrivals and self._arrivals[0][0] <= end:
-            self._arrive()
-        self._now = end
-
-    def _wait(self, until: Callable[[], bool], name: str) -> None:
-        start = self._now
-        while not until():
-            if not self._arrivals:
-                raise SchedulerError("compute waits, and nothing is on its way: the plan is stuck")
-            self._arrive()
-        self._stalled_s += self._now - start
-        self._note(WAITS, name, start)
-
-    def _arrive(self) -> None:
-        at, _, fetch = heapq.heappop(self._arrivals)
-        self._now = max(self._now, at)
-        if isinstance(fetch, _CpuEnd):
-            self._cpu_busy = False
-            self._submit(self._residency.release_below(fetch.expert))
-            self._start_cpu()
-            return
-        if at >= 0.0:
-            self._lanes[fetch.dst].flying -= 1
-        self._submit(self._residency.arrived(fetch.block, fetch.dst))
-        if self._cpu_todo:
-            self._start_cpu()
-
-    def _submit(self, out: Sequence[Instruction]) -> None:
-        for fetch in out:
-            if not isinstance(fetch, Fetch):
-                continue
-            if self._at_once and not self._is_ahead(fetch):
-                self._sequence += 1
-                heapq.heappush(self._arrivals, (-1.0, self._sequence, fetch))
-            else:
-                self._lanes[fetch.dst].add(fetch, self._plan.blocks[fetch.block].nbytes)
-        if not self._at_once:
-            self._pump()
-
-    def _is_ahead(self, fetch: Fetch) -> bool:
-        """Whether it fills a ring: those start empty when the clock does."""
-        return (
-            self._plan.homes[fetch.block] is Home.STREAMED
-            and fetch.block not in self._plan.tiers[fetch.dst].pinned
-        )
-
-    def _pump(self) -> None:
-        busy = self._active_s / self._now if self._now > 0.0 else 0.0
-        pace = 1.0 - (1.0 - self._read_beside) * min(1.0, busy)
-        for tier, lane in self._lanes.items():
-            while (begun := lane.begin(self._now, pace if tier is Tier.RAM else 1.0)) is not None:
-                self._sequence += 1
-                heapq.heappush(self._arrivals, (begun[0], self._sequence, begun[1]))
-
     def read_totals(self) -> tuple[float, ...]:
         """Now and everything counted so far."""
-        disk, up = self._lanes[Tier.RAM], self._lanes[Tier.DEVICE]
+        clock = self._clock
+        disk, up = clock.disk, clock.up
         return (
-            self._now,
+            clock.now,
             disk.worked_s,
             up.worked_s,
-            self._computed_s,
-            self._stalled_s,
+            clock.computed_s,
+            clock.stalled_s,
             disk.nbytes + self._row_bytes * self._passes,
             up.nbytes,
             self._residency.hits + self._resident_uses,
             self._residency.misses,
-            self._cpu_s,
+            self._cpu.worked_s,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _CpuEnd:
-    """The CPU has computed an expert."""
+class _CpuLane:
+    """The CPU beside a device: computes experts where they lie in RAM, one at a time."""
 
-    expert: str
+    def __init__(self, clock: VirtualClock, residency: Residency, record: Record | None) -> None:
+        self.worked_s = 0.0
+        self._clock, self._residency, self._record = clock, residency, record
+        self._todo: list[str] = []  # what has not begun
+        self._busy = False
+        self._cost: Callable[[str], float] = lambda _: 0.0
+        clock.arrived = self._begin
+
+    @property
+    def idle(self) -> bool:
+        """Whether all are done."""
+        return not self._todo and not self._busy
+
+    def take(self, experts: Sequence[str], cost: Callable[[str], float]) -> None:
+        """Compute experts, each as soon as it is there, for ``cost`` seconds."""
+        self._todo, self._cost = list(experts), cost
+        self._begin()
+
+    def _begin(self) -> None:
+        """The first that is in RAM, if the CPU is free."""
+        if self._busy:
+            return
+        for expert in self._todo:
+            there, out = self._residency.hold_below(expert)
+            if there:
+                self._start(expert, out)
+                return
+
+    def _start(self, expert: str, out: Sequence[Instruction]) -> None:
+        self._todo.remove(expert)
+        self._clock.submit(out)
+        now, seconds = self._clock.now, self._cost(expert)
+        self._busy = True
+        self.worked_s += seconds
+        self._clock.later(seconds, partial(self._end, expert))
+        if self._record is not None:
+            self._record(CPU, expert, now, now + seconds, 0)
+
+    def _end(self, expert: str) -> None:
+        self._busy = False
+        self._clock.submit(self._residency.release_below(expert))
+        self._begin()
 
 
 def _thinned(plan: Plan, tokens: float) -> Plan:
