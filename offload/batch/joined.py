@@ -77,7 +77,7 @@ class Joins:
         if torch.is_grad_enabled() or x.shape[-1] != x.numel():
             return False
         if type(module) is not nn.Linear:
-            return True
+            return module.product is None  # what computes it elsewhere takes no rows of several
         # The kernel reads bytes: what torch would convert first, or refuse, is not for it.
         if x.dtype != module.weight.dtype or torch.is_autocast_enabled("cpu"):
             return False
@@ -124,12 +124,14 @@ def _is_plain(module: nn.Module, forward: Any) -> bool:
 def can_join(prepared: Any) -> bool:
     """Whether a planned model's linear layers will be joined; for estimates, as if all were alike.
 
-    Of packed layers: unless single tokens go through layers without their modules (``lean_run``).
-    Of others: if a stand-in with as many columns as the layers have is added in a known order.
+    Of packed layers: unless a card computes them, or single tokens go through layers without their
+    modules (``lean_run``). Of others: if a stand-in with as many columns as the layers have is
+    added in a known order.
     """
+    kind = prepared.options.choice.kind
     if (lean := getattr(prepared, "lean", None)) is not None:
-        return not lean.layers
-    if prepared.options.choice.kind != "cpu":
+        return kind != "cuda" and not lean.layers
+    if kind != "cpu":
         return False
     shapes = [m.weight for m in prepared.meta.model.modules() if type(m) is nn.Linear]
     return bool(shapes) and _order_is_known(

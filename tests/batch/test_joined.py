@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ class PackedLinear(nn.Module):
     """As much of one as is joined: by its name, and by its rows."""
 
     in_features, out_features = 4, 8
+    product: Any = None
 
     def rows(self, x_TK: torch.Tensor) -> torch.Tensor:
         return x_TK.repeat(1, 2)
@@ -67,3 +69,12 @@ def test_rows_begin_where_tensors_of_their_own_would() -> None:
     for i, one in enumerate(found):
         assert torch.equal(one, torch.full((1, 1, 8), float(i)))
         assert one.data_ptr() % 64 == 0
+
+
+def test_what_a_card_computes_is_not_joined() -> None:
+    """Its weights are where the CPU's kernels cannot read."""
+    joins, packed = Joins(nn.Sequential(), lambda *_: None), PackedLinear()
+    row = torch.ones(1, 1, 4)
+    assert joins.joins(packed, row)
+    packed.product = lambda *_: None
+    assert not joins.joins(packed, row)
