@@ -379,20 +379,29 @@ class Conductor:
 
     def _join(self, name: str, module: Any, x: torch.Tensor) -> torch.Tensor | None:
         """A layer is about to multiply ``x``: its product, or None: it is to do so itself."""
-        if not self.conducts() or len(self._sequences) < 2 or not self._joins.joins(module, x):
+        if not self.conducts():
             return None
-        product: torch.Tensor = self._wait(JOIN, name, (module, x))
+        visit = self._count(name)  # also of who multiplies alone: it says which run this is
+        if len(self._sequences) < 2 or not self._joins.joins(module, x):
+            return None
+        product: torch.Tensor = self._wait(JOIN, name, (module, x), visit)
         return product
+
+    def _count(self, name: str) -> int:
+        """How often the running sequence has come there in this pass."""
+        visits = self._current().visits
+        visits[name] = visits.get(name, 0) + 1
+        return visits[name]
 
     def _current(self) -> Sequence:
         if self._running is None:
             raise AssertionError("asked by a sequence of this conductor only")
         return self._running
 
-    def _wait(self, call: str, name: str, payload: Any = None) -> Any:
+    def _wait(self, call: str, name: str, payload: Any = None, visit: int | None = None) -> Any:
         """Wait at a stop. A module that runs twice in a pass has two."""
         sequence = self._current()
-        visit = sequence.visits[name] = sequence.visits.get(name, 0) + 1
+        visit = visit or self._count(name)
         stop = (name, visit) if call is PASS else (call, name, visit)
         self._order.learn(stop, sequence.stop or _START)
         sequence.call, sequence.stop, sequence.rank = call, stop, -1

@@ -14,6 +14,7 @@ import torch
 from batch_support import CASES, Case, all_alone, opened
 
 from offload.batch.conductor import Cancelled, Conductor
+from offload.batch.joined import Joins
 from offload.batch.order import Order
 from offload.batch.sequence import Sequence
 from offload.cpu_ops import row_products
@@ -234,6 +235,37 @@ def test_autograd_is_each_ones_own(checkpoint: Checkpoint) -> None:
         assert [s.error for s in running] == [None, None]
         assert sorted(set(seen)) == [("with", True), ("without", False)]
         assert torch.is_grad_enabled()
+
+
+def test_who_joins_in_the_middle_of_a_pass_learns_no_other_order(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that runs twice in a pass: the second time is the second stop, also of a sequence
+    that was alone the first time."""
+    monkeypatch.setattr(Joins, "joins", lambda _, module, x: x.shape[-1] == x.numel())
+    with opened(checkpoint("qwen3"), "2MiB") as model:
+        twice = model.twice = torch.nn.Linear(128, 128, dtype=torch.bfloat16)
+        runs: list[int] = []
+        for i in (0, 4):
+            layer = model.model.layers[i].mlp
+
+            def hook(_module: Any, args: Any, i: int = i) -> None:
+                twice(args[0])
+                runs.append(i)
+
+            layer.register_forward_pre_hook(hook)
+        with Conductor(model) as conductor:
+            one = conductor.start(lambda: CASES[0].run(model), seed=CASES[0].seed)
+            while runs != [0, 4, 0]:  # a prompt, and the first half of a token
+                conductor.step()
+            other = conductor.start(lambda: CASES[2].run(model), seed=CASES[2].seed)
+            conductor.run()
+            order = conductor._order
+            joined = [stop for stop in order._stops if stop[:2] == ("join", "twice")]
+            assert [s.error for s in (one, other)] == [None, None]
+        assert sorted(stop[2] for stop in joined) == [1, 2]
+        for stop, behind in order._behind.items():
+            assert all(order[stop] < order[later] for later in behind)
 
 
 def test_prompts_share_a_pass_only_as_far_as_memory_allows(checkpoint: Checkpoint) -> None:
