@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.models.shadow import shadow
+
 logger = logging.getLogger(__name__)
 
 JOINED_BYTES = 64 * 2**10
@@ -44,12 +46,11 @@ class Joins:
         self._blocks: dict[tuple[Any, ...], int | None] = {}
         self._undo: list[Callable[[], Any]] = []
         for name, module in model.named_modules():
-            before = module.__dict__.get("forward")
+            own = module.__dict__.get("forward")
             # By name: its module brings Numba, which other models do without.
-            if _is_plain(module, before) or type(module).__name__ == "PackedLinear":
+            if _is_plain(module, own) or type(module).__name__ == "PackedLinear":
                 forward = partial(self._forward, name, module, module.forward)
-                module.__dict__["forward"] = forward
-                self._undo.append(partial(_restore, module, before))
+                self._undo.append(shadow(module, "forward", forward))
 
     def close(self) -> None:
         """The layers are as they were."""
@@ -154,12 +155,6 @@ def _split(out_TN: torch.Tensor, rows: Listing[torch.Tensor]) -> list[torch.Tens
         (one.clone() if apart else one).view(*row.shape[:-1], -1).to(row.dtype)
         for one, row in zip(out_TN, rows, strict=True)
     ]
-
-
-def _restore(module: nn.Module, before: Any) -> None:
-    module.__dict__.pop("forward", None)
-    if before is not None:
-        module.__dict__["forward"] = before
 
 
 __all__ = ["JOINED_BYTES", "Joins", "can_join"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from offload.models.hybrid import HybridExperts
 from offload.models.inputs import take_inputs
 from offload.models.params import Param
 from offload.models.routing_tap import RouterTap, RoutingRecorder
+from offload.models.shadow import shadow
 from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
 from offload.runtime.executor import Executor
 from offload.scheduler.plan import Plan
@@ -226,8 +227,7 @@ class Attachment:
             self._remove(param)
             proxy = ExpertProxy(session, param, group.module._parameters[attr])
             # An instance attribute shadows the registered parameter of the same name.
-            group.module.__dict__[attr] = proxy
-            self._undo.append(partial(group.module.__dict__.pop, attr, None))
+            self._undo.append(shadow(group.module, attr, proxy))
 
         hybrid = self._hybrid(group, session)
         scored = self.plan.expert_policy in SCORED
@@ -261,8 +261,7 @@ class Attachment:
         if split is None:
             return None
         hybrid = HybridExperts(self.executor, group, session, split.rows)
-        group.module.__dict__["forward"] = hybrid
-        self._undo.append(partial(group.module.__dict__.pop, "forward", None))
+        self._undo.append(shadow(group.module, "forward", hybrid))
         return hybrid
 
     # -- head and embedding ---------------------------------------------------------------
@@ -302,8 +301,7 @@ class Attachment:
                         road.leave(ticket, (block,))
             return out
 
-        module.__dict__["forward"] = forward
-        self._undo.append(lambda: module.__dict__.pop("forward", None))
+        self._undo.append(shadow(module, "forward", forward))
         self._without_grad(module)
 
     def _hook_embedding(self, embedding: RowEmbedding) -> None:
@@ -345,7 +343,6 @@ class Attachment:
         stay off for whatever the user does next.
         """
         inner: Callable[..., Any] = module.forward
-        before = module.__dict__.get("forward")
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -355,14 +352,7 @@ class Attachment:
                 output = inner(*args, **kwargs)
             return _guarded(output)
 
-        module.__dict__["forward"] = forward
-
-        def undo() -> None:
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
-
-        self._undo.append(undo)
+        self._undo.append(shadow(module, "forward", forward))
 
     def _refuse_to_move(self, model: nn.Module) -> None:
         """``to``, ``half``, ``cuda`` and ``save_pretrained`` would do half of it before they meet a
@@ -389,9 +379,7 @@ class Attachment:
         replaced: dict[str, Callable[..., Any]] = {"_apply": apply}
         if hasattr(model, "save_pretrained"):
             replaced["save_pretrained"] = save_pretrained
-        for name, function in replaced.items():
-            model.__dict__[name] = function
-            self._undo.append(partial(model.__dict__.pop, name, None))
+        self._undo += [shadow(model, name, function) for name, function in replaced.items()]
 
 
 class _NoBackward(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload.errors import PlanError
+from offload.models.shadow import shadow
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -58,7 +59,7 @@ def take_inputs(model: nn.Module, device: torch.device) -> list[Callable[[], Any
 def _say_what_is_full(model: nn.Module, device: torch.device) -> Callable[[], Any]:
     """A plan holds what it was made for: more tokens or sequences, or somebody else on the card,
     are the user's to act on, and a traceback of the allocator does not say so."""
-    inner, own = model.forward, model.__dict__.get("forward")
+    inner = model.forward
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -72,14 +73,7 @@ def _say_what_is_full(model: nn.Module, device: torch.device) -> Callable[[], An
                 f"budget, or end what else uses the card"
             ) from error
 
-    model.__dict__["forward"] = forward
-
-    def undo() -> None:
-        model.__dict__.pop("forward", None)
-        if own is not None:
-            model.__dict__["forward"] = own
-
-    return undo
+    return shadow(model, "forward", forward)
 
 
 __all__ = ["take_inputs", "to_device"]

@@ -24,6 +24,7 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
+from offload.models.shadow import shadow
 
 logger = logging.getLogger(__name__)
 
@@ -71,20 +72,12 @@ class LeanForward:
                 f"{float((stock.logits - logits).abs().max()):.1e}"
             )
         self._output = type(stock)
-        before = model.__dict__.get("forward")
 
         @functools.wraps(self._inner)  # generate() reads the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        model.__dict__["forward"] = forward
-
-        def undo() -> None:
-            model.__dict__.pop("forward", None)
-            if before is not None:
-                model.__dict__["forward"] = before
-
-        attachment.on_detach(undo)
+        attachment.on_detach(shadow(model, "forward", forward))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")

@@ -8,6 +8,7 @@ blocks take the same way there, and only this module is left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from offload.gpu_ops.records import Scratch
 from offload.gpu_ops.source import kernel
 from offload.models.absent import AbsentTensor, absent
 from offload.models.packed_modules import PackedLinear, PackedSession
+from offload.models.shadow import shadow
 from offload.runtime.device import Device
 from offload.scheduler.plan import Plan
 
@@ -60,11 +62,12 @@ class PackedCard:
             module.bias,
         )  # fmt: skip
 
-    def take(self, model: Any) -> None:
-        """Have a model's packed linear layers computed here."""
+    def take(self, model: Any, on_detach: Callable[[Callable[[], None]], None]) -> None:
+        """Have a model's packed linear layers computed here, until what ``on_detach`` is given is
+        called: then they do not keep the scratch memory any more."""
         for module in model.modules():
             if isinstance(module, PackedLinear):
-                module.product = self.linear
+                on_detach(shadow(module, "product", self.linear))
 
 
 def stand_in_on(device: torch.device, model: Any) -> None:

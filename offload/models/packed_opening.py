@@ -6,7 +6,6 @@ import gc
 import time
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +38,7 @@ from offload.models.packed_modules import (
 from offload.models.packed_reserves import MOST_TOGETHER, ROWS_BYTES
 from offload.models.recipes import RoutedStore
 from offload.models.routing_tap import RoutingRecorder
+from offload.models.shadow import shadow
 from offload.models.units import RowEmbedding
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
@@ -74,8 +74,7 @@ class PackedAttachment(Attachment):
             if kind not in self._token_calls:
                 self._token_calls[kind] = TokenExperts(layout, at_once)
             experts = PackedExperts(layout, session, self._token_calls[kind])
-        group.module.__dict__["forward"] = experts
-        self._undo.append(partial(group.module.__dict__.pop, "forward", None))
+        self._undo.append(shadow(group.module, "forward", experts))
         return session
 
     def _hook_embedding(self, embedding: RowEmbedding) -> None:
@@ -134,13 +133,13 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         stand_in_on(device.torch_device, meta.model)
         fill_resident(prepared, store, device.torch_device)
         card = open_card(device, prepared.pack, plan)
-        if card is not None:
-            card.take(meta.model)
         executor = Executor(plan, store, device, recorder=options.recorder)
         executor.start((lambda d, t: progress("load", d, t)) if progress else None)
         attachment = PackedAttachment(
             prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder, card=card
         )
+        if card is not None:
+            card.take(meta.model, attachment.on_detach)
         make_cache = end_cache = None
         if prepared.lean.layers:
             tokens = max(options.context, options.prompt_tokens or 0)

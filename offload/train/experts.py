@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, routing
+from offload.models.shadow import shadow
 from offload.train.layout import TrainUnit
 from offload.train.weights import Entry
 
@@ -77,10 +77,8 @@ class _ExpertRun:
         module = self.group.module
         for param in self.group.params:
             attr = param.places[0].attr
-            module.__dict__[attr] = ExpertProxy(self, param, module._parameters[attr])
-            yield partial(module.__dict__.pop, attr, None)
+            yield shadow(module, attr, ExpertProxy(self, param, module._parameters[attr]))
         inner = module.forward
-        before = module.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._leaves = {}
@@ -91,14 +89,7 @@ class _ExpertRun:
             finally:
                 self._let_go()
 
-        module.__dict__["forward"] = forward
-
-        def undo() -> None:
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
-
-        yield undo
+        yield shadow(module, "forward", forward)
         done = self.engine.on_unit_end(self.unit.index, self._end)
         yield done
 

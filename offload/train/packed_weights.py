@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from offload.cpu_ops.grad_norm import Numbers
 from offload.io.memory import anonymous
+from offload.models.shadow import shadow
 from offload.runtime.memory import HostMemory
 from offload.train.buffers import BufferPool
 from offload.train.layout import Block, TrainLayout
@@ -76,7 +76,7 @@ class PackedWeights(Weights):
                     yield self._fill_before(unit.module, block)
 
     def _fill_before(self, module: Any, block: int) -> Callable[[], Any]:
-        inner, before = module.forward, module.__dict__.get("forward")
+        inner = module.forward
         looks_up = isinstance(module, nn.Embedding)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -87,10 +87,7 @@ class PackedWeights(Weights):
             entry.need(torch.cat([x.flatten() for x in ids]) if looks_up and ids else None)
             return inner(*args, **kwargs)
 
-        module.__dict__["forward"] = forward
-        if before is None:
-            return partial(module.__dict__.pop, "forward", None)
-        return partial(module.__dict__.__setitem__, "forward", before)
+        return shadow(module, "forward", forward)
 
     def close(self) -> None:
         super().close()

@@ -62,6 +62,7 @@ def test_logits_are_those_of_the_cpu(
         model.offload.executor.validate()
     finally:
         model.offload.close()
+    assert all(m.product is None for m in linears), "they would keep the card's scratch memory"
 
 
 def test_what_stands_in_is_on_the_device(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""An attribute of an instance in front of its class's, and what takes it away again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def shadow(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Have ``owner.name`` be ``value``. Returns what puts back what the instance had of that name,
+    or leaves it to its class again; those of several are called last one first.
+
+    Past ``nn.Module.__setattr__``: what is no parameter must not become one.
+    """
+    own = owner.__dict__
+    had, before = name in own, own.get(name)
+    own[name] = value
+
+    def undo() -> None:
+        own.pop(name, None)
+        if had:
+            own[name] = before
+
+    return undo
+
+
+__all__ = ["shadow"]
