@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,7 +95,7 @@ def run(source: Source, out: Path, quant: str, bundle_bytes: int, json: Path | N
 
     plan = plan_pack(source, quant, bundle_bytes=bundle_bytes)
     console.note(_plan_line(source, out, plan), label="plan")
-    for line in (*_kept(plan.manifest), *_converted(plan.manifest)):
+    for line in (*plan.manifest.notes(), *_converted(plan.manifest)):
         console.note(line)
     last: PackProgress | None = None
 
@@ -145,25 +144,11 @@ def _free(out: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _kept(manifest: Manifest) -> list[str]:
-    """One line for each reason why matrices stay in source precision."""
-    return [f"{names} in source precision: {why}" for why, names in _by_reason(manifest.kept)]
-
-
 def _converted(manifest: Manifest) -> list[str]:
     """One line for each reason why tensors are not in the source's format."""
-    return [f"{names}: {why}" for why, names in _by_reason(manifest.converted)]
+    from offload.io.pack_manifest import by_reason
 
-
-def _by_reason(whys: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Each reason and the names that have it, the first one in full."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in whys.items():
-        by_reason.setdefault(why, []).append(name)
-    return [
-        (why, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
-        for why, names in by_reason.items()
-    ]
+    return [f"{names}: {why}" for why, names in by_reason(manifest.converted)]
 
 
 def _result(done: PackReport) -> list[str]:

@@ -67,9 +67,11 @@ class BlockLayout:
         grain = 32 if self.kind is BlockKind.Q4 else 16
         for dim in (self.key_dim, self.dim):
             if dim < 1 or dim % grain or dim > WIDEST:
+                other = "take --kv q8, or " if self.kind is BlockKind.Q4 and dim % 16 == 0 else ""
                 raise OffloadError(
-                    f"blocks in {self.kind.value} take head sizes in multiples of {grain} up to "
-                    f"{WIDEST}, not {dim}; use another kind or the model's own attention"
+                    f"our attention over blocks in {self.kind.value} takes head sizes in multiples "
+                    f"of {grain} up to {WIDEST}, not {dim}; {other}run the model's own attention: "
+                    f"without --kv, --kv-keep and --attention offload"
                 )
         if self.key_heads < 1:
             raise OffloadError(f"a block needs a key head, not {self.key_heads}")

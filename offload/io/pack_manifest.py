@@ -167,8 +167,23 @@ class Manifest:
             block.kind is Kind.HEAD and any(p.name in tied for p in block.parts)
         )
 
+    def notes(self) -> list[str]:
+        """One line for each reason why matrices stayed in source precision."""
+        return [f"{names} in source precision: {why}" for why, names in by_reason(self.kept)]
+
     def __str__(self) -> str:
         return f"{self.source} as {self.quant}"
+
+
+def by_reason(whys: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Each reason and the names that have it, the first one in full."""
+    found: dict[str, list[str]] = {}
+    for name, why in whys.items():
+        found.setdefault(why, []).append(name)
+    return [
+        (why, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
+        for why, names in found.items()
+    ]
 
 
 def bundle_name(number: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from offload.errors import PlanError, UnsupportedModelError
+from offload.errors import OffloadError, PlanError, UnsupportedModelError
 from offload.kv.coarse import (
     QUANTISED,
     WRITTEN,
@@ -280,11 +280,15 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
         context = min(context, keep.tokens + keep.pass_tokens)
     half_queries = shapes[0].dtype == "bfloat16"
     if in_place:
-        shapes = tuple(stored_shape(s, options.kv) for s in shapes)
-        for shape in shapes:
-            if not is_latent(shape):
-                kernel_layout(BlockLayout(shape, options.kv_block_tokens or BLOCK_TOKENS))
-                slot_bytes_of(shape, options.kv_block_tokens or BLOCK_TOKENS, options.kv)
+        try:
+            stored = tuple(_stored(s, options) for s in shapes)
+        except OffloadError as e:
+            if asks_for_our_attention(options):
+                raise
+            logger.info("attention stays the model's own: %s", e)
+            in_place = False
+        else:
+            shapes = stored
     block_tokens = keep.block_tokens if keep is not None else options.kv_block_tokens
     fixed = block_tokens is not None or options.kv in QUANTISED
     if block_tokens is None:
@@ -319,6 +323,19 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
     )
 
 
+def _stored(shape: KvShape, options: Options) -> KvShape:
+    """A layer's keys and values as blocks that are attended to in place hold them.
+
+    Raises:
+        OffloadError: our attention has no kernel for them.
+    """
+    found, tokens = stored_shape(shape, options.kv), options.kv_block_tokens or BLOCK_TOKENS
+    if not is_latent(found):
+        kernel_layout(BlockLayout(found, tokens))
+        slot_bytes_of(found, tokens, options.kv)
+    return found
+
+
 def _attention_bytes(model: Any, shapes: tuple[KvShape, ...], options: Options, tokens: int) -> int:
     from offload.cpu_ops.block_attention import scratch_bytes
 
@@ -335,12 +352,16 @@ def _attention_bytes(model: Any, shapes: tuple[KvShape, ...], options: Options, 
 
 def attends_in_place(options: Options) -> bool:
     """Whether keys and values that are in blocks are attended to there: with ``--attention
-    offload``, and with kernels that were asked to be fast."""
-    if options.kv is not None or options.kv_keep is not None:
+    offload``, and with kernels that were asked to be fast where those take the model's heads."""
+    if options.attention is None and options.kernels == "fast":
         return True
-    if options.attention is None:
-        return options.kernels == "fast"
-    return options.attention == "offload"
+    return asks_for_our_attention(options)
+
+
+def asks_for_our_attention(options: Options) -> bool:
+    """Whether a flag says so, or one that cannot do without."""
+    lossy = options.kv is not None or options.kv_keep is not None
+    return lossy or options.attention == "offload"
 
 
 def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None:

@@ -165,7 +165,8 @@ def plan_packed(
     if kv is not None and kv.need.in_place:
         baseline += compiled_bytes(kv.need.kernels(), compiling)
     notes = [
-        "weights are packed and activations float32: results differ from the unquantised model's"
+        "weights are packed and activations float32: results differ from the unquantised model's",
+        *pack.manifest.notes(),
     ]
     if options.ram is None:
         notes.append(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import offload
 from offload.cpu_ops import entries
@@ -124,3 +124,35 @@ def test_what_cannot_take_effect() -> None:
     assert model_directory(TINY, kernels="exact") == TINY
     with pytest.raises(OffloadError, match="not packed"):
         prepare(TINY, Options(kernels="fast"))
+
+
+def odd_heads(target: Path) -> Path:
+    """A checkpoint whose heads and rows are no multiples of what kernels work in."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=72, intermediate_size=64, num_hidden_layers=2, head_dim=24,
+        num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(target)
+    return target
+
+
+def test_heads_that_our_attention_cannot_take(tmp_path: Path) -> None:
+    """Nobody asked for it: fast kernels then leave attention to the model."""
+    directory = odd_heads(tmp_path / "odd")
+    model = offload.load(directory, kernels="fast", ram="256MiB", context=48)
+    assert model.offload.kernel_error.error < 1e-4
+    model.offload.close()
+    with pytest.raises(OffloadError, match=r"multiples of 16 .* not 24.*without --kv, --kv-keep"):
+        offload.load(directory, kernels="fast", attention="offload", ram="256MiB", context=48)
+
+
+def test_weights_that_stay_as_they_are_are_named(tmp_path: Path) -> None:
+    """Asked for 4 bits, and rows of 72 columns are no whole blocks of 32: never silently."""
+    directory = model_directory(odd_heads(tmp_path / "odd"), "q4")
+    notes = prepare(directory, Options(ram=2**28, context=48)).notes
+    (note,) = [n for n in notes if "source precision" in n]
+    assert note.endswith("72 columns are not a multiple of 32")
+    whole = prepare(model_directory(TINY, "q4"), Options(ram=2**28, context=48)).notes
+    assert not [n for n in whole if "source precision" in n]
