@@ -12,6 +12,7 @@ from cpu_card import CpuCard
 from test_packed_device import planned
 from test_packed_run import IDS, packed
 
+from offload.batch.conductor import Conductor
 from offload.blocks import Tier
 from offload.errors import OffloadError
 from offload.models import packed_card, packed_opening
@@ -19,6 +20,22 @@ from offload.models.absent import AbsentTensor
 from offload.models.meta import place_rest
 from offload.models.packed_card import CardExperts, PackedCard, card_scratch
 from offload.models.packed_modules import PackedLinear, expert_layout_of
+
+
+def on_the_card(card: CpuCard, pack_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A packed model on the smallest budgets, computed by the card's kernels."""
+
+    def on_card(_device: Any, pack: Any, plan: Any) -> PackedCard:
+        groups = prepared.cut.groups
+        layouts = [expert_layout_of(pack.experts[g.name], g.module) for g in groups]
+        made = PackedCard(card, card_scratch(pack, layouts, IDS.shape[1], max(plan.top_k.values())))
+        made.prepare(pack)
+        return made
+
+    monkeypatch.setattr(packed_opening, "open_card", on_card)
+    least = planned(pack_dir).minimum
+    prepared = planned(pack_dir, ram=least[Tier.RAM], gpu=least[Tier.DEVICE])
+    return prepared.open()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -32,17 +49,7 @@ def test_logits_are_those_of_the_cpu(
         want = on_cpu(IDS).logits
     on_cpu.offload.close()
 
-    def on_card(_device: Any, pack: Any, plan: Any) -> PackedCard:
-        groups = prepared.cut.groups
-        layouts = [expert_layout_of(pack.experts[g.name], g.module) for g in groups]
-        made = PackedCard(card, card_scratch(pack, layouts, IDS.shape[1], max(plan.top_k.values())))
-        made.prepare(pack)
-        return made
-
-    monkeypatch.setattr(packed_opening, "open_card", on_card)
-    least = planned(pack_dir).minimum
-    prepared = planned(pack_dir, ram=least[Tier.RAM], gpu=least[Tier.DEVICE])
-    model = prepared.open()
+    model = on_the_card(card, pack_dir, monkeypatch)
     try:
         linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
         assert linears
@@ -63,6 +70,35 @@ def test_logits_are_those_of_the_cpu(
     finally:
         model.offload.close()
     assert all(m.product is None for m in linears), "they would keep the card's scratch memory"
+
+
+def test_sequences_beside_each_other_get_what_each_gets_alone(
+    card: CpuCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear layers that the card computes are not multiplied by the CPU's kernel together."""
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    card.give_everything()
+    model = on_the_card(card, pack_dir, monkeypatch)
+
+    def answer(tokens: int) -> Any:
+        return model.generate(
+            IDS[:1, :tokens], max_new_tokens=3, do_sample=False, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+
+    try:
+        alone = [answer(n) for n in (3, 4)]
+        with Conductor(model) as conductor:
+            running = [conductor.start(lambda n=n: answer(n)) for n in (3, 4)]
+            conductor.run()
+            assert conductor.counters.joined == 0
+        for one, want in zip(running, alone, strict=True):
+            assert one.error is None
+            assert torch.equal(one.result.sequences, want.sequences)
+            for a, b in zip(one.result.logits, want.logits, strict=True):
+                assert torch.equal(a, b)
+    finally:
+        model.offload.close()
 
 
 def test_what_stands_in_is_on_the_device(tmp_path: Path) -> None:
