@@ -36,6 +36,8 @@ class AbsentTensor(torch.Tensor):
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
+        # Its values are elsewhere, not missing: a family's own initialisation leaves it alone.
+        self._is_hf_initialized = True
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

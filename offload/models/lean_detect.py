@@ -281,6 +281,8 @@ def _experts(layer: Any, family: _Family, reader: _Reader) -> dict[str, Any]:
     module, name = layer.get_submodule(family.experts), family.experts
     gate_up = reader.shape(f"{name}.gate_up_proj")
     reader.shape(f"{name}.down_proj")
+    if gate_up[0] < 2:
+        raise _Unfit("a single expert is no choice: it is not streamed or packed as experts are")
     biases = f"{name}.gate_up_proj_bias" in reader.shapes
     if biases:
         reader.shape(f"{name}.gate_up_proj_bias")

@@ -8,7 +8,8 @@ has: whoever runs a pack looks its tensors up by those, and any source can be ma
 - The weight of a linear layer is a matrix. The output head is one too, of a kind of its own.
 - An embedding that is only looked up is a table of rows. Tied to the head it is not there: the
   rows of the packed head serve, sixteen at a time (see ``pack_reader``).
-- Everything else is plain: norms, biases, routers, convolutions, small matrices.
+- Everything else is plain: norms, biases, routers, convolutions, small matrices,
+  and weights that a model's code reads beside their layer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from offload.models.expert_groups import ExpertGroup, expert_groups
 from offload.models.pack_source import Experts, Outline, Slice, Tensor
 from offload.models.params import Param, Place, parameters
 from offload.models.row_tables import rows_readable
+from offload.models.weight_reads import read_by_hand
 
 _ORDER = ("gate", "up", "down")
 
@@ -32,7 +34,9 @@ def outline(model: Any, have: Container[str]) -> Outline:
     params = parameters(model)
     groups = {id(g.params[0].tensor): g for g in expert_groups(model)}
     inside = {id(p.tensor) for g in groups.values() for p in (*g.params, *_biases(g))}
-    routers = _routers(model, list(groups.values()))
+    plain = _routers(model, list(groups.values()))
+    # A matrix that a model multiplies by hand has to be a tensor for it.
+    plain |= read_by_hand(model)
     head, embedding = _call(model, "get_output_embeddings"), _call(model, "get_input_embeddings")
     items: list[Tensor | Experts] = []
     for key, param in params.items():
@@ -44,7 +48,7 @@ def outline(model: Any, have: Container[str]) -> Outline:
             parts.sort(key=lambda t: _ORDER.index(t.name) if t.name in _ORDER else len(_ORDER))
             items.append(Experts(name=group.name, count=group.n_experts, parts=tuple(parts)))
         elif key not in inside and any(name in have for name in param.names):
-            kind = Kind.PLAIN if key in routers else _kind(param, head, embedding)
+            kind = Kind.PLAIN if key in plain else _kind(param, head, embedding)
             items.append(Tensor(names=_names(param, head), kind=kind, shape=_shape(param.tensor)))
     taken = {name for p in params.values() for name in p.names}
     for name, buffer in model.state_dict().items():

@@ -1,0 +1,45 @@
+"""Packed models of shapes and codes that kernels have nothing for run all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from equivalence import reference
+from families import tiny_config, write
+
+import offload
+
+IDS = torch.arange(5, 29)[None]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs of its own; compiled kernels are shared."""
+    monkeypatch.setattr("offload.models.pack_cache.pack_cache_dir", lambda *_: tmp_path / "pack")
+
+
+def near_the_reference(directory: Path) -> None:
+    with torch.no_grad():
+        want = reference(directory, torch.float32)(IDS).logits
+        model = offload.load(directory, quant="none", ram="256MiB", context=48)
+        try:
+            got = model(IDS).logits
+            longer = model.generate(IDS, max_new_tokens=3, do_sample=False)
+        finally:
+            model.offload.close()
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * want.abs().max().item())
+    assert longer.shape == (1, IDS.shape[1] + 3)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+def test_weights_that_the_code_multiplies_by_hand(family: str, tmp_path: Path) -> None:
+    """``self.dt_proj.weight @ x``: packed bytes would be no tensor for it."""
+    near_the_reference(write(family, tmp_path / "m", torch.float32))
+
+
+def test_a_single_expert(tmp_path: Path) -> None:
+    """It is no choice and stays with its layer, which the kernels' own step then leaves alone."""
+    config = tiny_config("mixtral", num_local_experts=1, num_experts_per_tok=1)
+    near_the_reference(write("mixtral", tmp_path / "m", torch.float32, config=config))
