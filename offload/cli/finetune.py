@@ -6,8 +6,6 @@ from offload.cli import finetune_flags as tune
 from offload.cli import flags
 from offload.cli import output as targets
 from offload.cli.tracing import check_trace
-from offload.errors import OffloadError
-from offload.units import format_bytes
 
 
 def finetune(
@@ -18,6 +16,7 @@ def finetune(
     method: tune.MethodFlag = None,
     ram: flags.Ram = None,
     gpu: tune.Gpu = None,
+    device: tune.DeviceFlag = None,
     disk: tune.Disk = None,
     states: tune.StatesFlag = None,
     grad_dtype: tune.GradDtypeFlag = None,
@@ -77,7 +76,6 @@ def finetune(
     targets.check_target(plot, "--plot")
     plots.check_plot(plot)
     check_trace(trace, trace_plot)
-    _check_gpu(gpu)
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
@@ -89,17 +87,3 @@ def finetune(
             trace=trace, trace_plot=trace_plot,
         )
     )  # fmt: skip
-
-
-def _check_gpu(gpu: int | None) -> None:
-    if gpu is None:
-        return
-    import torch
-
-    asked = f"--gpu {format_bytes(gpu)}"
-    if not torch.cuda.is_available():
-        raise OffloadError(f"{asked}: torch sees no accelerator here; drop --gpu: the CPU computes")
-    raise OffloadError(
-        f"{asked}: training on cards is not supported yet ({torch.cuda.get_device_name(0)} would "
-        "idle); drop --gpu: the CPU computes"
-    )

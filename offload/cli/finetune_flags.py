@@ -147,7 +147,15 @@ Gpu = Annotated[
     int | None,
     typer.Option(
         parser=flags.size, metavar="SIZE",
-        help="Budget of the accelerator; refused until cards are supported: the CPU computes.",
+        help="Budget of the accelerator that layers run on; so far a simulated one, with --device "
+        "sim.",
+    ),
+]  # fmt: skip
+DeviceFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="NAME",
+        help="cpu, or sim: a simulated accelerator, sim:FILE: with the link of a hardware file.",
     ),
 ]  # fmt: skip
 Disk = Annotated[

@@ -226,12 +226,17 @@ class CudaDevice:
 
 
 def _staged(dst: Memory, src: Memory) -> Way | None:
-    """Which way a copy is staged; None if the card can do it by itself."""
-    if isinstance(src, PinnedMemory) and src.refused is not None:
+    """Which way a copy is staged; None if the card can do it by itself. Ordinary memory, which
+    comes and goes where pinning it each time would hold the card up, is staged, too."""
+    if not isinstance(src, CardMemory) and not _pinned(src):
         return Way.UP
-    if isinstance(dst, PinnedMemory) and dst.refused is not None:
+    if not isinstance(dst, CardMemory) and not _pinned(dst):
         return Way.DOWN
     return None
+
+
+def _pinned(memory: Memory) -> bool:
+    return isinstance(memory, PinnedMemory) and memory.refused is None
 
 
 def pinning_refused(api: CardApi) -> str | None:

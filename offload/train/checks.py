@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import OffloadError
+from offload.runtime import cuda_api
+from offload.runtime.choice import Choice, choose
 from offload.train.options import KEEPS, METHODS, SCHEDULES, STATES, TrainOptions
 from offload.units import format_bytes
 
@@ -48,6 +50,7 @@ def check_options(options: TrainOptions, given: Collection[str] | None = None) -
     _check_numbers(options)
     _check_length(options, given)
     _check_method(options, given)
+    check_device(options)
     _check_gradients(options)
     _check_evaluation(options, given)
     _check_saving(options, given)
@@ -95,6 +98,44 @@ def check_dtypes(options: TrainOptions, compute: str) -> None:
             "--states bf16 keeps no bits of a float32 weight beyond bfloat16; give --states fp32 "
             "(or 8bit), or compute in --dtype bfloat16"
         )
+
+
+def check_device(options: TrainOptions) -> Choice:
+    """Where layers run: the CPU, or a simulated accelerator.
+
+    Raises:
+        OffloadError: a device that is not trained on, or something that is not done on one.
+    """
+    asked = f"--device {options.device}"
+    if options.gpu is not None:
+        asked = f"--gpu {format_bytes(options.gpu)}" + f" {asked}" * (options.device != "auto")
+        if options.gpu < 1:
+            _refuse(options, "gpu", "is no budget; give bytes")
+    if options.gpu is not None and options.device == "auto" and not cuda_api.card_count():
+        raise OffloadError(
+            f"{asked}: torch sees no accelerator here; drop --gpu: the CPU computes, or add "
+            f"--device sim to simulate one"
+        )
+    choice = choose(options.device, options.gpu)
+    if choice.kind == "cuda":
+        raise OffloadError(
+            f"{asked}: training on a card is not supported yet, as it has run on simulated ones "
+            f"only ({cuda_api.open_card(choice.card).name} would idle); drop --gpu: the CPU "
+            f"computes, or add --device sim"
+        )
+    if choice.kind == "cpu":
+        return choice
+    if options.method == "lora":
+        raise OffloadError(
+            f"{asked}: adapters are not trained on a device yet; give --method full, or drop "
+            f"{asked}: the CPU computes"
+        )
+    if options.router_aux_loss is not None:
+        raise OffloadError(
+            f"{asked}: the load-balancing loss of --router-aux-loss {options.router_aux_loss:g} is "
+            f"not computed on a device; drop either"
+        )
+    return choice
 
 
 def _refuse(options: TrainOptions, name: str, why: str) -> NoReturn:

@@ -7,13 +7,14 @@ choice is made for a machine that is not there (``outlook``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from offload.train.footprint import measure_training
+from offload.train.device_plan import DevicePlacement, device_units, plan_device, visit_bytes
+from offload.train.footprint import TrainFootprint, measure_training
 from offload.train.head_find import HeadForm, find_head
 from offload.train.keeping import KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout, lay_out
@@ -65,7 +66,7 @@ class Chosen:
 def choose(
     meta: OnMeta, options: TrainOptions, *, ram: int, versions: int, notes: list[str],
     process_bytes: Callable[[], int], rates_of: Callable[[Shape], StepRates | None],
-    base: PackedBase | None = None, more: Mapping[str, int] = {},
+    base: PackedBase | None = None, more: Mapping[str, int] = {}, gpu: int | None = None,
 ) -> Chosen:  # fmt: skip
     """Lay out ``meta.model`` and plan its training; adapters are added to it.
 
@@ -78,6 +79,7 @@ def choose(
         rates_of: what computing and the disk take; None: nobody knows, and the first plan that
             fits is taken.
         more: of RAM, by name.
+        gpu: the budget of the device that layers run on; None: there is none.
 
     Raises:
         PlanError: it does not fit.
@@ -100,6 +102,9 @@ def choose(
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len, tables)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
+    device, working = _device_tier(
+        meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows)
+    )
     inputs = KeptInputs(
         sizes=input_sizes(layout, modules, footprint), at_once=vertical,
         micro_batches=options.grad_accum,
@@ -108,11 +113,13 @@ def choose(
         sizes=graph_sizes(layout, modules, footprint, options), at_once=vertical
     )  # fmt: skip
     fixed = {
-        "activations of a unit": footprint.unit_bytes,
+        "activations of a unit": working,
         KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
         "loss": loss_bytes(meta, form, layout, options, grad_dtype),
         "compiled products": product_bytes(layout, options, ram),
     }
+    if device is not None:
+        fixed["copies to and from the device"] = device.host_bytes
     fixed.update(more)
     if base is not None:
         tokens = options.batch_size * options.seq_len * vertical
@@ -140,7 +147,7 @@ def choose(
             backwards=passes, first=first, always=always,
         )  # fmt: skip
         candidates += plans(make, needs, inputs)
-        if base is None:
+        if base is None and device is None:
             buffers = candidates[-1].placement.buffers
             candidates += plans_keeping(make, needs, graphs, buffers=buffers)
     rates = rates_of(Shape(layout, modules, form, tables))
@@ -154,10 +161,36 @@ def choose(
         ]
         i = best(candidates, predictions)
         plan, prediction = candidates[i], predictions[i]
+    if device is not None:
+        plan = replace(plan, placement=replace(plan.placement, device=device))
     return Chosen(
         adapters=adapters, form=form, layout=layout, plan=plan, prediction=prediction,
         grad_dtype=grad_dtype,
     )  # fmt: skip
+
+
+def _device_tier(
+    meta: OnMeta, options: TrainOptions, gpu: int | None, layout: TrainLayout,
+    modules: Sequence[Any], whole: TrainFootprint, tables: Sequence[torch.Tensor],
+    by_rows: frozenset[str],
+) -> tuple[DevicePlacement | None, int]:  # fmt: skip
+    """The device's tier, and bytes of activations of a unit in RAM, where ``whole`` is what all
+    units take."""
+    if gpu is None:
+        return None, whole.unit_bytes
+    units = device_units(layout, by_rows)
+    away = {id(layout.units[u].module) for u in units}
+
+    def working(there: bool) -> int:
+        mine = [m for m in modules if (id(m) in away) is there]
+        shape = options.batch_size, options.seq_len
+        return measure_training(meta.model, mine, *shape, tables).unit_bytes if mine else 0
+
+    up, down = visit_bytes(
+        max(whole.inputs, default=0) or -(-whole.boundary_bytes // len(modules)),
+        whole.shared_bytes,
+    )
+    return plan_device(layout, gpu, units, up=up, down=down, work=working(True)), working(False)
 
 
 def _choose_trained(meta: OnMeta, options: TrainOptions) -> Adapters | None:

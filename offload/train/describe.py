@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.models.naming import model_name
+from offload.train.checks import check_device
 from offload.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ def describe(run: Run) -> list[str]:
     layout, plan, options = run.layout, run.plan, run.options
     weights = sum(b.nbytes for b in layout.blocks)
     data = run.data.train
+    place = plan.placement.device
     best = options.kept != "last" and plan.versions > options.save_total_limit + 1
     lines = [
         f"model   {model_name(run.meta.directory)}: {format_count(layout.elements)} parameters "
@@ -29,6 +31,7 @@ def describe(run: Run) -> list[str]:
         + ", ".join(
             f"{format_bytes(v)} {k}" for k, v in sorted(plan.ram.items(), key=lambda i: -i[1])
         ),
+        *([] if place is None else [f"device  {_device(run)}{place.describe()}"]),
         stays_text(layout, plan),
         f"disk    {format_bytes(plan.disk_bytes)} in {run.states} ({options.states} states, "
         + (f"the {plan.versions} versions that commits need" if plan.versions > 1 else "once")
@@ -48,6 +51,11 @@ def describe(run: Run) -> list[str]:
         text = seconds_text(run.prediction)
         lines.append(f"time    {text}; {duration(run.prediction.seconds * run.total)}")
     return lines
+
+
+def _device(run: Run) -> str:
+    kind = check_device(run.options).kind
+    return "simulated, beside --ram in this machine's memory: " if kind == "sim" else ""
 
 
 def stays_text(layout: TrainLayout, plan: TrainPlan) -> str:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +22,19 @@ from torch import nn
 
 from offload.errors import OffloadError
 from offload.scheduler.timeline import COMPUTE, WAITS, Record
+from offload.train.device_tier import DeviceTier, Homes
+from offload.train.device_weights import Copy
 from offload.train.grads import Gradients
 from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.row_grads import taking_rows
+from offload.train.saved_places import SavedPlaces
 from offload.train.segments import Segment, same_random_numbers
 from offload.train.steps import Clock, Group, NotFinite, StepResult
 from offload.train.updates import Job, Updater
 from offload.train.vertical import Rounds
+from offload.train.visits import Visit
 from offload.train.weights import Entry, Shared, Weights
 
 __all__ = ["Engine", "Group", "NotFinite", "StepResult"]
@@ -45,36 +49,8 @@ class _Running:
     """A unit whose weights are in place."""
 
     depth: int = 0
-    entries: list[Entry] = field(default_factory=list)
+    entries: Sequence[Entry | Copy] = ()
     ends: list[Callable[[], Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A view of a block's weights: elements from the block's first one, and strides."""
-
-    block: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _Places:
-    """Tells views of these blocks' weights from other tensors."""
-
-    def __init__(self, blocks: dict[int, torch.Tensor]) -> None:
-        self._blocks = [
-            (t.data_ptr(), t.data_ptr() + t.nbytes, index, t.element_size())
-            for index, t in blocks.items()
-        ]
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        at = tensor.data_ptr()
-        for low, high, index, size in self._blocks:
-            if low <= at < high:
-                offset = (at - low) // size
-                return _Place(index, offset, tuple(tensor.shape), tensor.stride())
-        return tensor
 
 
 class Engine:
@@ -82,9 +58,11 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, layout: TrainLayout, order: UseOrder, weights: Weights,
-        gradients: Gradients, updater: Updater, shared: Shared,
+        gradients: Gradients, updater: Updater, shared: Shared, tier: DeviceTier | None = None,
     ) -> None:  # fmt: skip
+        """``tier``: the device that layers run on; None: everything runs in RAM."""
         self.model = model
+        self.homes = Homes(weights, gradients, tier)
         self.layout = layout
         self.order = order
         self.weights = weights
@@ -156,7 +134,9 @@ class Engine:
     def _install(self) -> None:
         """Give the model parameters without memory, and units that ask for theirs."""
         for name, param in self.layout.params.items():
-            stand_in = torch.full((1,), math.nan, dtype=param.tensor.dtype)
+            at = self._pieces.get(name)
+            device = self.homes.hollow_device(None if at is None else at[0])
+            stand_in = torch.full((1,), math.nan, dtype=param.tensor.dtype, device=device)
             hollow = stand_in.expand(param.tensor.shape)
             fresh = nn.Parameter(hollow, requires_grad=param.tensor.requires_grad)
             self.hollow[name] = hollow
@@ -182,14 +162,14 @@ class Engine:
         with self.shared.changed:
             self.weights.pump()
 
-    def _place(self, entry: Entry) -> None:
+    def _place(self, entry: Entry | Copy) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be ``streamed``
             for piece in entry.block.pieces:
                 data = entry.tensor[piece.offset : piece.offset + piece.count]
                 self.params[piece.param].data = data.view(piece.shape)
                 self.present.add(piece.param)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: Entry | Copy) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for piece in entry.block.pieces:
                 self.params[piece.param].data = self.hollow[piece.param]
@@ -206,7 +186,7 @@ class Engine:
             if self.on_backward is not None and not any(r.depth for r in self._running):
                 self.on_backward()
             if gradient is not None:
-                self.gradients.add(block, piece, gradient)
+                self.homes.add_gradient(block, piece, gradient)
 
         return take
 
@@ -243,8 +223,9 @@ class Engine:
             began = time.perf_counter()
             with self.shared.changed:
                 self.order.enter(unit)
-                pending = not self.weights.stale.isdisjoint(self.layout.units[unit].blocks)
-            state.entries += self.weights.acquire_all(self.layout.units[unit].blocks)
+                blocks = self.layout.units[unit].blocks
+                pending = not self.weights.stale.isdisjoint(blocks)
+            state.entries = self.homes.acquire(unit, blocks)
             for entry in state.entries:
                 self._place(entry)
             spent = time.perf_counter() - began
@@ -262,7 +243,7 @@ class Engine:
                 for end in state.ends:
                     end()
                 if self._last_in_round():
-                    self._leave(state)
+                    self._leave(unit)
 
     def _tell(self, lane: str, unit: int, began: float, backward: bool) -> None:
         """Record what the unit did from ``began`` until now."""
@@ -270,19 +251,27 @@ class Engine:
             name = self.layout.units[unit].name + (" backward" if backward else "")
             self.record(lane, name, began, time.perf_counter(), 0)
 
-    def _leave(self, state: _Running) -> None:
+    def _leave(self, unit: int) -> None:
+        state = self._running[unit]
+        if not state.entries:
+            return
         for entry in state.entries:
             self._remove(entry)
-            self.weights.release(entry.block.index)
-        state.entries.clear()
+        self.homes.release(unit, [entry.block.index for entry in state.entries])
+        state.entries = ()
+
+    def visiting(self, unit: int) -> contextlib.AbstractContextManager[Visit]:
+        """See ``segments.Runtime``."""
+        return self.homes.visiting(unit)
 
     def abandon(self) -> None:
         """A step has failed in the middle: let go of weights that wait for other micro-batches, and
         of the gradients there are. Not for steps whose updates run inside backward."""
-        for state in self._running:
+        for unit, state in enumerate(self._running):
             state.depth = 0
-            self._leave(state)
+            self._leave(unit)
         self._left = self._uses()
+        self.homes.forget()
         self.gradients.forget()
         with self.shared.changed:
             self.order.forget()
@@ -314,22 +303,13 @@ class Engine:
     def saving(self, unit: int) -> contextlib.AbstractContextManager[Any]:
         """Inside, autograd saves weights of the running unit as their places: their memory is
         another's between forward and backward."""
-        places = _Places({e.block.index: e.tensor for e in self._running[unit].entries})
-        return torch.autograd.graph.saved_tensors_hooks(
-            places.pack, functools.partial(self._saved, unit)
-        )
+        state = self._running[unit]
 
-    def _saved(self, unit: int, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Place):
-            return packed  # type: ignore[no-any-return]
-        entries = self._running[unit].entries
-        whole = next((e.tensor for e in entries if e.block.index == packed.block), None)
-        if whole is None:
-            raise AssertionError("backward of a unit whose weights are not in place")
-        with torch.no_grad():
-            return whole.as_strided(
-                packed.shape, packed.stride, whole.storage_offset() + packed.offset
-            )
+        def find(block: int) -> torch.Tensor | None:
+            return next((e.tensor for e in state.entries if e.block.index == block), None)
+
+        places = SavedPlaces({e.block.index: e.tensor for e in state.entries}, find)
+        return torch.autograd.graph.saved_tensors_hooks(places.pack, places.unpack)
 
     def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
         if self.inputs is None:
@@ -352,6 +332,7 @@ class Engine:
 
     def backward_done(self, unit: int) -> None:
         """Called when a unit's gradients of one micro-batch are all there."""
+        self.homes.land()
         blocks = [b for b in self._blocks_of(unit) if self.layout.blocks[b].trained]
         if self.rounds is not None:
             if not self._last_in_round():

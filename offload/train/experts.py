@@ -18,6 +18,7 @@ from torch import nn
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, routing
 from offload.models.shadow import shadow
+from offload.train.device_weights import Copy
 from offload.train.layout import TrainUnit
 from offload.train.weights import Entry
 
@@ -38,22 +39,23 @@ class _Leaf:
     def __init__(self, run: _ExpertRun, block: int, piece: int) -> None:
         spec = run.engine.layout.blocks[block].pieces[piece]
         dtype: torch.dtype = getattr(torch, run.engine.layout.blocks[block].dtype)
-        stand_in = torch.full((1,), math.nan, dtype=dtype)
+        device = run.engine.homes.hollow_device(block)
+        stand_in = torch.full((1,), math.nan, dtype=dtype, device=device)
         self.hollow = stand_in.expand(spec.shape)
         self.spec = spec
         trained = run.engine.layout.blocks[block].trained
         self.tensor = nn.Parameter(self.hollow, requires_grad=trained)
         if trained:
-            gradients = run.engine.gradients
+            homes = run.engine.homes
 
             def take(param: nn.Parameter) -> None:
                 gradient, param.grad = param.grad, None
                 if gradient is not None:
-                    gradients.add(block, piece, gradient)
+                    homes.add_gradient(block, piece, gradient)
 
             self.tensor.register_post_accumulate_grad_hook(take)
 
-    def place(self, entry: Entry) -> None:
+    def place(self, entry: Entry | Copy) -> None:
         spec = self.spec
         self.tensor.data = entry.tensor[spec.offset : spec.offset + spec.count].view(spec.shape)
 
@@ -70,7 +72,7 @@ class _ExpertRun:
         self.group = group
         self.blocks = unit.experts[group.name]
         self._index = {p.name: i for i, p in enumerate(group.params)}
-        self._at: tuple[int, Entry] | None = None
+        self._at: tuple[int, Entry | Copy] | None = None
         self._leaves: dict[int, list[_Leaf]] = {}
 
     def attach(self) -> Iterator[Callable[[], Any]]:
@@ -109,11 +111,11 @@ class _ExpertRun:
         self._come(expert)
         return leaves[self._index[name]].tensor
 
-    def _come(self, expert: int) -> Entry:
+    def _come(self, expert: int) -> Entry | Copy:
         if self._at is not None and self._at[0] == expert:
             return self._at[1]
         self._let_go()
-        entry = self.engine.weights.acquire(self.blocks[expert])
+        entry = self.engine.homes.acquire_expert(self.unit.index, self.blocks[expert])
         self._at = expert, entry
         for leaf in self._leaves.get(expert, ()):
             leaf.place(entry)
@@ -124,7 +126,7 @@ class _ExpertRun:
             (expert, entry), self._at = self._at, None
             for leaf in self._leaves.get(expert, ()):
                 leaf.remove()
-            self.engine.weights.release(entry.block.index)
+            self.engine.homes.release_expert(self.unit.index, entry.block.index)
 
     def _end(self) -> None:
         """The unit is through: nothing of its experts is asked for any more."""
@@ -145,7 +147,8 @@ class _ExpertRun:
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
         entry = self._come(saved.expert)
-        return entry.tensor.as_strided(saved.shape, saved.stride, saved.offset)
+        start = entry.tensor.storage_offset() + saved.offset
+        return entry.tensor.as_strided(saved.shape, saved.stride, start)
 
 
 class _Place(NamedTuple):

@@ -21,14 +21,18 @@ from offload.io.memory import Staging
 from offload.io.private import nameless_file, reserve
 from offload.models.meta import MetaModel, materialise_buffers
 from offload.models.recipes import TensorReader
+from offload.runtime.device import Device
 from offload.runtime.memory import HostMemory
 from offload.scheduler.timeline import Record
+from offload.train.device_plan import DevicePlacement
+from offload.train.device_tier import DeviceTier
 from offload.train.engine import Engine
 from offload.train.experts import stream_experts
 from offload.train.grad_spill import spill_offsets
 from offload.train.grads import Gradients
 from offload.train.inputs import SpilledInputs
 from offload.train.layout import TrainLayout
+from offload.train.marks import Marks
 from offload.train.order import UseOrder
 from offload.train.packed_base import PackedBase
 from offload.train.packed_source import PackedSource, PackReader
@@ -74,6 +78,8 @@ class Placement:
     """Units whose inputs go to the disk between forward and backward; None: all stay in RAM."""
     kept: frozenset[int] = frozenset()
     """Units whose graphs stay in RAM from forward to backward, which does not run them again."""
+    device: DevicePlacement | None = None
+    """What runs on a device; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,8 @@ class EngineOptions:
     """Keep the frozen weights packed; None: they are the checkpoint's."""
     record: Record | None = None
     """Told what every lane does; see ``recording``."""
+    device: Device | None = None
+    """Where the units of ``Placement.device`` run; closed by whoever made it."""
     progress: Callable[[str, int, int], None] = field(default=lambda *_: None)
 
 
@@ -153,7 +161,14 @@ def open_engine(
         import_made(layout, checkpoint, tiles, kinds, options)
         source = TileSource(layout, tiles, checkpoint, lambda b: kinds[b.dtype])
         held = (layout, order, source, shared, placement.weights_bytes, placement.pinned)
-        weights = Weights(*held) if base is None else PackedWeights(*held, base)
+        device, marks = options.device, None
+        if base is not None:
+            weights: Weights = PackedWeights(*held, base)
+        elif device is None:
+            weights = Weights(*held)
+        else:
+            marks = Marks(device)
+            weights = Weights(*held, marks=marks)
         undo.callback(weights.close)
         if isinstance(weights, PackedWeights):
             for detach in weights.attach():
@@ -180,7 +195,13 @@ def open_engine(
         )  # fmt: skip
         undo.callback(updater.free)
         undo.callback(updater.close)
-        engine = Engine(meta.model, layout, order, weights, gradients, updater, shared)
+        tier = None
+        if device is not None and marks is not None and placement.device is not None:
+            tier = DeviceTier(
+                device, placement.device, layout, order, weights, gradients, shared, marks
+            )
+            undo.callback(tier.close)
+        engine = Engine(meta.model, layout, order, weights, gradients, updater, shared, tier)
         engine.skip_untouched = options.skip_untouched
         engine.row_tables = options.row_tables
         engine.kept_units = placement.kept
@@ -215,6 +236,8 @@ def _private(directory: Path, what: str, nbytes: int) -> DirectFile:
 def _check(layout: TrainLayout, placement: Placement) -> None:
     if not placement.resident <= placement.pinned:
         raise OffloadError("states stay in RAM only of blocks whose weights do")
+    if placement.device is not None and (placement.kept or not placement.device.units):
+        raise OffloadError("graphs of units that run on a device are not kept")
     if not set(layout.rest) <= placement.pinned:
         raise OffloadError("what is used outside of all units must stay in RAM")
 

@@ -23,6 +23,10 @@ class TrainOptions:
     """"full" or "lora"."""
     ram: int | None = None
     """None: a safe share of what is free."""
+    gpu: int | None = None
+    """Of the device that layers run on; None: of a simulated one as much as ``ram``."""
+    device: str = "auto"
+    """As of ``runtime.choice``: "auto", "cpu" or "sim"; "auto" is the CPU unless ``gpu`` is set."""
     disk: Path | None = None
     """Where states and gradients live; None: ``OUTPUT.offload`` beside the output."""
     states: str = "fp32"

@@ -17,10 +17,11 @@ from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
 from offload.models.workspace import limit_kernels
+from offload.runtime.choice import budget
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.causal import check_causal
-from offload.train.checks import check_dtypes, check_options, state_directory
+from offload.train.checks import check_device, check_dtypes, check_options, state_directory
 from offload.train.choosing import choose
 from offload.train.commits import check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
@@ -182,6 +183,7 @@ def _plan(
     chosen = choose(
         meta, options, ram=ram, versions=state_versions(options, states, total), notes=notes,
         process_bytes=process_bytes, base=base, more={"trace": reserve} if reserve else {},
+        gpu=budget(check_device(options), options.gpu, ram),
         rates_of=lambda shape: step_rates(
             meta, shape.layout, shape.modules, shape.form, options, states, shape.tables
         ),
@@ -190,6 +192,8 @@ def _plan(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
+    if chosen.plan.placement.device is not None:
+        notes.append("the predicted time counts no copies to and from the device")
     run = Run(
         meta,
         data,

@@ -13,8 +13,11 @@ from typing import Any
 
 from offload.errors import OffloadError
 from offload.models.meta import MetaModel
+from offload.runtime.choice import make_device
+from offload.runtime.device import Device
 from offload.runtime.rss import peak_rss
 from offload.scheduler.timeline import Record
+from offload.train.checks import check_device
 from offload.train.commits import Commits
 from offload.train.data.opening import TrainData
 from offload.train.decay import group_maker
@@ -114,7 +117,7 @@ class Run:
             listener.note(note)
         with contextlib.ExitStack() as stack:
             stack.callback(self._commits.close)
-            engine = self._open(listener)
+            engine = self._open(listener, self._open_device(stack))
             stack.callback(engine.close)
             loop = LanguageLoop(
                 engine, self.form, router=options.router_aux_loss, seed=options.seed,
@@ -124,6 +127,8 @@ class Run:
             loop.phases.counters = partial(self._counters, engine)
             loop.phases.record = self.record
             report = self._steps(engine, loop, listener, should_stop, began)
+            if engine.homes.tier is not None:
+                engine.homes.tier.device.check()
         listener.ended(report)
         return report
 
@@ -189,7 +194,16 @@ class Run:
             **self._sums.fields(),
         )
 
-    def _open(self, listener: Listener) -> Engine:
+    def _open_device(self, stack: contextlib.ExitStack) -> Device | None:
+        """What layers run on, if the plan has it; closed with ``stack``."""
+        place = self.plan.placement.device
+        if place is None:
+            return None
+        device = make_device(check_device(self.options), place.arena_bytes, self.options.seed)
+        stack.callback(device.close)
+        return device
+
+    def _open(self, listener: Listener, device: Device | None) -> Engine:
         options = self.options
         return open_engine(
             self.meta, self.layout, self.plan.placement,
@@ -201,6 +215,7 @@ class Run:
                 ),
                 directory=self.states.parent, progress=listener.phase, record=self.record,
                 initial={} if self.adapters is None else self.adapters.initial, base=self.base,
+                device=device,
             ),
             self._commits.open_store,
         )  # fmt: skip

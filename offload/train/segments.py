@@ -9,7 +9,7 @@ to hooks that nobody calls in time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
 from offload.train.inputs import Kept
+from offload.train.visits import AT_HOME, Tensors, Visit
 
 
 class Runtime(Protocol):
@@ -26,6 +27,10 @@ class Runtime(Protocol):
 
     def running(self, unit: int, *, backward: bool) -> contextlib.AbstractContextManager[None]:
         """The unit's weights are in place inside."""
+        ...
+
+    def visiting(self, unit: int) -> contextlib.AbstractContextManager[Visit]:
+        """What is inside runs where the unit does: on the device, if there is one."""
         ...
 
     def forward_key(self, unit: int) -> Any:
@@ -103,7 +108,8 @@ class Segment:
             ):
                 if self.module.training:  # dropout below the first adapter is the unit's own, too
                     self.runtime.forward_key(self.unit)
-                return self.inner(*args, **kwargs)
+                with self.runtime.visiting(self.unit) as visit:
+                    return self._without_autograd(visit, args, kwargs)
         args, kwargs = without_caches(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
@@ -114,6 +120,14 @@ class Segment:
         return tree_unflatten(
             [call.fixed[i] if t is None else t for i, t in enumerate(out)], call.out_spec
         )
+
+    def _without_autograd(self, visit: Visit, args: Any, kwargs: Any) -> Any:
+        if visit is AT_HOME:
+            return self.inner(*args, **kwargs)
+        leaves, spec = tree_flatten(without_caches(args, kwargs))
+        args, kwargs = tree_unflatten(_tensors(leaves, visit.up), spec)
+        out, spec = tree_flatten(self.inner(*args, **kwargs))
+        return tree_unflatten(_tensors(out, visit.down), spec)
 
     def restore(self) -> None:
         self.module.__dict__.pop("forward", None)
@@ -182,7 +196,8 @@ class _Run(torch.autograd.Function):
             hidden = tensors[place] if place >= 0 else None
             if hidden is not None:  # the first one; the others are the same for all units
                 ctx.kept = runtime.keep(unit, hidden)
-            out = call.run(list(tensors))
+            with runtime.visiting(unit) as visit:
+                out = _tensors(call.run(visit.up(tensors)), visit.down)
         ctx.call = call
         ctx.present = [t is not None for t in tensors]
         ctx.place = -1 if ctx.kept is None else place
@@ -199,28 +214,41 @@ class _Run(torch.autograd.Function):
             return None, None, *_backward_of_graph(ctx, call, grads)
         saved = iter(ctx.saved_tensors)
         needs = ctx.needs_input_grad[2:]
-        with runtime.running(unit, backward=True):
+        with runtime.running(unit, backward=True), runtime.visiting(unit) as visit:
             tensors: list[torch.Tensor | None] = []
-            for i, (present, need) in enumerate(zip(ctx.present, needs, strict=True)):
+            for i, present in enumerate(ctx.present):
                 tensor = None
                 if i == ctx.place:  # inside: at the door, others' inputs would be in RAM, too
                     tensor = ctx.kept.take()
                 elif present:
                     tensor = next(saved).detach()
+                tensors.append(tensor)
+            tensors = visit.up(tensors)
+            for tensor, need in zip(tensors, needs, strict=True):
                 if tensor is not None and need:
                     tensor.requires_grad_()
-                tensors.append(tensor)
             with torch.enable_grad(), runtime.replay(call.key), runtime.lookups(unit):
                 out = call.run(tensors)
-            pairs = _pairs(out, grads)
+            pairs = _pairs(out, visit.up(grads))
             del out
             pairs += runtime.extra_losses()
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             del pairs
+            result = visit.down(
+                [
+                    None if t is None or not need else t.grad
+                    for t, need in zip(tensors, needs, strict=True)
+                ]
+            )
         runtime.backward_done(unit)
-        return None, None, *[None if t is None or not need else t.grad
-                             for t, need in zip(tensors, needs, strict=True)]  # fmt: skip
+        return None, None, *result
+
+
+def _tensors(leaves: Sequence[Any], move: Callable[[Tensors], Tensors]) -> list[Any]:
+    """``leaves`` with their tensors moved."""
+    moved = move([x if isinstance(x, torch.Tensor) else None for x in leaves])
+    return [x if t is None else t for x, t in zip(leaves, moved, strict=True)]
 
 
 def _results(ctx: Any, call: _Call, out: list[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -26,9 +26,13 @@ from offload.io.store import DEMAND, PREFETCH
 from offload.runtime.memory import HostMemory
 from offload.train.buffers import BufferPool
 from offload.train.layout import Block, TrainLayout
-from offload.train.order import UseOrder
+from offload.train.marks import UPDATE, Marks, reading
+from offload.train.order import NEVER, UseOrder
 from offload.train.tiles import numbers
 from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.train.device_weights import DeviceWeights
 
 log = logging.getLogger(__name__)
 
@@ -127,15 +131,19 @@ class Weights:
 
     def __init__(
         self, layout: TrainLayout, order: UseOrder, source: WeightSource, shared: Shared,
-        limit: int, pinned: Iterable[int],
+        limit: int, pinned: Iterable[int], *, marks: Marks | None = None,
     ) -> None:  # fmt: skip
-        """``limit``: bytes for all of it; ``pinned``: blocks that never leave."""
+        """``limit``: bytes for all of it; ``pinned``: blocks that never leave; ``marks``: told who
+        writes them, if a device copies from them."""
         self.layout = layout
         self.order = order
         self.pinned = frozenset(pinned)
         self._source = source
         self._shared = shared
         self._pool = BufferPool(limit, "weights")
+        self._marks = marks
+        self.above: DeviceWeights | None = None
+        """Set: what is copied to a device from here."""
         self._entries: dict[int, Entry] = {}
         self.stale: set[int] = set()
         """Blocks whose update is pending: nobody may read them before."""
@@ -226,6 +234,7 @@ class Weights:
             and not self.stale
             and not self.unsettled
             and not self._loading
+            and not (self.above is not None and self.above.rising)
         )
 
     def release(self, block: int) -> None:
@@ -257,28 +266,35 @@ class Weights:
                         if not must:
                             entry = self._add(block)
                             entry.ready = True  # stale until the update is through
-                            self._updating = block
-                            return entry
+                            return self._for_update(entry)
                         entry = self._load(block, DEMAND, pins=1)
                         self._until_ready(entry)
                         entry.pins -= 1
-                        self._updating = block
-                        return entry
+                        return self._for_update(entry)
                     if not must and not self._room_comes(block, distance):
                         return None
                 elif entry.ready and not entry.pins:
-                    self._updating = block
-                    return entry
+                    return self._for_update(entry)
                 shared.wait_for_change("an update waits for memory")
+
+    def _for_update(self, entry: Entry) -> Entry:
+        self._updating = entry.block.index
+        if self._marks is not None:
+            self._marks.write(UPDATE, entry.memory)
+        return entry
 
     def make_stale(self, blocks: Iterable[int]) -> None:
         with self._shared.changed:
             self.stale.update(blocks)
+            if self.above is not None:
+                self.above.forget(blocks)
 
     def updated(self, block: int) -> None:
         """The update is through: what is in memory, or on the disk once settled, is current."""
         with self._shared.changed:
             self.stale.discard(block)
+            if self._marks is not None and self._updating == block:
+                self._marks.written(UPDATE, self._entries[block].memory)
             self._updating = -1
             self.pump()
             self._shared.notify()
@@ -301,7 +317,7 @@ class Weights:
             for block in blocks:
                 if self._loading >= LOADING_AHEAD:
                     return
-                if block in self._entries or block in self.stale or block in self.unsettled:
+                if self._held_or_away(block):
                     continue
                 if not self._room(block, 0):
                     return
@@ -309,11 +325,33 @@ class Weights:
 
     # -- inside, with the lock held ----------------------------------------------------------
 
+    def hold_ready(self, blocks: Iterable[int]) -> list[Entry] | None:
+        """These, if all of them are there and current, until ``release``; else None."""
+        found = [self._entries.get(block) for block in blocks]
+        entries = [e for e in found if e is not None and e.ready]
+        if len(entries) < len(found) or any(e.block.index in self.stale for e in entries):
+            return None
+        for entry in entries:
+            entry.pins += 1
+        return entries
+
     def pump(self) -> None:
-        """Start reading what is needed next, as far as there is room for it."""
+        """Start reading what is needed next, as far as there is room for it; and copying."""
         shared = self._shared
         if shared.closed or shared.error is not None:
             return
+        self._read_ahead()
+        if self.above is not None:
+            self.above.pump()
+
+    def _held_or_away(self, block: int) -> bool:
+        """Whether there is nothing to read ahead: it is there, here or on the device, or cannot be
+        read yet."""
+        if block in self._entries or block in self.stale or block in self.unsettled:
+            return True
+        return self.above is not None and self.above.has(block)
+
+    def _read_ahead(self) -> None:
         for distance, unit in self.order.upcoming():
             blocks: list[int] = self.layout.units[unit].blocks
             if self._experts_too and distance < 2:
@@ -322,7 +360,7 @@ class Weights:
             for block in blocks:
                 if self._loading >= LOADING_AHEAD:
                     return
-                if block in self._entries or block in self.stale or block in self.unsettled:
+                if self._held_or_away(block):
                     continue
                 if not self._room(block, distance):
                     return
@@ -368,6 +406,8 @@ class Weights:
         return room >= align_up(self.layout.blocks[block].nbytes)
 
     def _distance(self, block: int) -> int:
+        if self.above is not None and self.above.has(block):
+            return NEVER  # computed with where it has been copied to
         return min(self.order.distance(u) for u in self.layout.users[block])
 
     def _add(self, block: int) -> Entry:
@@ -391,6 +431,8 @@ class Weights:
     def _read(self, entry: Entry, priority: int) -> None:
         """Begin to fill an entry from the source."""
         self._loading += 1
+        if self._marks is not None:
+            self._marks.write(reading(entry.block.index), entry.memory)
         try:
             futures = self._source.read(entry.block, entry.memory.view(), priority)
         except BaseException:
@@ -401,7 +443,7 @@ class Weights:
             future.add_done_callback(partial(self._read_done, entry))
         if not futures:
             self._loading -= 1
-            entry.ready = True
+            self._is_read(entry)
 
     def _read_done(self, entry: Entry, future: Future[Any]) -> None:
         error = future.exception()
@@ -411,9 +453,15 @@ class Weights:
             entry.missing -= 1
             if not entry.missing:
                 self._loading -= 1
-                entry.ready = error is None
+                if error is None:
+                    self._is_read(entry)
                 self.pump()
             self._shared.notify()
+
+    def _is_read(self, entry: Entry) -> None:
+        entry.ready = True
+        if self._marks is not None:
+            self._marks.written(reading(entry.block.index), entry.memory)
 
     def pin_all(self) -> None:
         """Read what stays for good. Waits.
@@ -441,6 +489,8 @@ class Weights:
             self._shared.wait_for(lambda: not self._loading, "reads under way")
             switch()
             mine = [e for e in self._entries.values() if e.block.trained]
+            if self.above is not None:
+                self.above.forget(b.index for b in self.layout.trained)
             for entry in mine:
                 if entry.block.index not in self.pinned:
                     self._pool.give(self._entries.pop(entry.block.index).memory)

@@ -57,7 +57,7 @@ FLAGS = """
 --save-every --save-total-limit --resume --lora-r --lora-alpha --lora-targets --json --eval-every
 --eval-share --skip-bad-rows --grad-dtype --dtype --order --packing --no-packing --router-aux-loss
 --lora-dropout --merge --betas --eps --threads --tensorboard --plot --verbose -m -t -v --keep
---skip-untouched-experts
+--skip-untouched-experts --device
 """.split()
 
 
@@ -156,7 +156,7 @@ def test_every_flag_reaches_the_engine(
         if getattr(asked, name) == getattr(plain, name)
     }
     assert unchanged == {
-        "model", "data", "output", "epochs", "eval_share", "skip_untouched_experts"
+        "model", "data", "output", "epochs", "eval_share", "skip_untouched_experts", "gpu", "device"
     }  # fmt: skip
     assert asked.keep == "both"
     assert tune("--skip-untouched-experts").code == 0
@@ -208,13 +208,26 @@ def test_what_is_missing_is_one_line(cli: Cli) -> None:
     refused(cli("finetune", "-m", "x"), "--data")
 
 
-def test_an_accelerator_that_is_not_used_yet(
+def test_a_card_that_is_not_used_yet(
     tune: Tune, runs: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some Card")
-    refused(tune("--gpu", "8GiB"), "Some Card", "not supported yet", "drop --gpu")
+    from fake_card import FakeCard
+
+    from offload.runtime import cuda_api
+
+    card = FakeCard()
+    monkeypatch.setattr(cuda_api, "card_count", lambda: 1)
+    monkeypatch.setattr(cuda_api, "current_card", lambda: 0)
+    monkeypatch.setattr(cuda_api, "open_card", lambda _: card)
+    refused(tune("--gpu", "8GiB"), "a card of paper", "not supported yet", "drop --gpu")
+    refused(tune("--device", "cuda"), "a card of paper", "not supported yet")
+    card.end()
     assert not runs
+
+
+def test_a_simulated_accelerator(tune: Tune, runs: list[FakeRun]) -> None:
+    assert tune("--gpu", "8GiB", "--device", "sim").code == 0
+    assert (runs[-1].options.gpu, runs[-1].options.device) == (8 << 30, "sim")
 
 
 def test_figures_and_a_plot(tune: Tune, runs: list[FakeRun], tmp_path: Path) -> None:

@@ -1,0 +1,189 @@
+"""The device's tier of a training plan: which units run there, and what that takes.
+
+Pure: numbers in, numbers out. Layers run on the device. Between them everything is in RAM: their
+inputs and outputs, embeddings, what is outside of layers, the head and the loss, gradients, states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from offload.blocks import ALIGN, DTYPE_BYTES, align_up
+from offload.errors import OffloadError, PlanError
+from offload.train.layout import TrainLayout
+from offload.units import format_bytes
+
+TENSORS = 64
+"""Arguments of a unit at most, each of which starts at a page of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlacement:
+    """What the device holds. Sizes in bytes."""
+
+    budget: int
+    units: frozenset[int]
+    """That run there."""
+    slots: int
+    """Units whose weights are there at a time."""
+    slot_bytes: int
+    expert_slots: int = 0
+    """Fused experts that are there at a time."""
+    expert_bytes: int = 0
+    up_bytes: int
+    """A unit's arguments, and the gradients of what it returns."""
+    down_bytes: int
+    """What a unit returns, or the gradients of its arguments."""
+    gradients: int = 1
+    """Gradients of weights on their way down at a time."""
+    gradient_bytes: int
+    """The largest one."""
+    work_bytes: int
+    """Of activations while a unit runs forward and backward."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the device by what they are for."""
+        found = {
+            "weights": self.slots * self.slot_bytes,
+            "experts": self.expert_slots * self.expert_bytes,
+            "activations of a unit": self.work_bytes,
+            "arguments and results": self.up_bytes + self.down_bytes,
+            "gradients on their way": self.gradients * self.gradient_bytes,
+        }
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return sum(self.parts.values())
+
+    @property
+    def arena_bytes(self) -> int:
+        """What is set aside at once; the rest is torch's while a unit runs."""
+        return self.nbytes - self.work_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of RAM, from which and to which copies are made. Weights are copied from where they
+        are."""
+        return self.up_bytes + self.down_bytes + self.gradients * self.gradient_bytes
+
+    def describe(self) -> str:
+        """For the plan's text."""
+        parts = ", ".join(
+            f"{format_bytes(n)} {k}" for k, n in sorted(self.parts.items(), key=lambda i: -i[1])
+        )
+        count = len(self.units)
+        held = "all of them" if self.slots == count else f"{self.slots} of them at a time"
+        return (
+            f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)}: {parts}; {count} layers "
+            f"run there, the weights of {held}; embeddings, head, loss and updates in RAM"
+        )
+
+
+def device_units(layout: TrainLayout, tables: Collection[str] = ()) -> frozenset[int]:
+    """The units that can run on a device: layers whose weights nothing else uses.
+
+    ``tables``: parameters whose gradients leave by rows: their units stay.
+
+    Raises:
+        OffloadError: there is none.
+    """
+    rest = {p.param for b in layout.rest for p in layout.blocks[b].pieces}
+    found = set()
+    for unit in layout.units:
+        inside = set(map(id, unit.module.modules()))
+        mine = {p.param for b in unit.blocks for p in layout.blocks[b].pieces}
+        outside = any(
+            id(place.module) in inside for name in rest for place in layout.params[name].places
+        )
+        layer = any(True for _ in unit.module.children())
+        if layer and unit.blocks and not outside and mine.isdisjoint(tables):
+            found.add(unit.index)
+    while True:
+        shared = {
+            u
+            for u in found
+            for b in layout.units[u].blocks
+            if not found.issuperset(layout.users[b])
+        }
+        if not shared:
+            break
+        found -= shared
+    if not found:
+        raise OffloadError(
+            "none of the model's layers can run on a device: their weights are used elsewhere, "
+            "too; drop --gpu: the CPU computes"
+        )
+    return frozenset(found)
+
+
+def visit_bytes(largest: int, shared: int) -> tuple[int, int]:
+    """(bytes of a unit's arguments and of its results' gradients, bytes of its results).
+
+    ``largest``: bytes of a unit's input. ``shared``: of what all units get alike.
+    """
+    most = align_up(largest)
+    return 2 * most + align_up(shared) + TENSORS * ALIGN, 2 * most + TENSORS * ALIGN
+
+
+def plan_device(
+    layout: TrainLayout, budget: int, units: frozenset[int], *, up: int, down: int, work: int
+) -> DevicePlacement:
+    """Place what fits under ``budget`` bytes: at least one unit's weights.
+
+    ``up``, ``down``: of ``visit_bytes``. ``work``: of activations while a unit runs.
+
+    Raises:
+        PlanError: it does not fit; says by how much.
+    """
+    blocks = layout.blocks
+    mine = [layout.units[u] for u in sorted(units)]
+    slot = max(sum(align_up(blocks[b].value_bytes) for b in u.blocks) for u in mine)
+    experts = [b for u in mine for ids in u.experts.values() for b in ids]
+    expert = max((align_up(blocks[b].value_bytes) for b in experts), default=0)
+    gradient = max(
+        (
+            align_up(piece.count * DTYPE_BYTES[blocks[b].dtype])
+            for u in mine
+            for b in (*u.blocks, *(e for ids in u.experts.values() for e in ids))
+            if blocks[b].trained
+            for piece in blocks[b].pieces
+        ),
+        default=0,
+    )
+
+    def placed(slots: int, expert_slots: int, gradients: int) -> DevicePlacement:
+        return DevicePlacement(
+            budget=budget, units=units, slots=slots, slot_bytes=slot, expert_slots=expert_slots,
+            expert_bytes=expert, up_bytes=up, down_bytes=down, gradients=gradients,
+            gradient_bytes=gradient, work_bytes=work,
+        )  # fmt: skip
+
+    best = least = placed(1, min(1, len(experts)), 1)
+    if least.nbytes > budget:
+        names = ", ".join(
+            f"{format_bytes(n)} {k}" for k, n in sorted(least.parts.items(), key=lambda i: -i[1])
+        )
+        raise PlanError(
+            f"--gpu {format_bytes(budget)} is too small by {format_bytes(least.nbytes - budget)}: "
+            f"a step needs {format_bytes(least.nbytes)} of the device ({names}); raise it to "
+            f"{-(-least.nbytes // 2**20)}MiB, lower --seq-len or --batch-size, or drop --gpu"
+        )
+    # Two of each before more of any: one is used, one on its way.
+    for slots, expert_slots, gradients in ((1, 1, 2), (1, 2, 2), (2, 2, 2)):
+        more = placed(min(slots, len(mine)), min(expert_slots, len(experts)), gradients)
+        if more.nbytes <= budget:
+            best = more
+    left = budget - best.nbytes
+    slots = min(len(mine), best.slots + left // slot)
+    left -= (slots - best.slots) * slot
+    expert_slots = best.expert_slots
+    if expert:
+        expert_slots = min(len(experts), expert_slots + left // expert)
+    return placed(slots, expert_slots, best.gradients)
+
+
+__all__ = ["DevicePlacement", "device_units", "plan_device", "visit_bytes"]

@@ -1,0 +1,297 @@
+"""Weights on the device: copies of blocks in RAM, kept there as long as they are what is needed
+next and nothing has updated them.
+
+A unit's blocks take one slot, a fused expert another. The copy up waits for what wrote the block in
+RAM and for the last use of its slot; compute waits for the copy. What was copied stays until the
+slot is needed for something that runs sooner (Belady), or until a step takes the block: its update
+changes RAM, and the copy on the device is dropped before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from offload.blocks import align_up
+from offload.errors import PlanError
+from offload.runtime.device import Device, Event, Memory, Region
+from offload.train.device_plan import DevicePlacement
+from offload.train.layout import Block, TrainLayout
+from offload.train.marks import Marks
+from offload.train.order import UseOrder
+from offload.train.weights import Entry, Shared, Weights
+from offload.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A block on the device."""
+
+    block: Block
+    tensor: torch.Tensor
+    """[count] in the compute dtype."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    region: Region
+    guards: tuple[Event, ...] = ()
+    """Whoever writes it next comes after these."""
+
+
+@dataclass(slots=True)
+class _Cargo:
+    """What is in a slot, or on its way there."""
+
+    slot: _Slot
+    copies: list[Copy]
+    ready: Event
+    users: int = 0
+    left: Event | None = None
+    """The end of its last use."""
+
+    @property
+    def guards(self) -> tuple[Event, ...]:
+        return (self.ready,) if self.left is None else (self.ready, self.left)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Slots of one size."""
+
+    free: list[_Slot]
+    cargos: dict[tuple[int, ...], _Cargo] = field(default_factory=dict)
+    """By the blocks in it."""
+
+
+def typed(memory: Memory, offset: int, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor over a memory's bytes from ``offset``, with a version counter of its own:
+    to autograd, a copy into other bytes of the memory is no change of this one."""
+    base = memory.tensor()
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(0, dtype=dtype, device=base.device)
+        sizes = tuple(shape)
+        start = (base.storage_offset() + offset) // dtype.itemsize
+        return empty.set_(base.untyped_storage(), start, sizes, _row_major(sizes))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [0] * len(shape), 1
+    for i in reversed(range(len(shape))):
+        stride[i] = step
+        step *= max(shape[i], 1)
+    return tuple(stride)
+
+
+class DeviceWeights:
+    """See the module. Thread-safe, by the engine's lock."""
+
+    def __init__(
+        self, device: Device, layout: TrainLayout, order: UseOrder, weights: Weights,
+        shared: Shared, placement: DevicePlacement, marks: Marks,
+    ) -> None:  # fmt: skip
+        self.placement = placement
+        self.up_bytes = 0
+        """Copied to the device so far."""
+        self.rising = 0
+        """Copies under way; each holds its blocks in RAM."""
+        self._device = device
+        self._layout = layout
+        self._order = order
+        self._weights = weights
+        self._shared = shared
+        self._marks = marks
+        self._units = self._pool("weights", placement.slots, placement.slot_bytes)
+        self._experts = self._pool("experts", placement.expert_slots, placement.expert_bytes)
+        self._closed = False
+
+    def _pool(self, name: str, count: int, nbytes: int) -> _Pool:
+        if not count:
+            return _Pool([])
+        memory = self._device.device_memory(count * nbytes, name)
+        return _Pool([_Slot(Region(memory, i * nbytes, nbytes)) for i in range(count)])
+
+    # -- for compute ----------------------------------------------------------------------
+
+    def acquire(self, unit: int) -> list[Copy]:
+        """The current weights of a unit, until ``release``. Waits for their pending updates."""
+        return self._acquire(self._units, tuple(self._layout.units[unit].blocks))
+
+    def acquire_expert(self, block: int) -> Copy:
+        """As ``acquire``, of one fused expert."""
+        return self._acquire(self._experts, (block,))[0]
+
+    def _acquire(self, pool: _Pool, blocks: tuple[int, ...]) -> list[Copy]:
+        with self._shared.changed:
+            self._shared.check()
+            cargo = self._use(pool, blocks)
+            if cargo is None:
+                entries = self._weights.acquire_all(blocks)
+                cargo = self._use(pool, blocks)
+                if cargo is None:
+                    cargo = self._raise(pool, blocks, entries, -1, users=1)
+                else:  # copied ahead while these were waited for
+                    for block in blocks:
+                        self._weights.release(block)
+            if cargo is None:
+                raise PlanError(
+                    f"no room on the device for {self._layout.blocks[blocks[0]].id}: its "
+                    f"{format_bytes(self.placement.budget)} are in use at this moment; raise --gpu"
+                )
+        # Without the lock: copies before this one end with a callback that takes it.
+        self._device.compute.wait(cargo.ready)
+        self._device.touch("compute", self._used(cargo), "r")
+        return cargo.copies
+
+    def _use(self, pool: _Pool, blocks: tuple[int, ...]) -> _Cargo | None:
+        """What is there, or on its way, and stays from now on: the unit that runs is needed last,
+        and would be the first to go."""
+        cargo = pool.cargos.get(blocks)
+        if cargo is not None:
+            cargo.users += 1
+        return cargo
+
+    def release(self, unit: int) -> None:
+        self._release(self._units, tuple(self._layout.units[unit].blocks))
+
+    def release_expert(self, block: int) -> None:
+        self._release(self._experts, (block,))
+
+    def _release(self, pool: _Pool, blocks: tuple[int, ...]) -> None:
+        with self._shared.changed:
+            cargo = pool.cargos[blocks]
+        self._device.touch("compute", self._used(cargo), "r")  # until now
+        left = self._device.compute.record()
+        with self._shared.changed:
+            cargo.users -= 1
+            cargo.left = left
+            self._weights.pump()
+            self._shared.notify()
+
+    # -- for weights in RAM, with the lock held ------------------------------------------------
+
+    def has(self, block: int) -> bool:
+        """Whether the block's current weights are there, or on their way."""
+        return any(block in blocks for pool in self._pools() for blocks in pool.cargos)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These change in RAM: what is here of them is worthless."""
+        gone = set(blocks)
+        for pool in self._pools():
+            for key in [k for k in pool.cargos if not gone.isdisjoint(k)]:
+                if pool.cargos[key].users:
+                    raise AssertionError("weights change that compute uses")
+                self._drop(pool, key)
+
+    def pump(self) -> None:
+        """Begin to copy what is needed next and is in RAM, as far as there is room for it. One at a
+        time: a unit's arguments that compute waits for come behind it."""
+        if self._closed or self._shared.closed or self._shared.error is not None:
+            return
+        for distance, unit in self._order.upcoming():
+            if self.rising:
+                return
+            blocks = tuple(self._layout.units[unit].blocks)
+            if unit not in self.placement.units or blocks in self._units.cargos:
+                continue
+            if not self._can_take(self._units, distance):
+                return
+            entries = self._weights.hold_ready(blocks)
+            if entries is None:
+                return
+            self._raise(self._units, blocks, entries, distance)
+
+    # -- inside, with the lock held ----------------------------------------------------------
+
+    def _pools(self) -> tuple[_Pool, _Pool]:
+        return self._units, self._experts
+
+    def _distance(self, blocks: tuple[int, ...]) -> int:
+        return min(self._order.distance(u) for b in blocks for u in self._layout.users[b])
+
+    def _victim(self, pool: _Pool, distance: int) -> tuple[int, ...] | None:
+        """What is needed last, and later than ``distance`` (-1: whatever it is)."""
+        idle = [(self._distance(key), key) for key, c in pool.cargos.items() if not c.users]
+        if not idle:
+            return None
+        when, key = max(idle)
+        return key if when > distance else None
+
+    def _can_take(self, pool: _Pool, distance: int) -> bool:
+        return bool(pool.free) or self._victim(pool, distance) is not None
+
+    def _raise(
+        self, pool: _Pool, blocks: tuple[int, ...], entries: list[Entry], distance: int,
+        users: int = 0,
+    ) -> _Cargo | None:  # fmt: skip
+        """Begin to copy blocks, which are held in RAM until they are there."""
+        if not pool.free:
+            victim = self._victim(pool, distance)
+            if victim is None:
+                for held in blocks:
+                    self._weights.release(held)
+                return None
+            self._drop(pool, victim)
+        slot = pool.free.pop()
+        self._order_slot(slot)
+        at, copies, ready = slot.region.offset, [], None
+        for entry in entries:
+            block, nbytes = entry.block, entry.block.value_bytes
+            self._device.h2d.wait(self._marks.arrived(entry.memory))
+            target = Region(slot.region.memory, at, nbytes)
+            ready = self._device.copy(target, Region(entry.memory, 0, nbytes), self._device.h2d)
+            self._marks.copied(entry.memory, ready)
+            dtype: torch.dtype = getattr(torch, block.dtype)
+            copies.append(Copy(block, typed(slot.region.memory, at, (block.count,), dtype)))
+            self.up_bytes += nbytes
+            at += align_up(nbytes)
+        assert ready is not None
+        cargo = pool.cargos[blocks] = _Cargo(slot, copies, ready, users)
+        self.rising += 1
+        ready.then(partial(self._risen, blocks))
+        return cargo
+
+    def _order_slot(self, slot: _Slot) -> None:
+        for event in slot.guards:
+            self._device.h2d.wait(event)
+
+    def _risen(self, blocks: tuple[int, ...], error: BaseException | None) -> None:
+        """On the thread of the copies, or at once."""
+        if error is not None:
+            self._shared.fail(error)
+        with self._shared.changed:
+            self.rising -= 1
+            for block in blocks:
+                self._weights.release(block)
+
+    def _drop(self, pool: _Pool, key: tuple[int, ...]) -> None:
+        cargo = pool.cargos.pop(key)
+        cargo.slot.guards = cargo.guards
+        self._device.discard(cargo.slot.region, cargo.guards)
+        pool.free.append(cargo.slot)
+
+    def _used(self, cargo: _Cargo) -> Region:
+        """The bytes of a slot up to the end of what is in it."""
+        region = cargo.slot.region
+        nbytes = sum(align_up(c.block.value_bytes) for c in cargo.copies[:-1])
+        return Region(region.memory, region.offset, nbytes + cargo.copies[-1].block.value_bytes)
+
+    def close(self) -> None:
+        """Wait for the copies under way, which read RAM."""
+        with self._shared.changed:
+            self._closed = True
+            ready = [c.ready for pool in self._pools() for c in pool.cargos.values()]
+        for event in ready:
+            try:
+                event.wait()
+            except Exception as error:  # noqa: BLE001  ``Device.check`` raises it; closing goes on
+                log.error("a copy to the device: %s", error)
+
+
+__all__ = ["Copy", "DeviceWeights", "typed"]

@@ -1,0 +1,280 @@
+"""Training with layers on a device: every bit is that of the CPU's run, and no use is unordered."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_support import engine_on_device
+from engine_support import batch, oracle_of
+from fake_card import FakeCard
+from families import write
+from run_support import (
+    everything_on_disk,
+    not_warmed,
+    options_for,
+    weights_of,
+    write_data,
+    write_model,
+)
+from run_support import train as train_run
+from test_engine import train
+
+from offload.errors import OffloadError, PlanError
+from offload.runtime.cuda_device import CudaDevice
+from offload.runtime.device import Device
+from offload.runtime.sim_device import SimDevice
+from offload.runtime.sim_event import SimEvent
+from offload.train import preparing
+from offload.train.checks import check_device
+from offload.train.device_plan import DevicePlacement
+from offload.train.device_weights import _Cargo
+from offload.train.marks import Marks
+from offload.train.preparing import prepare
+from offload.train.visits import Visits
+
+ROOMS = ["all", "some", "least"]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[Any, Path] = {}
+
+    def make(family: str, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Path:
+        key = (family, dtype, *sorted(how.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("tiny") / family
+            write(family, made[key], dtype, **how)
+        return made[key]
+
+    return make
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(("place", "clip"), [("disk", 0.5), ("half", 0.0), ("ram", 0.5)])
+def test_a_dense_model(tiny: Any, place: str, room: str, clip: float) -> None:
+    directory = tiny("qwen3")
+    with engine_on_device(directory, place, room) as (engine, _):
+        oracle = oracle_of(directory, engine.layout)
+        train(engine, oracle, 1, clip)
+        tier = engine.homes.tier
+        assert tier is not None
+        assert tier.weights.up_bytes
+        assert tier.gradients.down_bytes
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts(tiny: Any, family: str, room: str) -> None:
+    directory = tiny(family)
+    with engine_on_device(directory, "disk", room) as (engine, _):
+        oracle = oracle_of(directory, engine.layout)
+        train(engine, oracle, 2, 0.5, steps=3)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_accumulation_and_tied_embeddings(tiny: Any, family: str, room: str) -> None:
+    directory = tiny(family, tie_word_embeddings=True)
+    with engine_on_device(directory, "disk", room, grad_dtype="float32") as (engine, _):
+        oracle = oracle_of(directory, engine.layout, grad_dtype="float32")
+        train(engine, oracle, 3, 0.5, steps=3)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_frozen_parameters_in_float32(tiny: Any, room: str) -> None:
+    def freeze(name: str) -> bool:
+        return "embed" in name or "layers.0" in name or name.endswith("k_proj.weight")
+
+    directory = tiny("llama", torch.float32)
+    with engine_on_device(directory, "least", room, freeze=freeze) as (engine, _):
+        oracle = oracle_of(directory, engine.layout, freeze=freeze, dtype=torch.float32)
+        train(engine, oracle, 1, 0.0)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_evaluation_between_steps(tiny: Any, room: str) -> None:
+    directory = tiny("qwen3_moe")
+    with engine_on_device(directory, "disk", room) as (engine, _):
+        oracle = oracle_of(directory, engine.layout)
+        for step in range(3):
+            train(engine, oracle, 1, 0.5, steps=step + 1)
+            engine.begin_forward()
+            with torch.no_grad():
+                ids = batch(99, 0)
+                wanted = oracle.model(input_ids=ids).logits
+                assert torch.equal(engine.model(input_ids=ids, use_cache=False).logits, wanted)
+
+
+@pytest.mark.parametrize("room", ["some", "least"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("refuse", [None, "not permitted"])
+def test_what_drives_cards_gives_the_same_bits(
+    tiny: Any, room: str, seed: int, refuse: str | None
+) -> None:
+    """The device of a card, on a card of paper whose streams lag."""
+    directory = tiny("qwen3_moe")
+    card = FakeCard(seed=seed, refuse=refuse)
+
+    def make(nbytes: int) -> Device:
+        return CudaDevice(nbytes, api=card, watchdog_s=30)
+
+    with engine_on_device(directory, "disk", room, make=make) as (engine, _):
+        oracle = oracle_of(directory, engine.layout)
+        train(engine, oracle, 1, 0.5, steps=3)
+    card.end()
+
+
+@pytest.fixture
+def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Train a whole run; its log and the bytes of its weights."""
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    data = write_data(tmp_path / "data.jsonl")
+
+    def run(model: Path, name: str, **more: Any) -> Any:
+        options = options_for(model, data, tmp_path / name, **more)
+        log = train_run(options, change=everything_else_on_disk)
+        return log.losses, log.norms, weights_of(tmp_path / name / "out")
+
+    return run
+
+
+def everything_else_on_disk(run: Any) -> None:
+    device = run.plan.placement.device
+    everything_on_disk(run)
+    placement = replace(run.plan.placement, device=device)
+    object.__setattr__(run.plan, "placement", placement)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("more", [{"grad_accum": 3}, {"max_grad_norm": 0.0}])
+def test_a_run_on_a_device_is_the_run_without(
+    tmp_path: Path, run_of: Any, family: str, more: dict[str, Any]
+) -> None:
+    """From batches of packed rows to the written model, the head's loss by slices among it."""
+    model = write_model(tmp_path / "model", family)
+    wanted = run_of(model, "cpu", **more)
+    assert run_of(model, "device", gpu=1 << 30, device="sim", **more) == wanted
+
+
+def test_the_plan_has_both_tiers_and_a_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    model = write_model(tmp_path / "model")
+    data = write_data(tmp_path / "data.jsonl")
+    options = options_for(model, data, tmp_path, device="sim", gpu=1 << 30)
+    run = prepare(options)
+    place = run.plan.placement.device
+    text = "\n".join(run.describe())
+    run.close()
+    assert place is not None
+    assert place.slots == len(place.units)
+    for said in ("device  simulated", "RAM  ", "of 1.0 GiB"):
+        assert said in text
+    assert run.plan.ram["copies to and from the device"] == place.host_bytes
+    assert not run.plan.placement.kept
+    least = replace(place, slots=1, gradients=1).nbytes
+    tight = prepare(replace(options, gpu=least))
+    tight.close()
+    assert tight.plan.placement.device.slots == 1
+    with pytest.raises(PlanError, match=r"--gpu .* too small by 1\.?0? B.* needs .*raise it to"):
+        prepare(replace(options, gpu=least - 1))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"method": "lora"}, "adapters are not trained on a device yet"),
+        ({"router_aux_loss": 0.1}, "drop either"),
+        ({"gpu": 0}, "is no budget"),
+        ({"device": "cpu"}, "contradict"),
+        ({"device": "tpu"}, "not one of"),
+    ],
+)
+def test_what_is_not_done_on_a_device(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    given = {"gpu": 1 << 30, "device": "sim", **more}
+    with pytest.raises(OffloadError, match=said):
+        check_device(options_for(tmp_path, tmp_path / "data.jsonl", tmp_path, **given))
+
+
+@pytest.mark.parametrize(
+    ("who", "caller"),
+    [
+        ("h2d", "_raise"),  # weights in RAM are read from the disk, or updated
+        ("h2d", "_order_slot"),  # compute has used what was in the slot
+        ("compute", "_acquire"),  # weights have come
+        ("h2d", "up"),  # arguments are where copies read them
+        ("compute", "up"),  # arguments have come
+        ("d2h", "down"),  # results are computed
+        ("host", "down"),  # results have come
+        ("d2h", "add"),  # a gradient is computed
+        ("host", "_land_one"),  # a gradient has come
+        ("guards", ""),  # a slot's last use counts, not only its copy
+        ("copied", ""),  # an update waits for the copy from the memory that it writes
+    ],
+)
+def test_every_wait_is_needed(
+    tiny: Any, who: str, caller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the detector finds a use that nothing orders."""
+    skipped = []
+
+    def unless_called_by(wait: Any) -> Any:
+        def maybe(*args: Any) -> None:
+            code = sys._getframe(1).f_code
+            if code.co_name == caller and Path(code.co_filename).parent.name == "train":
+                skipped.append(caller)
+            else:
+                wait(*args)
+
+        return maybe
+
+    device = SimDevice(1 << 30, watchdog_s=20.0)
+    if who == "host":
+        monkeypatch.setattr(SimEvent, "wait", unless_called_by(SimEvent.wait))
+    elif who == "guards":
+        monkeypatch.setattr(_Cargo, "guards", property(lambda cargo: (cargo.ready,)))
+    elif who == "copied":
+        monkeypatch.setattr(Marks, "copied", lambda *_: None)
+    else:
+        stream = getattr(device, who)
+        monkeypatch.setattr(stream, "wait", unless_called_by(stream.wait))
+    directory = tiny("qwen3")
+    with (
+        contextlib.suppress(Exception),  # wrong numbers, or the race, whichever is seen first
+        engine_on_device(directory, "disk", "least", make=lambda _: device) as (engine, _),
+    ):
+        train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=2)
+    assert device.races()
+    assert skipped or not caller
+
+
+def test_arguments_come_after_the_last_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host computes, what the host has done implies it; on a card it does not."""
+    place = DevicePlacement(
+        budget=1 << 20, units=frozenset([0]), slots=1, slot_bytes=4096, up_bytes=8192,
+        down_bytes=8192, gradient_bytes=4096, work_bytes=0,
+    )  # fmt: skip
+    with SimDevice(1 << 20) as device:
+        visits, waited = Visits(device, place), []
+        wait = device.h2d.wait
+        monkeypatch.setattr(device.h2d, "wait", lambda event: (waited.append(event), wait(event)))
+        values = torch.arange(12.0).view(3, 4)
+        with visits.visiting() as visit:
+            there = visit.up([values, None])
+            back = visit.down([None, there[0].mul(2)])
+        assert back[0] is None
+        assert torch.equal(back[1], values * 2)
+        left = visits._free
+        assert left not in waited
+        with visits.visiting() as visit:
+            visit.up([values])
+            assert left in waited
+            with pytest.raises(PlanError, match=r"take 12\.0 KiB, the plan has 8\.0 KiB"):
+                visit.up([torch.zeros(2048)])
