@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -21,13 +20,14 @@ import torch
 
 from offload.blocks import align_up
 from offload.cpu_ops.grad_norm import Numbers
-from offload.errors import ClosedError, OffloadError, PlanError, WatchdogError
+from offload.errors import OffloadError, PlanError
 from offload.io.store import DEMAND, PREFETCH
 from offload.runtime.memory import HostMemory
 from offload.train.buffers import BufferPool
 from offload.train.layout import Block, TrainLayout
 from offload.train.marks import UPDATE, Marks, reading
 from offload.train.order import NEVER, UseOrder
+from offload.train.shared import Shared
 from offload.train.tiles import numbers
 from offload.units import format_bytes
 
@@ -36,56 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WATCHDOG_S = 300.0
-"""Without any event for so long, a wait is given up."""
-
 LOADING_AHEAD = 4
 """Blocks read ahead at once: enough requests for the disk, and few enough that updates, which share
 it, are not held up by reads that nobody waits for yet."""
-
-
-class Shared:
-    """The lock of a training engine, its first error, and waiting that cannot hang."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition(threading.RLock())
-        self.error: BaseException | None = None
-        self.events = 0
-        self.closed = False
-
-    def notify(self) -> None:
-        """Something happened. With the lock held."""
-        self.events += 1
-        self.changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the first error: everybody who waits gets it."""
-        with self.changed:
-            if self.error is None:
-                self.error = error
-            self.notify()
-
-    def check(self) -> None:
-        """Raise the error if there is one. With the lock held."""
-        if self.error is not None:
-            raise self.error
-        if self.closed:
-            raise ClosedError("the training engine is closed")
-
-    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait, with the lock held. Raises the engine's error; WatchdogError if nothing moves."""
-        while not ready():
-            self.check()
-            before = self.events
-            self.changed.wait(WATCHDOG_S)
-            if self.events == before and not ready():
-                raise WatchdogError(f"{what}: nothing has happened for {WATCHDOG_S:.0f} s")
-        self.check()
-
-    def wait_for_change(self, what: str) -> None:
-        """Wait, with the lock held, until something has happened."""
-        before = self.events
-        self.wait_for(lambda: self.events != before, what)
 
 
 class WeightSource(Protocol):
@@ -516,3 +469,6 @@ def as_numbers(tensor: torch.Tensor) -> Numbers:
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16).numpy().view(np.uint16)
     return flat.numpy()  # type: ignore[no-any-return]
+
+
+__all__ = ["Entry", "Shared", "WeightSource", "Weights", "as_numbers"]
