@@ -116,7 +116,7 @@ def make(
 
 def _fill(part: Part, piece: Piece, rows: Bytes, out: Bytes) -> Deviation:
     """Put rows of the source into ``out`` as ``part`` has them."""
-    stays = part.layout is Layout.PLAIN or part.format == piece.source_format
+    stays = part.layout is Layout.PLAIN or part.format in ("f32", piece.source_format)
     if stays and piece.source_format in FLOATS:  # others are checked as they are quantised
         _check_finite(piece, rows)
     if part.layout is Layout.PLAIN:
@@ -125,7 +125,10 @@ def _fill(part: Part, piece: Piece, rows: Bytes, out: Bytes) -> Deviation:
         out[:] = rows.reshape(-1)
         return Deviation()
     format, columns = get_format(part.format), piece.tensor.columns
-    gguf, native = rows, piece.source_format
+    native = piece.source_format
+    if part.format == "f32" and native in FLOATS:  # wider at most: exact
+        rows, native = as_float32(native, rows).view(np.uint8), "f32"
+    gguf = rows
     if part.format != native:
         if native in REQUANTISED:
             rows, native = dequantize_rows(native, rows).view(np.uint8), "f32"

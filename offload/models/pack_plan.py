@@ -86,6 +86,8 @@ def target(tensor: Tensor, native: str, quant: str) -> tuple[str, Layout, str]:
         if tensor.columns % block == 0:
             return wanted, layout, ""
         why = f"{tensor.columns} columns are not a multiple of {block}"
+    if tensor.group and tensor.columns % get_format(native).block:
+        return "f32", Layout.PACKED, why  # experts run on kernels alone, and halves come in pairs
     if tensor.kind is Kind.ROWS or tensor.columns % get_format(native).block:
         return plain, Layout.PLAIN, why
     return native, Layout.PACKED, why

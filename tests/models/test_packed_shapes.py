@@ -43,3 +43,9 @@ def test_a_single_expert(tmp_path: Path) -> None:
     """It is no choice and stays with its layer, which the kernels' own step then leaves alone."""
     config = tiny_config("mixtral", num_local_experts=1, num_experts_per_tok=1)
     near_the_reference(write("mixtral", tmp_path / "m", torch.float32, config=config))
+
+
+def test_experts_with_an_odd_number_of_columns(tmp_path: Path) -> None:
+    """Kernels take 16-bit values in pairs; as float32 the same values are exact."""
+    config = tiny_config("qwen3_moe", moe_intermediate_size=33)
+    near_the_reference(write("qwen3_moe", tmp_path / "m", torch.bfloat16, config=config))
