@@ -220,7 +220,18 @@ def parse_options(
     prompt_cache_limit: str | int | None = None,
     **others: Any,
 ) -> Options:
-    """Options from sizes as people write them."""
+    """Options from sizes as people write them.
+
+    Raises:
+        OffloadError: a size that is none, an option that is unknown, no token or no sequence.
+    """
+    unknown = sorted(others.keys() - Options.__dataclass_fields__.keys())
+    if unknown:
+        known = ", ".join(sorted(Options.__dataclass_fields__))
+        raise OffloadError(f"{unknown[0]} is no option; known are {known}")
+    for name in ("context", "batch", "sequences", "prompt_tokens"):
+        if (value := others.get(name)) is not None and value < 1:
+            raise OffloadError(f"{name} is {value}; give 1 or more")
     if prompt_cache_limit is not None:
         others["prompt_cache_limit"] = parse_bytes(prompt_cache_limit)
     return Options(

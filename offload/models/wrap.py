@@ -58,6 +58,11 @@ def wrap(
         PlanError: the budget is too small. StoreError: not enough space on disk.
         Whatever is raised, the model is as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise OffloadError(
+            f"offload.wrap takes a torch.nn.Module, not a {type(model).__name__}; offload.load "
+            f"opens a checkpoint"
+        )
     if isinstance(getattr(model, "offload", None), OffloadHandle):
         raise OffloadError("this model is streamed already; call offload.unwrap(model) first")
     if options.choice.kind == "cuda":

@@ -222,3 +222,24 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"bogus": 1}, "bogus is no option; known are attention, batch"),
+        ({"context": 0}, "context is 0; give 1 or more"),
+        ({"batch": -2}, "batch is -2; give 1 or more"),
+    ],
+)
+def test_options_that_cannot_be(wrong: dict[str, int], says: str) -> None:
+    with pytest.raises(OffloadError, match=says):
+        offload.wrap(torch.nn.Linear(4, 4), ram="2MiB", **wrong)
+    with pytest.raises(OffloadError, match=says):
+        offload.load("nowhere", ram="2MiB", **wrong)
+
+
+def test_what_is_no_module() -> None:
+    not_a_model: Any = "a/checkpoint"
+    with pytest.raises(OffloadError, match=r"takes a torch\.nn\.Module, not a str"):
+        offload.wrap(not_a_model, ram="2MiB")
