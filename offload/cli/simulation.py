@@ -105,8 +105,8 @@ def simulate(wish: Wish) -> Simulated:
             "the expert policy pinned learns from a recorded routing, and this one is made up; "
             "choose another --expert-policy"
         )
-    context = wish.context or max(1024, wish.prompt_tokens + wish.tokens)
-    if wish.prompt_tokens + wish.tokens > context:
+    context = wish.context
+    if context is not None and wish.prompt_tokens + wish.tokens > context:
         raise OffloadError(
             f"{wish.prompt_tokens} tokens of prompt and {wish.tokens} of answer do not fit a "
             f"context of {context}; raise --context"
@@ -116,6 +116,7 @@ def simulate(wish: Wish) -> Simulated:
         quant=wish.quant,
         layers=wish.layers,
         prompt_tokens=wish.prompt_tokens,
+        tokens=wish.tokens,
         context=context,
     )
     budgets = {Tier.RAM: wish.ram or machines.default_ram(hardware)}

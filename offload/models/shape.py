@@ -132,7 +132,8 @@ def shape_of(
     quant: str | None = None,
     layers: int | None = None,
     prompt_tokens: int = 512,
-    context: int = 1024,
+    tokens: int = 0,
+    context: int | None = None,
 ) -> Shape:
     """Read a config and describe its model.
 
@@ -140,6 +141,8 @@ def shape_of(
         config_path: a ``config.json`` or a directory with one. Nothing else is read.
         quant: ``q4``, ``q8`` or ``none`` as in a pack; None: as a checkpoint in its own dtype.
         layers: keep only so many.
+        tokens: of an answer behind the prompt, for which there has to be room.
+        context: None: what these need, and 1024 if the model takes as many.
 
     Raises:
         CheckpointError, UnsupportedModelError: the config cannot be used.
@@ -151,8 +154,16 @@ def shape_of(
     model.tie_weights(missing_keys=set(), recompute_mapping=False)
     text = source.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
-    if isinstance(limit, int) and context > limit > 0:
-        raise OffloadError(f"--context {context} is over the model's limit of {limit} tokens")
+    most = limit if isinstance(limit, int) and limit > 0 else None
+    if context is None:
+        context = max(min(1024, most or 1024), prompt_tokens + tokens)
+        if most is not None and context > most:
+            raise OffloadError(
+                f"{prompt_tokens} tokens of prompt and {tokens} of answer are over the model's "
+                f"limit of {most}; give fewer --prompt-tokens"
+            )
+    if most is not None and context > most:
+        raise OffloadError(f"--context {context} is over the model's limit of {most} tokens")
     footprint = measure(model, prompt_tokens)
     found = _packed(model, source.dtype, quant) if quant else _plain(model)
     path = Path(config_path)

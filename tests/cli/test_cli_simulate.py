@@ -65,6 +65,20 @@ def test_more_memory_is_never_predicted_to_be_slower(cli: Cli, small: Path, tmp_
     assert speeds == sorted(speeds)
 
 
+def test_a_model_with_a_short_context(cli: Cli, small: Path, tmp_path: Path) -> None:
+    """Nobody gave a --context: the default gives way, and no flag is blamed that was not there."""
+    short = tmp_path / "config.json"
+    config = json.loads(small.read_text()) | {"max_position_embeddings": 256}
+    short.write_text(json.dumps(config))
+    words = ("simulate", short, "--hardware", "cpu-laptop", "-n", 4)
+    found = cli(*words, "--prompt-tokens", 32, "--json", tmp_path / "a.json")
+    assert found.code == 0, found.err
+    assert json.loads((tmp_path / "a.json").read_text())["context"] == 256
+    said = refused(cli(*words))
+    assert "512 tokens of prompt and 4 of answer are over the model's limit of 256" in said
+    assert "--context 300 is over" in refused(cli(*words, "--prompt-tokens", 8, "-c", 300))
+
+
 def test_impossible_simulations_are_refused(cli: Cli, small: Path, tmp_path: Path) -> None:
     def said(*words: object) -> str:
         return refused(cli("simulate", small, *words))
