@@ -64,6 +64,7 @@ from offload.models.units import Cut, cut, unit_modules
 from offload.models.workspace import WHOLE, limit_kernels, workspace_for
 from offload.runtime import choice
 from offload.runtime.cuda_stream import STAGING_BYTES
+from offload.runtime.heap import keep_small_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
@@ -172,6 +173,7 @@ def prepare(
     check_device(options)
     choice.warm_up(options.choice)
     import_programs(options)
+    keep_small_heap(ram_budget(options))
     warm = warm_up(config, model_class(config), dtype)
     reset_peak_rss()
     return plan_model(directory, options, warm, compiling)

@@ -1,4 +1,4 @@
-"""Large blocks that are freed are the system's again."""
+"""Large blocks that are freed are the system's again; the end of a small budget's heap stays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from offload.runtime.heap import SMALL_BUDGET
 
 SCRIPT = """
 import ctypes, sys
@@ -53,3 +55,39 @@ def test_large_blocks_are_returned() -> None:
 def test_the_default_keeps_them() -> None:
     """Else there would be nothing to mend."""
     assert left_behind("no") >= 6
+
+
+END = """
+import ctypes, sys
+from offload.runtime.heap import keep_small_heap
+
+class MallInfo(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_size_t) for n in
+        "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "mallinfo2"):
+    print("skip")
+    sys.exit()
+libc.mallinfo2.restype = MallInfo
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+print(keep_small_heap(int(sys.argv[1])), end=" ")
+for block in [libc.malloc(100_000) for _ in range(60)]:
+    libc.free(block)
+print(libc.mallinfo2().keepcost)
+"""
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(SMALL_BUDGET - 1, True), (SMALL_BUDGET, False)])
+def test_a_small_budget_keeps_the_end_of_its_heap(budget: int, kept: bool) -> None:
+    """What was free when the process was weighed is not the system's a moment later."""
+    run = subprocess.run(
+        [sys.executable, "-c", END, str(budget)], capture_output=True, text=True, check=True
+    )
+    if run.stdout.strip() == "skip":
+        pytest.skip("this C library does not say what its heap holds")
+    done, free = run.stdout.split()
+    assert done == str(kept)
+    assert (int(free) > 5_000_000) == kept
