@@ -266,10 +266,12 @@ def test_other_processors_compute_the_same(tmp_path: Path) -> None:
     """Compiled for this processor, for one without vectors of 512 bits, and for bare x86-64."""
     if "avx2" not in isa.features():
         pytest.skip("the other processors of this test are x86-64")
-    machines = [
-        {},
-        {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
+    new = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    machines: list[dict[str, str]] = [
+        {},  # what other tests have compiled serves this one, too
+        {**new, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
         {
+            **new,
             "NUMBA_CPU_NAME": "haswell",
             "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+sse4.2,+ssse3,+popcnt",
         },
@@ -278,7 +280,7 @@ def test_other_processors_compute_the_same(tmp_path: Path) -> None:
     for machine in machines:
         done = subprocess.run(
             [sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=True, cwd=ROOT,
-            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **machine},
+            env={**os.environ, **machine},
         )  # fmt: skip
         found.append(ast.literal_eval(done.stdout))
     assert found[0] == found[1] == found[2]
