@@ -88,6 +88,19 @@ class LayerTable:
                 f"the KV cache holds {len(self._rows)} sequences, and got {keys.shape[0]}; start "
                 f"with an empty one"
             )
+        try:
+            self._append(keys, values)
+        except BaseException:
+            # Some rows may have a block of a column that others have no room for: left there, the
+            # next append would put its own behind it and write into this one.
+            columns = -(-self.length // self.layout.tokens)
+            for blocks in self._rows:
+                for block in blocks[columns:]:
+                    block.owner.drop(block)
+                del blocks[columns:]
+            raise
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         size, tokens, start = self.layout.tokens, keys.shape[2], self.length
         done = 0
         while done < tokens:

@@ -226,6 +226,41 @@ def test_a_full_disk_leaves_what_is_in_ram(
     pool.close()
 
 
+@pytest.mark.parametrize("slots", [12, 13])
+def test_a_row_without_room_takes_the_other_rows_blocks_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """A slot for the first sequence's next block and none for the second's: what was left of it
+    was in the way of the next tokens, and those were stored where nobody reads."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreError("too little space")
+
+    monkeypatch.setattr("offload.kv.spill.reserve", full)
+    homes = place(slots=slots, slot_bytes=LAYOUT.nbytes, layers=1, sequences=2)
+    pool, spill = Pool(slots, LAYOUT.nbytes), Spill(tmp_path, LAYOUT.nbytes, Engine())
+    store = BlockStore(pool, spill, homes)
+    table = LayerTable(store, 0, LAYOUT)
+    keys, values = torch.rand(2, 2, 100, 3), torch.rand(2, 1, 100, 5)
+    for start in (0, 4):
+        with pytest.raises(StoreError, match="KV cache is full"):
+            table.append(keys[:, :, start:], values[:, :, start:])
+        columns = (slots - homes.window) // 2
+        assert table.length == 4 * columns
+        assert store.counts() == (2 * columns, 0)
+        table.truncate(4)
+    more = 4 * (columns - 1)
+    table.append(keys[:, :, 50 : 50 + more], values[:, :, 50 : 50 + more])
+    got_k, got_v = torch.zeros(2, 2, 4 + more, 3), torch.zeros(2, 1, 4 + more, 5)
+    table.gather(got_k, got_v, iter(()))
+    assert torch.equal(got_k, torch.cat([keys[:, :, :4], keys[:, :, 50 : 50 + more]], 2))
+    assert torch.equal(got_v, torch.cat([values[:, :, :4], values[:, :, 50 : 50 + more]], 2))
+    table.clear()
+    assert store.counts() == (0, 0)
+    spill.close()
+    pool.close()
+
+
 def test_a_block_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     homes = place(slots=3, slot_bytes=LAYOUT.nbytes, layers=1, sequences=1)
     engine = Engine()
