@@ -8,6 +8,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis.internal.conjecture import engine
+
+# Of five minutes by default, which is a test's time limit: that ends the process, and nobody learns
+# what failed. An example that is not the smallest says more.
+assert engine.MAX_SHRINKING_SECONDS > 60
+engine.MAX_SHRINKING_SECONDS = 60
 
 
 @pytest.fixture(scope="session")
