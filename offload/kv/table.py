@@ -98,6 +98,8 @@ class LayerTable:
                 for block in blocks[columns:]:
                     block.owner.drop(block)
                 del blocks[columns:]
+            if self.coarse is not None and self.length % self.layout.tokens:
+                self._restore(self.coarse, columns - 1)
             raise
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:

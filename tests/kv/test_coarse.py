@@ -14,6 +14,7 @@ from test_in_place import BLOCK, PROMPT, ROWS, WAYS, generate
 from offload.errors import OffloadError
 from offload.kv.coarse import WRITTEN
 from offload.kv.homes import LEAST_WINDOW
+from offload.kv.table import LayerTable
 from offload.kv.tiers import KvTiers
 from offload.models.block_attention import switch_on
 
@@ -64,6 +65,42 @@ def test_same_bits_for_any_budget(kind: str, tiny: Callable[..., Any], tmp_path:
         assert far < KINDS[kind]
         exact = how.get("inputs") is not None and len(how) == 1 and kind != "bf16"
         assert torch.equal(first, right) == exact, "what is not in a full block is as it was"
+    kv.close()
+
+
+@torch.no_grad()
+def test_a_column_that_was_quantised_in_part(
+    tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence's block was rounded when there was no room for the other's."""
+    model = copy.deepcopy(tiny("llama", head_dim=32)).float()
+    switch_on(model)
+    kv = tiers(model, tmp_path, "q8", 1000)
+    cache = kv.new_cache()
+    ids = torch.randint(3, 100, (ROWS, BLOCK + 1))
+    model(ids[:, : BLOCK - 1], past_key_values=cache)
+    quantised, calls = LayerTable._quantised, []
+
+    def once(table: LayerTable, *args: Any) -> Any:
+        calls.append(table)
+        if len(calls) == 2:
+            raise OffloadError("no room (injected)")
+        return quantised(table, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerTable, "_quantised", once)
+        with pytest.raises(OffloadError, match="injected"):
+            model(ids[:, BLOCK - 1 : BLOCK], past_key_values=cache)
+    assert calls[0] is calls[1]
+    table = calls[0]
+    assert {u.block.owner for u in table.uses()} == {kv.tails}
+    shape = table.layout.shape
+    one = torch.rand(ROWS, shape.key_heads, 1, shape.key_dim)
+    table.append(one, torch.rand(ROWS, shape.value_heads, 1, shape.value_dim))
+    assert table.length == BLOCK
+    assert {u.block.owner for u in table.uses()} == {kv.store}
+    for store in filter(None, (kv.store, kv.tails)):
+        store.validate()
     kv.close()
 
 
