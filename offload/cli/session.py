@@ -163,6 +163,8 @@ def open_model(prepared: Prepared) -> Any:
 
 def say_kernel_error(prepared: Prepared, model: Any) -> None:
     """Measure by how much fast kernels change the logits, if they were asked for, and say it."""
+    if prepared.options.kernels != "fast":
+        return
     with console.waiting("comparing the fast kernels with torch's"):
         prepared.check_kernels(model)
     if (found := prepared.kernel_error) is not None:

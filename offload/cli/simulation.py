@@ -26,7 +26,7 @@ from offload.scheduler.plan import Home, Plan
 from offload.scheduler.planner import make_plan
 from offload.scheduler.policy import DEFAULT
 from offload.scheduler.timeline import PASSES, Span, Timeline, arrange
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count
 
 SETTLING = 16
 """Tokens before those that are measured: the experts in the slots become those that are used."""
@@ -271,8 +271,8 @@ def title(found: Simulated) -> str:
         where = found.hardware.card.name
     packed = f"{shape.quant} of {shape.dtype}" if shape.quant not in (None, "none") else shape.dtype
     return (
-        f"{shape.name}: {shape.family}, {shape.parameters / 1e9:.3g} G parameters, "
-        f"{shape.active / 1e9:.3g} G active, {packed}, {format_bytes(shape.weight_bytes)} of "
+        f"{shape.name}: {shape.family}, {format_count(shape.parameters)} parameters, "
+        f"{format_count(shape.active)} active, {packed}, {format_bytes(shape.weight_bytes)} of "
         f"weights, computed in {where}"
     )
 

@@ -63,7 +63,7 @@ def synth(
     from offload.cli import console
     from offload.models.synth import SynthProgress
     from offload.models.synth import synth as write
-    from offload.units import format_bytes
+    from offload.units import format_bytes, format_count
 
     with console.byte_progress() as report:
 
@@ -81,7 +81,7 @@ def synth(
             overwrite=overwrite,
         )
     console.out().print(
-        f"{done.path}: {done.architecture}, {done.parameters / 1e9:.3g} G parameters in "
+        f"{done.path}: {done.architecture}, {format_count(done.parameters)} parameters in "
         f"{done.tensors} tensors, {format_bytes(done.weight_bytes)} of {done.dtype} in "
         f"{done.shards} file{'s' if done.shards > 1 else ''}, "
         f"{format_bytes(done.bytes_per_s)}/s",

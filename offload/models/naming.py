@@ -34,7 +34,8 @@ def model_name(directory: Path) -> str:
     try:
         if found.parent == packs_folder().resolve():
             manifest = read_manifest(found)
-            return f"{Path(manifest.source.path).name} ({manifest.quant})"
+            name = Path(manifest.source.path).name
+            return name if manifest.quant == "none" else f"{name} ({manifest.quant})"
     except StoreError:
         return found.name  # whoever opens it says what is wrong with it
     return found.name

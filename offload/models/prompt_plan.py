@@ -44,6 +44,7 @@ class PromptPlan:
     directory: Path
     limit: int
     chunk: int
+    context: int
     group_bytes: int
     facts: Mapping[str, Any]
 
@@ -59,6 +60,12 @@ class PromptPlan:
             f"prompts are read in passes of {self.chunk} tokens (--prompt-cache-chunk), whose keys "
             f"and values ({format_bytes(self.group_bytes)} each) are kept in {self.directory}, up "
             f"to {format_bytes(self.limit)}; weights that stream are read once for each pass"
+            + (
+                f"; no prompt in a context of {self.context} is longer than a pass, so nothing can "
+                f"be reused: give a smaller chunk"
+                if self.context <= self.chunk
+                else ""
+            )
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -92,6 +99,7 @@ def plan_prompts(
         directory=open_directory(options.prompt_cache).resolve(),
         limit=options.prompt_cache_limit,
         chunk=chunk,
+        context=max(options.context, tokens),
         group_bytes=group_bytes,
         facts=facts_of(meta, options),
     )

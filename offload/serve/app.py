@@ -250,6 +250,8 @@ async def _invalid(_: Request, error: Exception) -> Response:
     said = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         said = "this server knows no such field"
+    elif first["type"] == "too_long" and first.get("ctx", {}).get("max_length") == 0:
+        said = "this server does not do that; leave it out"
     return _reply(Problem(400, f"{param or 'the body'}: {said}", param=param))
 
 

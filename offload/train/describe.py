@@ -74,11 +74,16 @@ def stays_text(layout: TrainLayout, plan: TrainPlan) -> str:
 def seconds_text(found: Prediction) -> str:
     """A step's seconds, and what its lanes do meanwhile."""
     phases = "; ".join(
-        f"{phase} {found.phases[phase]:.2f} s: "
-        + ", ".join(f"{lane} {s:.2f} s" for lane, s in lanes.items() if s >= 0.005)
+        f"{phase} {_time(found.phases[phase])}: "
+        + ", ".join(f"{lane} {_time(s)}" for lane, s in lanes.items() if s and s >= most / 100)
         for phase, lanes in found.lanes.items()
+        for most in (max(lanes.values(), default=0.0),)
     )
     return f"{found.seconds:.2f} s a step ({phases})"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
 
 
 def _kept(run: Run) -> str:

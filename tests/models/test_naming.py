@@ -24,6 +24,7 @@ def test_a_cached_pack_is_called_as_its_source(
     path = packed(source, "q8").path
     assert path.parent == packs_folder()
     assert model_name(path) == "Some-7B-Q4_K_M.gguf (q8)"
+    assert model_name(packed(source, "none").path) == "Some-7B-Q4_K_M.gguf"
     assert model_name(tmp_path / "mine") == "mine"
     (path / MANIFEST).write_text("damaged")
     assert model_name(path) == path.name

@@ -168,7 +168,9 @@ def test_what_is_wrong_with_a_body_is_named(
     served: Any, path: str, body: dict[str, Any], param: str
 ) -> None:
     app, _ = served
-    assert refused(post(app, path, body), 400)["param"] == param
+    error = refused(post(app, path, body), 400)
+    assert error["param"] == param
+    assert "at most 0" not in error["message"]
 
 
 @pytest.mark.parametrize(
