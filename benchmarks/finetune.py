@@ -215,7 +215,7 @@ def measure(
     return point | found | {
         "cgroup_bytes": limit if limited else None,
         "baseline_rss_bytes": plan.baseline,
-        "plan": plan.lines,
+        "plan": [text.replace(str(metrics.parent), "WORK") for text in plan.lines],
         "predicted_s": plan.predicted_s,
         "homes": asdict(plan.homes),
         "rates": [listed(before), listed(after)],
