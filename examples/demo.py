@@ -19,7 +19,7 @@ TOKENS = 60
 
 def main() -> int:
     weights = sum(f.stat().st_size for f in MODEL.glob("*.safetensors"))
-    budget = int(weights * 0.495)
+    budget = int(weights * 0.499)
     print(f"model: {MODEL.name}, {weights / 2**20:.1f} MiB of weights")
     share = budget / weights
     print(f"RAM budget: {budget / 2**20:.1f} MiB, {share:.0%} of the weights\n", flush=True)

@@ -25,7 +25,7 @@ DEFAULT_CONTEXT = 1024
 SAFE_SHARE = 0.8
 """Of the memory that is free, what a model takes when no budget is given."""
 
-SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 640 * 2**10, 16 * 2**20
+SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 512 * 2**10, 16 * 2**20
 """Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
 part in 64 of the budget, within these bytes."""
 
