@@ -129,7 +129,7 @@ class Lease:
         # A lease made while generating may serve a backward later, and inference tensors cannot.
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=dtype, device=base.device)
-            stride = _row_major(spec.shape)
+            stride = row_major(spec.shape)
             return empty.set_(
                 base.untyped_storage(), start // DTYPE_BYTES[spec.dtype], spec.shape, stride
             )
@@ -152,7 +152,8 @@ class Lease:
         )
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
     stride, step = [0] * len(shape), 1
     for i in reversed(range(len(shape))):
         stride[i] = step

@@ -18,6 +18,7 @@ import torch
 
 from offload.blocks import align_up
 from offload.errors import PlanError
+from offload.runtime.arena import row_major
 from offload.runtime.device import Device, Event, Memory, Region
 from offload.train.device_plan import DevicePlacement
 from offload.train.layout import Block, TrainLayout
@@ -78,15 +79,7 @@ def typed(memory: Memory, offset: int, shape: Iterable[int], dtype: torch.dtype)
         empty = torch.empty(0, dtype=dtype, device=base.device)
         sizes = tuple(shape)
         start = (base.storage_offset() + offset) // dtype.itemsize
-        return empty.set_(base.untyped_storage(), start, sizes, _row_major(sizes))
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [0] * len(shape), 1
-    for i in reversed(range(len(shape))):
-        stride[i] = step
-        step *= max(shape[i], 1)
-    return tuple(stride)
+        return empty.set_(base.untyped_storage(), start, sizes, row_major(sizes))
 
 
 class DeviceWeights:

@@ -9,9 +9,8 @@ import pytest
 
 from offload.runtime.heap import SMALL_BUDGET
 
-SCRIPT = """
+LIBC = """
 import ctypes, sys
-from offload.runtime.heap import LARGE_BYTES, return_large_blocks
 
 class MallInfo(ctypes.Structure):
     _fields_ = [(n, ctypes.c_size_t) for n in
@@ -25,6 +24,11 @@ libc.mallinfo2.restype = MallInfo
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
+"""
+
+RETURN = """
+from offload.runtime.heap import LARGE_BYTES, return_large_blocks
+
 if sys.argv[1] == "yes":
     assert return_large_blocks() and return_large_blocks()
 size = 3 * LARGE_BYTES
@@ -41,7 +45,7 @@ print(libc.mallinfo2().fordblks // size)
 
 def left_behind(how: str) -> int:
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LIBC + RETURN, how], capture_output=True, text=True, check=True
     )
     if run.stdout.strip() == "skip":
         pytest.skip("this C library does not say what its heap holds")
@@ -58,21 +62,8 @@ def test_the_default_keeps_them() -> None:
 
 
 END = """
-import ctypes, sys
 from offload.runtime.heap import keep_small_heap
 
-class MallInfo(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_size_t) for n in
-        "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
-
-libc = ctypes.CDLL(None)
-if not hasattr(libc, "mallinfo2"):
-    print("skip")
-    sys.exit()
-libc.mallinfo2.restype = MallInfo
-libc.malloc.restype = ctypes.c_void_p
-libc.malloc.argtypes = [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
 print(keep_small_heap(int(sys.argv[1])), end=" ")
 for block in [libc.malloc(100_000) for _ in range(60)]:
     libc.free(block)
@@ -84,7 +75,7 @@ print(libc.mallinfo2().keepcost)
 def test_a_small_budget_keeps_the_end_of_its_heap(budget: int, kept: bool) -> None:
     """What was free when the process was weighed is not the system's a moment later."""
     run = subprocess.run(
-        [sys.executable, "-c", END, str(budget)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LIBC + END, str(budget)], capture_output=True, text=True, check=True
     )
     if run.stdout.strip() == "skip":
         pytest.skip("this C library does not say what its heap holds")
