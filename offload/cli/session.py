@@ -21,6 +21,7 @@ from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
+from offload.models.pause import pause_before
 from offload.runtime.rss import current_rss
 from offload.units import format_bytes
 
@@ -127,9 +128,7 @@ def describe_run(tracing: Tracing, prepared: Prepared) -> None:
 def stop_between_units(prepared: Prepared) -> None:
     """Let a signal that waits raise before each unit: a long prompt can take minutes until the
     first token."""
-    for unit in prepared.cut.units:
-        # First of the hooks: nothing is held for the unit yet.
-        unit.module.register_forward_pre_hook(raise_received, prepend=True)
+    pause_before((unit.module for unit in prepared.cut.units), raise_received)
 
 
 def measured_tokenizer(directory: Path) -> tuple[Any | None, int]:

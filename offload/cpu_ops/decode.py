@@ -39,8 +39,10 @@ from offload.cpu_ops.layer_plan import (
     RouterPlan,
     common_columns,
 )
+from offload.cpu_ops.program import Step, aligned_arguments
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.routing_choice import MOST_GROUPS
+from offload.cpu_ops.threads import Arguments
 from offload.errors import OffloadError
 
 _NORM_COLUMNS = 512
@@ -122,10 +124,10 @@ class _Region:
     """A region's arguments, and running it."""
 
     def __init__(self, size: int, slots: dict[str, int], entry: Entry) -> None:
-        self._memory = np.zeros(size + _ALIGN // 8, np.int64)
-        skip = -address_of(self._memory) // 8 % (_ALIGN // 8)
-        self._a = self._memory[skip : skip + size]  # counters on cache lines of their own
+        self._a = aligned_arguments(size)
         self._counters = self._a[Common.COUNTERS : Common.OWN]
+        self._all = [self._a]
+        """And those of steps."""
         self._slots, self._missing = slots, set(slots)
         self._entry = entry
 
@@ -134,7 +136,8 @@ class _Region:
         for name, address in addresses.items():
             if name not in self._slots:
                 raise OffloadError(f"no slot {name!r}; there are {', '.join(self._slots)}")
-            self._a[self._slots[name]] = address
+            for a in self._all:
+                a[self._slots[name]] = address
             self._missing.discard(name)
 
     def _scratch(self, scratch: Scratch, need: dict[str, int]) -> dict[str, int]:
@@ -175,11 +178,22 @@ class _Region:
         self._a[Common.EPS], self._a[Common.PLUS] = _bits(norm.eps), _bits(norm.plus)
         self._a[Common.UNIT] = align_up(_NORM_COLUMNS, columns)
 
-    def _run(self) -> None:
+    def _check_placed(self) -> None:
         if self._missing:
             raise OffloadError(f"no address for {', '.join(sorted(self._missing))}; call place")
+
+    def _run(self) -> None:
+        self._check_placed()
         self._counters[:] = 0
         threads.run(self._entry.call, self._entry.address, self._a)
+
+    def _step(self) -> tuple[Step, Arguments]:
+        """The region as one of a program's steps, with arguments of its own."""
+        self._check_placed()
+        a = aligned_arguments(self._a.size)
+        a[:] = self._a
+        self._all.append(a)
+        return Step(self._entry, a, a[Common.COUNTERS : Common.OWN], self), a
 
 
 def _bits(x: float) -> int:
@@ -263,7 +277,8 @@ class AttentionHalf(_Region):
                 f"tokens, and got {cache.heads} of {cache.dim} and {cache.capacity}"
             )
         self._cache = cache
-        self._a[Attention.KEYS], self._a[Attention.VALUES] = cache.places(self._layer)
+        for a in self._all:
+            a[Attention.KEYS], a[Attention.VALUES] = cache.places(self._layer)
 
     def __call__(self, x: Floats, position: int | None = None) -> Floats:
         """Add to ``x`` [H] and store the token's key and value. Returns ``x``.
@@ -274,16 +289,32 @@ class AttentionHalf(_Region):
             OffloadError: the cache is full, ``x`` does not fit, or an address is missing.
         """
         check_floats("x", x, (self._plan.hidden,), written=True)
+        self._a[Common.X] = address_of(x)
+        self.begin(position)
+        self._run()
+        self.finish()
+        return x
+
+    def step(self, x: Floats) -> Step:
+        """What a call with ``x``, which the caller keeps, runs; before it comes ``begin``, after it
+        ``finish``."""
+        check_floats("x", x, (self._plan.hidden,), written=True)
+        step, a = self._step()
+        a[Common.X] = address_of(x)
+        return step
+
+    def begin(self, position: int | None) -> None:
+        """Make the arguments those of the next token. Raises OffloadError: the cache is full."""
         length = self._cache.make_room(self._layer)
         self._rope.turn_to(length if position is None else position)
         window = self._plan.window
-        a = self._a
-        a[Common.X] = address_of(x)
-        a[Attention.LENGTH] = length
-        a[Attention.START] = max(0, length + 1 - window) if window else 0
-        self._run()
+        start = max(0, length + 1 - window) if window else 0
+        for a in self._all:
+            a[Attention.LENGTH], a[Attention.START] = length, start
+
+    def finish(self) -> None:
+        """The token's key and value are stored."""
         self._cache.advance(self._layer)
-        return x
 
 
 class TokenRouter(_Region):
@@ -322,6 +353,13 @@ class TokenRouter(_Region):
         self._run()
         return self.ids, self.weights, self.normed
 
+    def step(self, x: Floats) -> Step:
+        """What a call with ``x``, which the caller keeps, runs."""
+        check_floats("x", x, (self._plan.hidden,))
+        step, a = self._step()
+        a[Common.X] = address_of(x)
+        return step
+
 
 class DenseMlp(_Region):
     """``x += mlp(norm(x))``, or for a plan without norm ``into += mlp(x)``."""
@@ -356,15 +394,25 @@ class DenseMlp(_Region):
         Raises:
             OffloadError: an array does not fit, or ``into`` is missing or has no use.
         """
+        out = self._bind(self._a, x, into)
+        self._run()
+        return out
+
+    def step(self, x: Floats, into: Floats | None = None) -> Step:
+        """What a call with these, which the caller keeps, runs."""
+        step, a = self._step()
+        self._bind(a, x, into)
+        return step
+
+    def _bind(self, a: Arguments, x: Floats, into: Floats | None) -> Floats:
+        """Returns what is added to."""
         if (into is not None) != self._direct:
             raise OffloadError("into is for feed-forward plans without a norm, and only for those")
         out = x if into is None else into
         check_floats("x", x, (self._plan.hidden,))
         check_floats("into", out, (self._plan.hidden,), written=True)
-        a = self._a
         a[Common.X] = at = address_of(x)
         a[Mlp.INTO] = at if into is None else address_of(into)
         if self._direct and self._float_input:
             a[Common.A + Matrix.INPUT] = a[Common.B + Matrix.INPUT] = at
-        self._run()
         return out

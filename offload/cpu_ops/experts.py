@@ -32,6 +32,7 @@ from offload.cpu_ops.kernels import (
     workspace,
 )
 from offload.cpu_ops.packing import packed_bytes
+from offload.cpu_ops.program import Step, aligned_arguments
 from offload.errors import OffloadError
 
 
@@ -167,19 +168,31 @@ class TokenExperts:
     call writes the seven of them that change. Results are ``expert_ffn``'s, bit for bit. Calls must
     not overlap."""
 
-    def __init__(self, layout: ExpertLayout, most: int, *, isa: str | None = None) -> None:
-        """``most``: experts in one call at most."""
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        most: int,
+        *,
+        isa: str | None = None,
+        share: TokenExperts | None = None,
+    ) -> None:
+        """``most``: experts in one call at most. ``share``: of the same layout and ``most``, whose
+        scratch memory this one uses too; then their calls must not overlap either."""
         self.layout, self.most = layout, most
         gate_up, down = layout.gate_up, layout.down
         self._entry = ffn_entry(gate_up.name, down.name, choose(isa))
         h_step = down.blocks(layout.inner) * record_bytes(down)
-        memory = np.empty(
+        if share is not None and (share.layout, share.most) != (layout, most):
+            raise OffloadError("scratch memory is shared by calls of one layout and size")
+        nbytes = (
             align_up(4 * most * layout.inner, 64)
             + align_up(scratch_bytes(gate_up, layout.hidden), 64)
             + scratch_bytes(down, layout.inner) * most
-            + 64,
-            np.uint8,
+            + 64
         )
+        memory: npt.NDArray[np.uint8]
+        memory = np.empty(nbytes, np.uint8) if share is None else share._memory
+        self._memory: npt.NDArray[np.uint8] = memory
         h_address = h_inputs = align_up(address_of(memory), 64)
         x_records = align_up(h_address + 4 * most * layout.inner, 64)
         h_records = align_up(x_records + scratch_bytes(gate_up, layout.hidden), 64)
@@ -194,10 +207,8 @@ class TokenExperts:
         slot_tokens = np.zeros(most, np.int64)
         self._x_places = np.full(most, x_records, np.int64)
         h_places = h_inputs + h_step * np.arange(most, dtype=np.int64)
-        self._keep = (memory, starts, slot_tokens, h_places)
-        room = np.zeros(Ffn.SIZE + 8, np.int64)
-        skip = -address_of(room) // 8 % 8  # counters on cache lines of their own
-        self._a = a = room[skip : skip + Ffn.SIZE]
+        self._keep = (starts, slot_tokens, h_places)
+        self._a = a = aligned_arguments(Ffn.SIZE)
         alpha, limit = struct.unpack("<2i", struct.pack("<2f", layout.alpha, layout.limit))
         a[Ffn.EXPERTS : Ffn.LIMIT + 1] = (
             0, 0, address_of(starts), address_of(slot_tokens),
@@ -214,6 +225,21 @@ class TokenExperts:
         Raises:
             OffloadError: a shape or dtype does not fit.
         """
+        self._bind(bases, x, weights, out)
+        self._a[Ffn.ADD] = add
+        self._a[Ffn.NEXT_X :] = 0
+        threads.run(self._entry.call, self._entry.address, self._a)
+        return out
+
+    def step(self, bases: npt.NDArray[np.int64], x: Floats, weights: Floats, out: Floats) -> Step:
+        """What a call with these runs; they may be filled in later, but for how many there are.
+        After it, this object is for that step only."""
+        self._bind(bases, x, weights, out)
+        self._a[Ffn.ADD] = 0
+        keep = (self, bases, x, weights, out)
+        return Step(self._entry, self._a, self._a[Ffn.NEXT_X :], keep)
+
+    def _bind(self, bases: npt.NDArray[Any], x: Floats, weights: Floats, out: Floats) -> None:
         n = len(bases)
         if not 0 < n <= self.most or bases.dtype.itemsize != 8:
             raise OffloadError(
@@ -229,12 +255,9 @@ class TokenExperts:
             address_of(bases),
             address_of(weights),
         )
-        a[Ffn.X], a[Ffn.OUT], a[Ffn.ADD] = at, address_of(out), add
-        a[Ffn.NEXT_X :] = 0
+        a[Ffn.X], a[Ffn.OUT] = at, address_of(out)
         if self._reads_floats:
             self._x_places.fill(at)
-        threads.run(self._entry.call, self._entry.address, a)
-        return out
 
 
 def _fixed(layout: ExpertLayout) -> tuple[int, ...]:

@@ -106,6 +106,12 @@ def count() -> int:
     return setup() if _threads is None else _threads
 
 
+def barrier() -> int:
+    """Address of what the threads of the next region wait for each other with; 0: there is one."""
+    shared = openmp() if count() > 1 else None
+    return 0 if shared is None else shared.barrier
+
+
 def run(
     body: Callable[[int], None], address: int, arguments: Arguments, workers: int | None = None
 ) -> None:

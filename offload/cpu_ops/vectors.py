@@ -254,6 +254,13 @@ def call(b: Any, address: Any) -> None:
     b.call(b.inttoptr(address, function.as_pointer()), [])
 
 
+@_operation(types.void, _I, _I)
+def call_with(b: Any, address: Any, argument: Any) -> None:
+    """Call a C function of one int64."""
+    function = ir.FunctionType(ir.VoidType(), [argument.type])
+    b.call(b.inttoptr(address, function.as_pointer()), [argument])
+
+
 def stack(nbytes: int) -> Any:
     """An operation () -> the address of ``nbytes`` of the kernel's stack, 64-aligned.
 

@@ -23,6 +23,7 @@ from offload.cpu_ops.prefill_kernels import (
     activate_kernel,
     dequantize_kernel,
 )
+from offload.cpu_ops.program import program_kernels
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ def every_kernel() -> list[Kernel]:
         *(accumulate_kernel(kind) for kind in slabs),
         *matrix_kernels(FORMATS.values()),
         router_kernel("f32", isa),
+        *program_kernels(),
         *(ffn_kernel(*pair, isa) for pair in pairs),
         *(mlp_kernel(*pair, isa) for pair in pairs),
         *(attention_kernel(*names, KvType.F32.value, isa) for names in attention),

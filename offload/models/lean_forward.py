@@ -24,6 +24,7 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
+from offload.models.lean_program import TokenProgram
 from offload.models.shadow import shadow
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,10 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 class LeanForward:
     """``model.forward`` for one token on a ``LeanCache``; everything else goes to the model."""
 
-    def __init__(self, model: Any, paths: Sequence[str]) -> None:
-        """``paths``: of the decoder layers, in order.
+    def __init__(
+        self, model: Any, paths: Sequence[str], program: TokenProgram | None = None
+    ) -> None:
+        """``paths``: of the decoder layers, in order; ``program``: all of them at once.
 
         Raises:
             OffloadError: the model has no list of layers, embedding, norm or head where every
@@ -55,6 +58,7 @@ class LeanForward:
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if self._embedding is None or self._head is None:
             raise OffloadError("it has no embedding or no head")
+        self._program = program
         self._inner: Callable[..., Any] = model.forward
         self._output: Any = None
 
@@ -94,7 +98,13 @@ class LeanForward:
         if positions is not None and int(positions) == cache.get_seq_length():
             positions = None  # what every layer takes by itself
         with torch.no_grad():
-            logits = self._logits(ids, cache, positions, self._layers)
+            program = self._program
+            if program is not None and program.fits():
+                position = None if positions is None else int(positions)
+                hidden = program(self._embedding(ids), position, cache.store)
+                logits = self._head(self._norm(hidden))
+            else:
+                logits = self._logits(ids, cache, positions, self._layers)
         return self._output(logits=logits, past_key_values=cache)
 
     def _is_plain(self, ids: Any, kwargs: dict[str, Any]) -> bool:
@@ -126,11 +136,15 @@ class LeanForward:
 
 
 def take_over(
-    model: Any, paths: Sequence[str], make_cache: Callable[[], LeanCache], attachment: Attachment
+    model: Any,
+    paths: Sequence[str],
+    make_cache: Callable[[], LeanCache],
+    attachment: Attachment,
+    program: TokenProgram | None = None,
 ) -> None:
     """Put a ``LeanForward`` in place, or log why not."""
     try:
-        LeanForward(model, paths).attach(make_cache(), attachment)
+        LeanForward(model, paths, program).attach(make_cache(), attachment)
     except (OffloadError, RuntimeError, AttributeError, TypeError, ValueError) as why:
         logger.info("single tokens go through the model's own forward: %s", why)
 

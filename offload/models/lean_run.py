@@ -23,6 +23,7 @@ from offload.cpu_ops.formats import FORMATS, Format, get_format
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import KvCache
 from offload.cpu_ops.packing import pack_rows
+from offload.cpu_ops.program import program_kernels
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
@@ -31,6 +32,7 @@ from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import rope_of
+from offload.models.lean_program import TokenProgram
 from offload.models.lean_verify import twin_kernels, verify
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedExperts, PackedLinear
@@ -102,7 +104,7 @@ def lean_kernels(lean: LeanModel) -> list[Kernel]:
     """What the layers run on, and before them their twins."""
     plans = [found.plan for found in lean.layers.values()]
     found = [kernel for plan in plans for kernel in (*layer_kernels(plan), *twin_kernels(plan))]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *program_kernels()])) if found else []
 
 
 def _alike(a: Lean, b: Lean) -> bool:
@@ -140,6 +142,7 @@ class LeanRun:
         scratch = Scratch.of([found.plan for found in lean.layers.values()], capacity)
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
+        steps: list[tuple[Any, _Step]] = []
         for i, (path, found) in enumerate(lean.layers.items()):
             if found.layer_type not in ropes:
                 ropes[found.layer_type] = rope_of(rotary, found.layer_type)
@@ -148,6 +151,11 @@ class LeanRun:
             before = layer.__dict__.get("forward")
             layer.__dict__["forward"] = partial(_forward, step, layer.forward)
             attachment.on_detach(partial(_restore, layer, "forward", before))
+            steps.append((layer, step))
+        self.program: TokenProgram | None = None
+        """All layers at once; None: some layers' weights come and go."""
+        if all(step.stays for _, step in steps):
+            self.program = TokenProgram(steps, first.hidden)
         before = model.__dict__.get("generate")
         model.__dict__["generate"] = partial(self._generate, model.generate)
         attachment.on_detach(partial(_restore, model, "generate", before))
@@ -239,6 +247,11 @@ class _Step:
             else:
                 self._keep.append(value)
                 region.place(**{slot: value.data_ptr()})
+
+    @property
+    def stays(self) -> bool:
+        """Whether its weights, but for experts, are where they are for good."""
+        return not self._moving
 
     def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
         self.attention.read(store)

@@ -20,7 +20,7 @@ from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.functions import Glu
 from offload.cpu_ops.kernels import Floats, gemm
 from offload.cpu_ops.prefill import linear
-from offload.errors import UnsupportedModelError
+from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.pack_manifest import Layout
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup
@@ -110,9 +110,12 @@ class PackedExperts:
             .to(hidden.dtype)
         )
 
-    def for_token(self, ids: npt.NDArray[np.int64], weights: Floats, x: Floats) -> Floats:
-        """One token, from the routing on: ``ids`` [k] ascending, ``weights`` [k], ``x`` [H]."""
-        out = np.empty_like(x)
+    def for_token(
+        self, ids: npt.NDArray[np.int64], weights: Floats, x: Floats, out: Floats | None = None
+    ) -> Floats:
+        """One token, from the routing on: ``ids`` [k] ascending, ``weights`` [k], ``x`` [H].
+        Returns ``out`` [H], new memory if it is not given."""
+        out = np.empty_like(x) if out is None else out
         at = 0
         self.session.begin(ids.tolist(), torch.from_numpy(x))
         try:
@@ -170,12 +173,32 @@ class PackedSession(ExpertSession):
         """Whether experts may have to be waited for, while other sequences run."""
         return self._bases is None
 
+    @property
+    def shared(self) -> bool:
+        """Whether the caller is one of several sequences that run in turns."""
+        return self.executor.road() is not self.executor
+
+    @property
+    def places(self) -> npt.NDArray[np.int64]:
+        """Addresses of all experts, int64 [E], where they stay in place.
+
+        Raises:
+            OffloadError: they do not.
+        """
+        if self._bases is None:
+            raise OffloadError(f"the experts of {self.group.name} are not resident")
+        return self._bases
+
+    def count(self, experts: int) -> None:
+        """So many uses of experts that stay in place."""
+        self.executor.stats.hits += experts
+
     def begin(self, experts: list[int], *args: Any) -> None:
         self._at()[1].wanted = experts
         if self._bases is None:
             super().begin(experts, *args)
         else:
-            self.executor.stats.hits += len(experts)
+            self.count(len(experts))
 
     def batches(self) -> Iterator[tuple[list[int], npt.NDArray[np.int64]]]:
         """Yields experts and the addresses of their bundles: the next one, waited for, and those

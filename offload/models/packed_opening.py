@@ -145,7 +145,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
             tokens = max(options.context, options.prompt_tokens or 0)
             run = LeanRun(meta.model, prepared.lean, attachment, tokens, options.sequences)
             make_cache, end_cache = run.new_cache, run.release
-            take_over(meta.model, list(prepared.lean.layers), make_cache, attachment)
+            take_over(meta.model, list(prepared.lean.layers), make_cache, attachment, run.program)
     except BaseException:
         if recorder is not None:
             recorder.abandon()

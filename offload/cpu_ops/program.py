@@ -1,0 +1,256 @@
+"""Many kernels in one parallel region: a whole token instead of a part of a layer.
+
+    H hidden size, E experts, k of them chosen
+
+Leaving a region for Python and entering the next costs some 60 us, of which the processors' share
+is 3: checks, addresses, a foreign call. With three regions per layer that was a sixth of a small
+MoE model's token. Where nothing has to be asked between two kernels, every thread calls one after
+the other, with a barrier between; their arguments are made once and a token patches a few.
+
+The kernels are the same compiled functions as alone, so results are the same bits.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.blocks import align_up
+from offload.cpu_ops import threads
+from offload.cpu_ops.entries import Entry, Kernel
+from offload.cpu_ops.kernels import Floats, address_of, check_floats
+from offload.cpu_ops.lanes import store_int
+from offload.cpu_ops.tags import inline, tag
+from offload.cpu_ops.threads import Arguments
+from offload.cpu_ops.tiles import field, wait
+from offload.cpu_ops.vectors import (
+    call_with,
+    fadd,
+    fetch_add,
+    load_f32,
+    load_float,
+    load_int,
+    store_f32,
+    store_float,
+)
+
+_GRAIN = 512
+"""Floats that a thread adds at a time."""
+
+
+class Run(enum.IntEnum):
+    """Places in a program's arguments."""
+
+    BARRIER = 0
+    COUNT = 1
+    STEPS = 2
+    """int64 [count, 2]: a kernel's address and that of its arguments."""
+    SIZE = 8
+
+
+class Pick(enum.IntEnum):
+    """Of what turns a router's choice into an expert kernel's arguments."""
+
+    BARRIER = 0
+    TOP_K = 1
+    IDS = 2
+    """int64 [k], in any order."""
+    WEIGHTS = 3
+    """float32 [k]"""
+    TABLE = 4
+    """int64 [experts]: where each expert's bundle lies."""
+    BASES = 5
+    """int64 [k]: gets the addresses of the chosen, by ascending number."""
+    SORTED = 6
+    """float32 [k]: gets their weights."""
+    NEXT = 8
+    SIZE = 16
+
+
+class Add(enum.IntEnum):
+    """Of adding one vector to another."""
+
+    BARRIER = 0
+    HIDDEN = 1
+    X = 2
+    """float32 [hidden]: added to."""
+    OUT = 3
+    """float32 [hidden]"""
+    NEXT = 8
+    SIZE = 16
+
+
+# The first argument, a tag, only names the sources in the disk cache's key.
+
+
+@inline
+def run_steps(_: Any, a: int) -> None:
+    """Every thread of the region runs this."""
+    steps, barrier = field(a, Run.STEPS), field(a, Run.BARRIER)
+    for i in range(field(a, Run.COUNT)):
+        call_with(load_int(steps + 16 * i), load_int(steps + 16 * i + 8))
+        wait(barrier)
+
+
+@inline
+def pick_experts(_: Any, a: int) -> None:
+    """By ascending number, as every eager loop takes them. One thread does it."""
+    if fetch_add(a + 8 * Pick.NEXT, 1) == 0:
+        bases, weights = field(a, Pick.BASES), field(a, Pick.SORTED)
+        k = field(a, Pick.TOP_K)
+        for i in range(k):
+            expert = load_int(field(a, Pick.IDS) + 8 * i)
+            weight = load_float(field(a, Pick.WEIGHTS) + 4 * i)
+            at = i
+            while at > 0 and load_int(bases + 8 * (at - 1)) > expert:
+                store_int(bases + 8 * at, load_int(bases + 8 * (at - 1)))
+                store_float(weights + 4 * at, load_float(weights + 4 * (at - 1)))
+                at -= 1
+            store_int(bases + 8 * at, expert)
+            store_float(weights + 4 * at, weight)
+        for i in range(k):
+            expert = load_int(bases + 8 * i)
+            store_int(bases + 8 * i, load_int(field(a, Pick.TABLE) + 8 * expert))
+
+
+@inline
+def add_vectors(_: Any, a: int) -> None:
+    """X += OUT."""
+    n, x, out = field(a, Add.HIDDEN), field(a, Add.X), field(a, Add.OUT)
+    first = fetch_add(a + 8 * Add.NEXT, _GRAIN)
+    while first < n:
+        for i in range(first, min(first + _GRAIN, n), 16):
+            store_f32(x + 4 * i, fadd(load_f32(x + 4 * i), load_f32(out + 4 * i)))
+        first = fetch_add(a + 8 * Add.NEXT, _GRAIN)
+
+
+@functools.cache
+def run_kernel() -> Kernel:
+    sources = tag("program", "run")
+
+    def run_steps_body(arguments: int) -> None:
+        run_steps(sources, arguments)
+
+    return Kernel(run_steps_body, "kernels one after the other", 0.5)
+
+
+@functools.cache
+def pick_kernel() -> Kernel:
+    sources = tag("program", "pick")
+
+    def pick_experts_body(arguments: int) -> None:
+        pick_experts(sources, arguments)
+
+    return Kernel(pick_experts_body, "addresses of chosen experts", 0.7)
+
+
+@functools.cache
+def add_kernel() -> Kernel:
+    sources = tag("program", "add")
+
+    def add_vectors_body(arguments: int) -> None:
+        add_vectors(sources, arguments)
+
+    return Kernel(add_vectors_body, "addition of vectors", 0.7)
+
+
+def program_kernels() -> list[Kernel]:
+    """What a program needs beside the kernels that it runs."""
+    return [run_kernel(), pick_kernel(), add_kernel()]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A kernel with its arguments."""
+
+    entry: Entry
+    arguments: Arguments
+    counters: Arguments
+    """The part of the arguments that is zero when the kernel starts."""
+    keep: object = None
+    """What owns the memory that the arguments point to."""
+
+
+def aligned_arguments(size: int) -> Arguments:
+    """Zeros at the start of a cache line, so that counters have lines of their own."""
+    memory = np.zeros(size + 8, np.int64)
+    skip = -address_of(memory) // 8 % 8
+    return memory[skip : skip + size]
+
+
+def aligned_floats(n: int) -> Floats:
+    """Zeros at the start of a cache line: else every vector of 16 lies in two."""
+    memory = np.zeros(align_up(4 * n, 64) + 64, np.uint8)
+    skip = -address_of(memory) % 64
+    return memory[skip : skip + 4 * n].view(np.float32)
+
+
+def pick_step(
+    ids: npt.NDArray[np.int64],
+    weights: Floats,
+    table: npt.NDArray[np.int64],
+    bases: npt.NDArray[np.int64],
+    in_order: Floats,
+) -> Step:
+    """``bases`` [k] and ``in_order`` [k] get the addresses (``table`` [E]) and the weights of the
+    experts ``ids`` [k] with ``weights`` [k], by ascending number."""
+    a = aligned_arguments(Pick.SIZE)
+    a[Pick.TOP_K : Pick.SORTED + 1] = (
+        len(ids), address_of(ids), address_of(weights), address_of(table), address_of(bases),
+        address_of(in_order),
+    )  # fmt: skip
+    keep = (ids, weights, table, bases, in_order)
+    return Step(pick_kernel().entry(), a, a[Pick.NEXT : Pick.NEXT + 1], keep)
+
+
+def add_step(x: Floats, out: Floats) -> Step:
+    """``x`` += ``out``, both [H], H a multiple of 16."""
+    check_floats("x", x, out.shape, written=True)
+    a = aligned_arguments(Add.SIZE)
+    a[Add.HIDDEN : Add.OUT + 1] = len(x), address_of(x), address_of(out)
+    return Step(add_kernel().entry(), a, a[Add.NEXT : Add.NEXT + 1], (x, out))
+
+
+class Program:
+    """Steps in order. Calls must not overlap, nor with calls of what the steps were made from."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = tuple(steps)
+        table = [(s.entry.address, address_of(s.arguments)) for s in self.steps]
+        self._table = np.array(table, np.int64).reshape(-1, 2)
+        self._a = aligned_arguments(Run.SIZE)
+        self._entry = run_kernel().entry()
+        self._barrier: int | None = None
+
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Steps ``first`` .. ``last`` - 1 in one region."""
+        last = len(self.steps) if last is None else last
+        if first == last:
+            return
+        barrier = threads.barrier()
+        if barrier != self._barrier:
+            for step in self.steps:
+                step.arguments[threads.BARRIER] = barrier
+            self._barrier = barrier
+        for step in self.steps[first:last]:
+            step.counters.fill(0)
+        self._a[Run.COUNT] = last - first
+        self._a[Run.STEPS] = self._table.ctypes.data + 16 * first
+        threads.run(self._entry.call, self._entry.address, self._a)
+
+
+__all__ = [
+    "Program",
+    "Step",
+    "add_step",
+    "aligned_arguments",
+    "aligned_floats",
+    "pick_step",
+    "program_kernels",
+]

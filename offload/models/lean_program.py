@@ -1,0 +1,134 @@
+"""All decoder layers for one token in as few parallel regions as there are waits.
+
+Where a layer's weights stay in place, nothing has to be asked between its parts (``lean_run``) and
+the next layer's: the processors go on by themselves (``cpu_ops.program``). With experts that come
+and go, Python fetches them between a layer's router and what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from offload.cpu_ops.decode import AttentionHalf, DenseMlp, TokenRouter
+from offload.cpu_ops.experts import ExpertLayout, TokenExperts
+from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.program import Program, Step, add_step, aligned_floats, pick_step
+from offload.models.packed_modules import PackedExperts
+from offload.models.pause import Pause
+
+
+class LayerParts(Protocol):
+    """What a decoder layer runs for one token; see ``lean_run``."""
+
+    attention: AttentionHalf
+    mlp: DenseMlp | None
+    router: TokenRouter | None
+    shared: DenseMlp | None
+    experts: PackedExperts | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Steps ``first`` .. ``last`` - 1, and then the experts of a router that have to be fetched."""
+
+    first: int
+    last: int
+    router: TokenRouter | None = None
+    experts: PackedExperts | None = None
+
+
+class TokenProgram:
+    """The layers of one model, in order. Calls must not overlap."""
+
+    def __init__(self, layers: Sequence[tuple[nn.Module, LayerParts]], hidden: int) -> None:
+        """``layers``: each with its module, whose forward is what the program stands for."""
+        self._modules = [(module, module.forward) for module, _ in layers]
+        self._attention = [parts.attention for _, parts in layers]
+        self._x, self._out = aligned_floats(hidden), aligned_floats(hidden)
+        self._uses: list[tuple[PackedExperts, int]] = []
+        """Layers whose experts stay in place, and how many of them a token uses."""
+        self._calls: dict[tuple[ExpertLayout, int], TokenExperts] = {}
+        steps: list[Step] = []
+        segments: list[_Segment] = []
+        first = 0
+        for _, parts in layers:
+            steps.append(parts.attention.step(self._x))
+            if parts.mlp is not None:
+                steps.append(parts.mlp.step(self._x))
+            if parts.router is None or parts.experts is None:
+                continue
+            steps.append(parts.router.step(self._x))
+            if parts.experts.session.waits:
+                segments.append(_Segment(first, len(steps), parts.router, parts.experts))
+                first = len(steps)
+            else:
+                steps += self._experts(parts.router, parts.experts)
+            if parts.shared is not None:
+                steps.append(parts.shared.step(parts.router.normed, self._out))
+            steps.append(add_step(self._x, self._out))
+        segments.append(_Segment(first, len(steps)))
+        self._segments = segments
+        self._program = Program(steps)
+
+    def _experts(self, router: TokenRouter, experts: PackedExperts) -> list[Step]:
+        k = len(router.ids)
+        key = experts.layout, k
+        call = TokenExperts(experts.layout, k, share=self._calls.get(key))
+        self._calls.setdefault(key, call)
+        bases, weights = np.zeros(k, np.int64), np.zeros(k, np.float32)
+        self._uses.append((experts, k))
+        return [
+            pick_step(router.ids, router.weights, experts.session.places, bases, weights),
+            call.step(bases, router.normed, weights, self._out),
+        ]
+
+    def fits(self) -> bool:
+        """Whether a token may go this way: nobody listens to the layers or has replaced one, and
+        no other sequence may run while experts are waited for."""
+        if torch_modules._has_any_global_hook():
+            return False
+        for module, forward in self._modules:
+            if module._forward_hooks:
+                return False
+            if not all(type(hook) is Pause for hook in module._forward_pre_hooks.values()):
+                return False
+            if module.__dict__.get("forward") is not forward:
+                return False
+        return not any(s.experts is not None and s.experts.session.shared for s in self._segments)
+
+    def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
+        """The last layer's output for one token's ``hidden`` [..., H]; its keys and values are
+        added to ``store``, unless an error comes between.
+
+        ``position``: for the rotation; None: as many as are cached.
+        """
+        pauses = tuple(self._modules[0][0]._forward_pre_hooks.values())
+        for attention in self._attention:
+            attention.read(store)
+            attention.begin(position)
+        self._x[:] = hidden.detach().float().reshape(-1).numpy()
+        for segment in self._segments:
+            for pause in pauses:
+                pause()
+            self._program.run(segment.first, segment.last)
+            if segment.experts is not None and segment.router is not None:
+                ids, weights = segment.router.ids, segment.router.weights
+                order = np.argsort(ids)  # every eager loop goes by ascending number
+                segment.experts.for_token(
+                    ids[order], weights[order], segment.router.normed, self._out
+                )
+        for experts, k in self._uses:
+            experts.session.count(k)
+        for attention in self._attention:
+            attention.finish()
+        return torch.from_numpy(self._x.copy()).view(hidden.shape).to(hidden.dtype)
+
+
+__all__ = ["LayerParts", "TokenProgram"]
