@@ -190,9 +190,12 @@ def make_plan(
     gc.freeze()
     if wanted.predict and wanted.hardware is None and frozen is None:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
-        options.hardware = on_these_files(find_hardware(directory), directory)
-        if options.hardware is not None:
-            options.hardware = with_card(options.choice, options.hardware)
+        hardware = find_hardware(directory)
+        if hardware is not None and is_pack(directory):
+            options.hardware = with_card(options.choice, hardware)
+            options.sample = sample_pack
+        elif hardware is not None:
+            options.hardware = with_card(options.choice, on_these_files(hardware, directory))
     with compiling_notice() as compiling:
         prepared = prepare(directory, options, compiling)
     if frozen is not None:
@@ -238,21 +241,30 @@ def find_model(model: str, quant: str | None, kernels: str | None = None) -> Pat
         )
 
 
-def on_these_files(hardware: Hardware | None, directory: Path) -> Hardware | None:
+def on_these_files(hardware: Hardware, directory: Path) -> Hardware:
     """The same machine as it is now: the read rate of the checkpoint's own files, the rate of
     products with matrices of its dtype, and what is left of either beside the other."""
-    if hardware is None:
-        return None
-    packed = is_pack(directory)
-    files = sorted(directory.glob("bundle-*.bin" if packed else "*.safetensors"))
+    files = sorted(directory.glob("*.safetensors"))
     try:
         with signals_wait():
-            dtype = "bfloat16" if packed else main_dtype(files)
+            dtype = main_dtype(files)
             found = measure(files, dtype)
     except OffloadError as error:
         logger.info("the checkpoint's files are not sampled: %s", error)
         return hardware
     return hardware if found is None else found.on(hardware, dtype)
+
+
+def sample_pack(hardware: Hardware, pack: Any) -> Hardware:
+    """As ``on_these_files``, for a pack whose kernels are there."""
+    from offload.models.packed_probe import on_this_pack
+
+    try:
+        with signals_wait():
+            return on_this_pack(hardware, pack)
+    except OffloadError as error:
+        logger.info("the pack's files are not sampled: %s", error)
+        return hardware
 
 
 def main_dtype(files: Sequence[Path]) -> str:

@@ -61,6 +61,9 @@ class Options:
     elsewhere: bool = False
     """Whether ``hardware`` is another machine, and nothing will run here: its card, if the plan has
     three tiers, is what computes."""
+    sample: Callable[[Hardware, Any], Hardware] | None = None
+    """What makes of ``hardware`` the rates of this moment for a pack (a ``PackedModel``); called as
+    soon as its kernels are compiled."""
     hybrid: bool | None = None
     """Whether the CPU computes a part of the experts while the device computes the others.
     None: no."""

@@ -70,6 +70,10 @@ ON_DEVICE = "its weights are on the device that computes"
 DISPATCH_S = 3e-5
 """Python around a kernel's call for one layer's experts, per expert that is not there yet."""
 
+LEAN_S = 5e-5
+"""Besides its weights, of a layer that runs on the decode kernels: the barriers between its parts,
+Python where experts are fetched, and some hundred tokens of attention."""
+
 
 @dataclass(kw_only=True)
 class PackedPrepared(Prepared):
@@ -130,6 +134,8 @@ def prepare_packed(
         lean = LeanModel({}, ON_DEVICE)
     if kind != "cuda":
         compile_ahead([*pack_kernels(pack), *lean_kernels(lean)], compiling)
+        if options.sample is not None and options.hardware is not None:
+            options.hardware = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)
     choice.warm_up(options.choice)
     warm = warm_up(config, model_class(config), torch.float32)
@@ -230,12 +236,21 @@ def plan_packed(
 
     policy = policy_of(options, chosen)
     check_recordable(options, chosen)
-    fused = replace(warm, expert_s=DISPATCH_S)
+    whole = sum(spec.slot_nbytes for spec in chosen.blocks.values())
     top = max(budgets)
 
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
-        return request_of(meta, chosen, options, fused, budgets, set_aside(ram), top, False, policy)
+        reserved = set_aside(ram)
+        fused = replace(warm, expert_s=DISPATCH_S)
+        if decoder.layers:
+            fits = whole + sum(reserved[top].values()) <= budgets[top]
+            fused = replace(
+                warm,
+                expert_s=0.0 if fits else DISPATCH_S,
+                layer_s=min(LEAN_S, warm.layer_s),
+            )
+        return request_of(meta, chosen, options, fused, budgets, reserved, top, False, policy)
 
     name = model_name(pack.path)
     try:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -62,12 +63,37 @@ class Together:
         )
 
 
-def measure(paths: Sequence[str | os.PathLike[str]], dtype: str) -> Together | None:
+class Products(Protocol):
+    """Matrix products at one token, over distinct matrices in turn; ``size``: 0 the large ones,
+    1 the small ones."""
+
+    nbytes: Sequence[int]
+    """Of a matrix, by size."""
+
+    def one(self, size: int) -> None:
+        """The next product."""
+        ...
+
+    def seconds(self, size: int, count: int) -> float:
+        """The mean time of one product."""
+        ...
+
+    def tiny_s(self) -> float:
+        """The mean time of a product of next to nothing."""
+        ...
+
+
+def measure(
+    paths: Sequence[str | os.PathLike[str]],
+    dtype: str,
+    products: Callable[[HostMemory], Products] | None = None,
+) -> Together | None:
     """Measure in about a second, with as many threads as torch has now.
 
     Args:
         paths: files to read from, a checkpoint's.
         dtype: of the weights, by torch's name.
+        products: with matrices in the memory it is given; None: torch's, of ``dtype``.
 
     Returns:
         None if the files are too short to say anything.
@@ -81,18 +107,19 @@ def measure(paths: Sequence[str | os.PathLike[str]], dtype: str) -> Together | N
             return None
         memory = HostMemory(AREA_BYTES, "weights of the probe")
         stack.callback(memory.close)
-        return _measure(reads, _Products(memory, dtype))
+        return _measure(reads, products(memory) if products else _TorchProducts(memory, dtype))
 
 
-class _Products:
-    """Matrix products at one token, over distinct matrices in turn."""
+class _TorchProducts:
+    """Those of layers as transformers has them."""
 
     def __init__(self, memory: HostMemory, dtype: str) -> None:
         self._dtype: torch.dtype = getattr(torch, dtype)
         numbers = memory.tensor().view(self._dtype)
         # As a GEMV's time does not depend on values other than denormals, any will do.
         numbers.fill_(1 / 64)
-        self.nbytes = [rows * columns * DTYPE_BYTES[dtype] for rows, columns in SIZES]
+        size = DTYPE_BYTES[dtype]
+        self.nbytes: Sequence[int] = [rows * columns * size for rows, columns in SIZES]
         self._sets = [
             list(numbers[: numbers.numel() // (r * c) * r * c].view(-1, r, c)) for r, c in SIZES
         ]
@@ -123,7 +150,7 @@ class _Products:
         return (time.perf_counter() - began) / count
 
 
-def _measure(reads: Bursts, products: _Products) -> Together:
+def _measure(reads: Bursts, products: Products) -> Together:
     read: list[float] = []
     read_both: list[float] = []
     times: list[list[float]] = [[] for _ in SIZES]

@@ -1,0 +1,83 @@
+"""How fast this machine multiplies with a pack's weights, alone and beside reading its files."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from offload.cpu_ops.formats import Format, get_format
+from offload.cpu_ops.kernels import gemv
+from offload.cpu_ops.packing import packed_bytes
+from offload.io.pack_manifest import Kind, Layout
+from offload.models.pack_reader import PackedModel
+from offload.runtime.memory import HostMemory
+from offload.runtime.probe_together import SIZES, measure
+from offload.scheduler.hardware import Hardware
+
+DTYPE = "uint8"
+"""Of a bundle's bytes, as the scheduler knows them."""
+
+_BYTE = 0x20
+"""What weights are made of: no denormal and no NaN in any format's scale."""
+
+
+class PackedProducts:
+    """Products of our kernels; see ``probe_together.Products``."""
+
+    def __init__(self, memory: HostMemory, fmt: Format) -> None:
+        memory.fill(_BYTE)
+        self._format, start = fmt, memory.tensor().data_ptr()
+        self.nbytes: Sequence[int] = [packed_bytes(fmt, rows, columns) for rows, columns in SIZES]
+        self._places = [range(start, start + memory.nbytes - n + 1, n) for n in self.nbytes]
+        self._next = [0 for _ in SIZES]
+        self._x = [np.ones(columns, np.float32) for _, columns in SIZES]
+        self._out = [np.empty(rows, np.float32) for rows, _ in SIZES]
+
+    def one(self, size: int) -> None:
+        rows, columns = SIZES[size]
+        places, at = self._places[size], self._next[size]
+        self._next[size] = (at + 1) % len(places)
+        gemv(self._format, places[at], rows, columns, self._x[size], self._out[size])
+
+    def seconds(self, size: int, count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            self.one(size)
+        return (time.perf_counter() - began) / count
+
+    def tiny_s(self) -> float:
+        return self.seconds(1, 20)
+
+
+def main_format(pack: PackedModel) -> Format | None:
+    """That of most packed bytes that a token uses: of experts, if there are any; None if nothing
+    is packed."""
+    counts: Counter[str] = Counter()
+    experts = bool(pack.experts)
+    for block in pack.manifest.blocks:
+        if experts == (block.kind is Kind.EXPERT):
+            for part in block.parts:
+                if part.layout is Layout.PACKED:
+                    counts[part.format] += part.nbytes
+    return get_format(counts.most_common(1)[0][0]) if counts else None
+
+
+def on_this_pack(hardware: Hardware, pack: PackedModel) -> Hardware:
+    """The same machine as it is now: the read rate of the pack's own files, the rate of products
+    with its weights, and what is left of either beside the other. The kernel is there.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    fmt = main_format(pack)
+    files = sorted(pack.path.glob("bundle-*.bin"))
+    if fmt is None:
+        return hardware
+    found = measure(files, DTYPE, partial(PackedProducts, fmt=fmt))
+    # A product that begins where the last one ends, in the same parallel region, costs its bytes.
+    return hardware if found is None else replace(found, product_s=0.0).on(hardware, DTYPE)

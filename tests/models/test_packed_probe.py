@@ -1,0 +1,113 @@
+"""The rate of a pack's own products, measured before it is planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_packed_run import packed
+
+from offload.cpu_ops.formats import FORMATS
+from offload.models.load import prepare
+from offload.models.options import Options
+from offload.models.pack_reader import PackedModel
+from offload.models.packed_probe import DTYPE, PackedProducts, main_format, on_this_pack
+from offload.runtime import probe_together
+from offload.runtime.memory import HostMemory
+from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware, Rate
+
+
+def rate(value: float) -> Rate:
+    return Rate.of([value], BYTES_PER_S)
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    fast = rate(1e12)
+    return Hardware(
+        name="made up", cores=2, ram_bytes=2**34, ssd_read=fast, ssd_write=fast, ssd_mixed=fast,
+        ram_read=fast, memcpy=fast, gemv={"bfloat16": fast},
+        matmul={"bfloat16": Rate.of([1e12], FLOP_PER_S)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "bf16", "q4_k"])
+def test_products_go_round_and_are_numbers(name: str) -> None:
+    memory = HostMemory(20 << 20, "weights")
+    try:
+        products = PackedProducts(memory, FORMATS[name])
+        large, small = products.nbytes
+        assert large > small
+        for size in range(2):
+            assert products.seconds(size, 12) > 0
+            assert np.isfinite(products._out[size]).all()
+            # Round and round: never beyond the memory.
+            start = memory.tensor().data_ptr()
+            ends = [at + products.nbytes[size] for at in products._places[size]]
+            assert max(ends) <= start + memory.nbytes
+            assert len(ends) > 1
+        assert products.tiny_s() > 0
+    finally:
+        memory.close()
+
+
+def test_the_format_of_what_a_token_uses_most(tmp_path: Path) -> None:
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q4")
+    pack = PackedModel.open(pack_dir)
+    found = main_format(pack)
+    assert found is not None
+    assert {found.name} == {name for pair in pack.expert_formats() for name in pair}
+
+
+def test_a_pack_too_short_to_measure_keeps_the_machines_rates(
+    tmp_path: Path, hardware: Hardware
+) -> None:
+    _, pack_dir = packed("llama", tmp_path, "q8")
+    assert on_this_pack(hardware, PackedModel.open(pack_dir)) is hardware
+
+
+def test_rates_of_a_long_pack(
+    tmp_path: Path, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_together, "AREA_BYTES", 20 << 20)
+    monkeypatch.setattr(probe_together, "ROUNDS", 2)
+    _, pack_dir = packed("llama", tmp_path, "q8")
+    pack = PackedModel.open(pack_dir)
+    with (pack_dir / "bundle-99.bin").open("wb") as file:
+        file.truncate(257 << 20)
+    found = on_this_pack(hardware, pack)
+    assert found.gemv[DTYPE].n == 2
+    assert found.product_s == 0
+    assert found.gemv["bfloat16"] == hardware.gemv["bfloat16"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_predictions_go_by_the_sampled_rate(
+    family: str, tmp_path: Path, hardware: Hardware
+) -> None:
+    _, pack_dir = packed(family, tmp_path, "q4")
+    seconds: list[float] = []
+    asked: list[Any] = []
+    for bytes_per_s in (1e6, 2e6):
+
+        def sample(
+            hardware: Hardware, pack: PackedModel, bytes_per_s: float = bytes_per_s
+        ) -> Hardware:
+            asked.append(pack.path)
+            return replace(
+                hardware,
+                gemv={**hardware.gemv, DTYPE: rate(bytes_per_s)},
+                product_s=0.0,
+            )
+
+        options = Options(ram=2**30, context=16, hardware=hardware, sample=sample)
+        prepared = prepare(pack_dir, options)
+        predicted = prepared.plan.predicted_pass_s
+        assert predicted is not None
+        seconds.append(predicted.mid)
+    assert asked == [pack_dir, pack_dir]
+    # Weights at 1 MB/s are all of it but what does not depend on the rate.
+    assert seconds[0] > 1.7 * seconds[1]
