@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from families import tiny_config, write
 
 from offload.runtime.rss import current_rss
+from offload.train import choosing, preparing
+from offload.train.footprint import TrainFootprint, measure_training
+from offload.train.head_find import HeadForm, find_head
 from offload.train.opening import InputSpill, Placement
 from offload.train.options import TrainOptions
 from offload.train.preparing import prepare
@@ -117,6 +121,52 @@ def train(
 def not_warmed(*_: Any) -> int:
     """In the place of ``warm_training``, which takes most of the time of a tiny run."""
     return current_rss()
+
+
+_heads: dict[Any, tuple[HeadForm | None, str]] = {}
+_footprints: dict[Any, TrainFootprint] = {}
+
+
+def planned_once(patch: pytest.MonkeyPatch) -> None:
+    """Neither warm up nor measure rates, and pass a model through the meta device once for each
+    shape of a run: planning is four fifths of a tiny run. What comes out depends on nothing but
+    what is in the keys; no prediction is made, and the placement is the same without one."""
+
+    def head(model: Any) -> tuple[HeadForm | None, str]:
+        key = _key(model)
+        if key not in _heads:
+            _heads[key] = find_head(model)
+        return _heads[key]
+
+    def footprint(
+        model: Any, units: list[Any], rows: int, length: int, tables: Any = ()
+    ) -> TrainFootprint:
+        if any("lora_" in name for name, _ in model.named_parameters()):
+            # What is inside of an adapter is in no config.
+            return measure_training(model, units, rows, length, tables)
+        modules = {id(m): name for name, m in model.named_modules()}
+        names = {id(p): name for name, p in model.named_parameters()}
+        key = (
+            _key(model), tuple(modules[id(u)] for u in units), rows, length,
+            tuple(names[id(t)] for t in tables),
+        )  # fmt: skip
+        if key not in _footprints:
+            _footprints[key] = measure_training(model, units, rows, length, tables)
+        return _footprints[key]
+
+    patch.setattr(preparing, "warm_training", not_warmed)
+    patch.setattr(preparing, "step_rates", lambda *_: None)
+    patch.setattr(choosing, "find_head", head)
+    patch.setattr(choosing, "measure_training", footprint)
+
+
+def _key(model: Any) -> Any:
+    config = model.config
+    ways = tuple(getattr(config, f"_{of}_implementation", None) for of in ("attn", "experts"))
+    shapes = tuple(
+        (name, p.dtype, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()
+    )
+    return type(model), config.to_json_string(use_diff=False), model.training, ways, shapes
 
 
 def again(options: TrainOptions, **changes: Any) -> TrainOptions:

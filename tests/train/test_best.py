@@ -17,8 +17,8 @@ from run_support import (
     Log,
     again,
     everything_on_disk,
-    not_warmed,
     options_for,
+    planned_once,
     train,
     weights_of,
     write_data,
@@ -28,7 +28,7 @@ from run_support import (
 from offload.errors import OffloadError, StoreError
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore
-from offload.train import commits, loop, preparing
+from offload.train import commits, loop
 from offload.train.commits import state_versions
 from offload.train.engine import NotFinite
 from offload.train.loop import LanguageLoop
@@ -47,7 +47,7 @@ KINDS["packed"] = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
 
 
 @pytest.fixture(scope="module")

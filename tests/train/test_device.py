@@ -16,8 +16,8 @@ from fake_card import FakeCard
 from families import write
 from run_support import (
     everything_on_disk,
-    not_warmed,
     options_for,
+    planned_once,
     weights_of,
     write_data,
     write_model,
@@ -30,7 +30,6 @@ from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
 from offload.runtime.sim_event import SimEvent
-from offload.train import preparing
 from offload.train.checks import check_device
 from offload.train.device_plan import DevicePlacement
 from offload.train.device_weights import _Cargo
@@ -133,7 +132,7 @@ def test_what_drives_cards_gives_the_same_bits(
 @pytest.fixture
 def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Train a whole run; its log and the bytes of its weights."""
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
     data = write_data(tmp_path / "data.jsonl")
 
     def run(model: Path, name: str, **more: Any) -> Any:
@@ -165,7 +164,7 @@ def test_a_run_on_a_device_is_the_run_without(
 def test_the_plan_has_both_tiers_and_a_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
     model = write_model(tmp_path / "model")
     data = write_data(tmp_path / "data.jsonl")
     options = options_for(model, data, tmp_path, device="sim", gpu=1 << 30)

@@ -18,8 +18,8 @@ from run_support import (
     Log,
     again,
     everything_on_disk,
-    not_warmed,
     options_for,
+    planned_once,
     train,
     weights_of,
     write_data,
@@ -32,7 +32,7 @@ from offload.io.files import DirectFile, Syscalls
 from offload.io.stores import RangeStore
 from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore
-from offload.train import commits, opening, preparing, source
+from offload.train import commits, opening, source
 from offload.train.engine import NotFinite
 
 STEPS = 4
@@ -58,7 +58,7 @@ def wanted(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from run_support import (
     Log,
     again,
     everything_on_disk,
-    not_warmed,
     options_for,
+    planned_once,
     train,
     weights_of,
     write_data,
@@ -24,7 +24,6 @@ from run_support import (
 )
 
 from offload.errors import OffloadError, PlanError
-from offload.train import preparing
 from offload.train.preparing import prepare
 from offload.train.run import Run
 
@@ -49,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
 
 
 @pytest.fixture(scope="module")
