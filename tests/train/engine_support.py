@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from equivalence import reference
 from memory_tiles import MemoryTiles
@@ -20,6 +22,19 @@ from offload.train.row_grads import lookup_tables
 
 TILE = 3 * 4096
 """Elements: tiny layers have several."""
+
+
+def every_pair(*choices: Sequence[Any]) -> list[Any]:
+    """The product of three or more choices, of at least two values each: half of it, in which every
+    two values of two choices meet, and the other half in the sweep."""
+    assert len(choices) > 2
+    assert all(len(values) > 1 for values in choices)
+    return [
+        pytest.param(
+            *(value for _, value in case), marks=[pytest.mark.sweep] * (sum(i for i, _ in case) % 2)
+        )
+        for case in itertools.product(*map(enumerate, choices))
+    ]
 
 
 def group_at(step: int) -> Callable[[Piece], Group]:

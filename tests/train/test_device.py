@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from device_support import engine_on_device
-from engine_support import batch, oracle_of
+from engine_support import batch, every_pair, oracle_of
 from fake_card import FakeCard
 from families import write
 from run_support import (
@@ -110,9 +110,9 @@ def test_evaluation_between_steps(tiny: Any, room: str) -> None:
                 assert torch.equal(engine.model(input_ids=ids, use_cache=False).logits, wanted)
 
 
-@pytest.mark.parametrize("room", ["some", "least"])
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("refuse", [None, "not permitted"])
+@pytest.mark.parametrize(
+    ("room", "seed", "refuse"), every_pair(["some", "least"], range(2), [None, "not permitted"])
+)
 def test_what_drives_cards_gives_the_same_bits(
     tiny: Any, room: str, seed: int, refuse: str | None
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support import assert_equal_weights, batch, group_at
+from engine_support import assert_equal_weights, batch, every_pair, group_at
 from lora_support import (
     EXPERTS,
     Made,
@@ -56,9 +56,9 @@ def train(
     assert_equal_weights(engine, oracle)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("clip", [0.05, 0.0])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "clip", "place"), every_pair(["llama", "gpt2"], [0.05, 0.0], PLACES)
+)
 def test_linear_layers(tiny: Made, family: str, place: str, clip: float) -> None:
     directory = tiny(family)
     with adapted_engine(directory, pinned(place), dropout=0.1) as (engine, adapters, _):
@@ -69,9 +69,10 @@ def test_linear_layers(tiny: Made, family: str, place: str, clip: float) -> None
         assert adapters.unused() == []
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("clip", [0.05, 0.0])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "clip", "place"),
+    every_pair(["qwen3_moe", "mixtral", "gpt_oss"], [0.05, 0.0], PLACES),
+)
 def test_single_experts(tiny: Made, family: str, place: str, clip: float) -> None:
     directory = tiny(family)
     with adapted_engine(directory, pinned(place), targets=EXPERTS) as (engine, adapters, _):
