@@ -106,11 +106,9 @@ def check_device(options: TrainOptions) -> Choice:
     Raises:
         OffloadError: a device that is not trained on, or something that is not done on one.
     """
-    asked = f"--device {options.device}"
-    if options.gpu is not None:
-        asked = f"--gpu {format_bytes(options.gpu)}" + f" {asked}" * (options.device != "auto")
-        if options.gpu < 1:
-            _refuse(options, "gpu", "is no budget; give bytes")
+    asked = _asked(options)
+    if options.gpu is not None and options.gpu < 1:
+        _refuse(options, "gpu", "is no budget; give bytes")
     if options.gpu is not None and options.device == "auto" and not cuda_api.card_count():
         raise OffloadError(
             f"{asked}: torch sees no accelerator here; drop --gpu: the CPU computes, or add "
@@ -125,17 +123,32 @@ def check_device(options: TrainOptions) -> Choice:
         )
     if choice.kind == "cpu":
         return choice
-    if options.method == "lora":
-        raise OffloadError(
-            f"{asked}: adapters are not trained on a device yet; give --method full, or drop "
-            f"{asked}: the CPU computes"
-        )
+    if options.quant is not None:
+        raise packed_on_device(options, f"--quant {options.quant}")
     if options.router_aux_loss is not None:
         raise OffloadError(
             f"{asked}: the load-balancing loss of --router-aux-loss {options.router_aux_loss:g} is "
             f"not computed on a device; drop either"
         )
     return choice
+
+
+def _asked(options: TrainOptions) -> str:
+    """The device as the command line names it."""
+    asked = f"--device {options.device}"
+    if options.gpu is None:
+        return asked
+    return f"--gpu {format_bytes(options.gpu)}" + f" {asked}" * (options.device != "auto")
+
+
+def packed_on_device(options: TrainOptions, packed: str) -> OffloadError:
+    """The refusal of a base that is ``packed``, with layers on a device: it is unpacked by the
+    CPU."""
+    asked = _asked(options)
+    return OffloadError(
+        f"{asked}: {packed} keeps the base packed, which only the CPU unpacks in training; give "
+        f"--model with a checkpoint and no --quant, or drop {asked}: the CPU computes"
+    )
 
 
 def _refuse(options: TrainOptions, name: str, why: str) -> NoReturn:

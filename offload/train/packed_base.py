@@ -337,6 +337,12 @@ def choose_base(model: str, quant: str | None) -> Choice | None:
     return Choice(pack=packed, checkpoint=directory)
 
 
+def is_packed(model: str) -> bool:
+    """Whether the base of adapters on ``model`` is packed without being asked to be: a pack or a
+    GGUF file."""
+    return is_gguf(model) or is_pack(resolve(model))
+
+
 def refuse_full(model: str) -> None:
     """Raise OffloadError if ``model`` is a pack or a GGUF file: only adapters can be trained on
     those."""
@@ -391,4 +397,12 @@ def _index(directory: Path, tensors: dict[str, tuple[int, TensorRange]]) -> Chec
     return CheckpointIndex(directory=directory, files=(), headers=(), tensors=tensors, mtimes_ns=())
 
 
-__all__ = ["Choice", "Packed", "PackedBase", "choose_base", "meta_of_pack", "refuse_full"]
+__all__ = [
+    "Choice",
+    "Packed",
+    "PackedBase",
+    "choose_base",
+    "is_packed",
+    "meta_of_pack",
+    "refuse_full",
+]

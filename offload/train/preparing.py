@@ -21,7 +21,13 @@ from offload.runtime.choice import budget
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.causal import check_causal
-from offload.train.checks import check_device, check_dtypes, check_options, state_directory
+from offload.train.checks import (
+    check_device,
+    check_dtypes,
+    check_options,
+    packed_on_device,
+    state_directory,
+)
 from offload.train.choosing import choose
 from offload.train.commits import check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
@@ -32,7 +38,13 @@ from offload.train.needs import (
 from offload.train.options import TrainOptions
 from offload.train.output_target import check_target
 from offload.train.output_tensors import check_writable
-from offload.train.packed_base import Choice, PackedBase, choose_base, refuse_full
+from offload.train.packed_base import (
+    Choice,
+    PackedBase,
+    choose_base,
+    is_packed,
+    refuse_full,
+)
 from offload.train.result import adapter_directory, last_output
 from offload.train.run import Run
 from offload.train.schedule import Schedule
@@ -51,6 +63,8 @@ def prepare(options: TrainOptions, *, reserve: int = 0) -> Run:
     check_options(options)
     if options.method == "full":
         refuse_full(options.model)
+    elif check_device(options).kind != "cpu" and is_packed(options.model):
+        raise packed_on_device(options, options.model)
     ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
     limit_kernels(ram)
     return_large_blocks()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engine_support import engine_of, placements
+from lora_support import adapted_engine, pinned
 
 from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
+from offload.runtime.sim_event import SimEvent
 from offload.train.device_plan import DevicePlacement, device_units, plan_device
+from offload.train.device_weights import _Cargo
 from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
+from offload.train.lora import Adapters
+from offload.train.marks import Marks
 from offload.train.opening import Placement
 from offload.train.row_grads import lookup_tables
 
@@ -41,21 +48,83 @@ def on_device(layout: TrainLayout, room: str) -> DevicePlacement:
 
 
 @contextlib.contextmanager
+def simulated(make: Callable[[int], Device] | None = None, seed: int = 0) -> Iterator[Device]:
+    """A device; behind the block it has been checked, if nothing else went wrong."""
+    device = (make or (lambda n: SimDevice(n, seed=seed, watchdog_s=20.0)))(1 << 30)
+    with contextlib.closing(device):
+        yield device
+        device.check()
+
+
+@contextlib.contextmanager
 def engine_on_device(
     directory: Path, place: str, room: str, *, make: Callable[[int], Device] | None = None,
     seed: int = 0, **options: Any,
 ) -> Iterator[tuple[Engine, Any]]:  # fmt: skip
     """As ``engine_of``, with the layers on a device; ends with its ``check``."""
-    devices: list[Device] = []
 
     def where(layout: TrainLayout) -> Placement:
         return replace(placements(layout)[place], device=on_device(layout, room))
 
-    with contextlib.ExitStack() as stack:
-        device = (make or (lambda n: SimDevice(n, seed=seed, watchdog_s=20.0)))(1 << 30)
-        devices.append(device)
-        stack.callback(device.close)
-        with engine_of(directory, where, device=device, **options) as (engine, _):
-            yield engine, device
-            engine.drain()
-            device.check()
+    with (
+        simulated(make, seed) as device,
+        engine_of(directory, where, device=device, **options) as (engine, _),
+    ):
+        yield engine, device
+        engine.drain()
+
+
+@contextlib.contextmanager
+def adapters_on_device(
+    directory: Path, place: str, room: str, *, make: Callable[[int], Device] | None = None,
+    seed: int = 0, **how: Any,
+) -> Iterator[tuple[Engine, Adapters]]:  # fmt: skip
+    """As ``adapted_engine`` with pinned adapters and the layers on a device."""
+
+    def where(layout: TrainLayout) -> Placement:
+        return replace(pinned(place)(layout), device=on_device(layout, room))
+
+    with (
+        simulated(make, seed) as device,
+        adapted_engine(directory, where, options={"device": device}, **how) as (
+            engine, adapters, _,
+        ),
+    ):  # fmt: skip
+        yield engine, adapters
+        engine.drain()
+
+
+def races_without(
+    who: str, caller: str, monkeypatch: pytest.MonkeyPatch, run: Callable[[Device], None]
+) -> tuple[str, ...]:
+    """The races that ``run`` has where ``who`` (a stream, or the host) does not wait in the
+    functions of the package named ``caller``.
+
+    ``who`` "guards": a slot is free when its copy is over; "copied": updates know of no copy.
+    """
+    skipped = []
+
+    def unless_called_by(wait: Any) -> Any:
+        def maybe(*args: Any) -> None:
+            code = sys._getframe(1).f_code
+            if code.co_name == caller and Path(code.co_filename).parent.name == "train":
+                skipped.append(caller)
+            else:
+                wait(*args)
+
+        return maybe
+
+    device = SimDevice(1 << 30, watchdog_s=20.0)
+    if who == "host":
+        monkeypatch.setattr(SimEvent, "wait", unless_called_by(SimEvent.wait))
+    elif who == "guards":
+        monkeypatch.setattr(_Cargo, "guards", property(lambda cargo: (cargo.ready,)))
+    elif who == "copied":
+        monkeypatch.setattr(Marks, "copied", lambda *_: None)
+    else:
+        stream = getattr(device, who)
+        monkeypatch.setattr(stream, "wait", unless_called_by(stream.wait))
+    with contextlib.suppress(Exception):  # wrong numbers, or the race, whichever is seen first
+        run(device)
+    assert skipped or not caller
+    return device.races()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from device_support import engine_on_device
+from device_support import engine_on_device, races_without
 from engine_support import batch, every_pair, oracle_of
 from fake_card import FakeCard
 from families import write
@@ -29,11 +27,8 @@ from offload.errors import OffloadError, PlanError
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
-from offload.runtime.sim_event import SimEvent
 from offload.train.checks import check_device
 from offload.train.device_plan import DevicePlacement
-from offload.train.device_weights import _Cargo
-from offload.train.marks import Marks
 from offload.train.preparing import prepare
 from offload.train.visits import Visits
 
@@ -189,7 +184,7 @@ def test_the_plan_has_both_tiers_and_a_least(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"method": "lora"}, "adapters are not trained on a device yet"),
+        ({"method": "lora", "quant": "q4"}, "--quant q4 keeps the base packed, which only the CPU"),
         ({"router_aux_loss": 0.1}, "drop either"),
         ({"gpu": 0}, "is no budget"),
         ({"device": "cpu"}, "contradict"),
@@ -222,36 +217,13 @@ def test_every_wait_is_needed(
     tiny: Any, who: str, caller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the detector finds a use that nothing orders."""
-    skipped = []
-
-    def unless_called_by(wait: Any) -> Any:
-        def maybe(*args: Any) -> None:
-            code = sys._getframe(1).f_code
-            if code.co_name == caller and Path(code.co_filename).parent.name == "train":
-                skipped.append(caller)
-            else:
-                wait(*args)
-
-        return maybe
-
-    device = SimDevice(1 << 30, watchdog_s=20.0)
-    if who == "host":
-        monkeypatch.setattr(SimEvent, "wait", unless_called_by(SimEvent.wait))
-    elif who == "guards":
-        monkeypatch.setattr(_Cargo, "guards", property(lambda cargo: (cargo.ready,)))
-    elif who == "copied":
-        monkeypatch.setattr(Marks, "copied", lambda *_: None)
-    else:
-        stream = getattr(device, who)
-        monkeypatch.setattr(stream, "wait", unless_called_by(stream.wait))
     directory = tiny("qwen3")
-    with (
-        contextlib.suppress(Exception),  # wrong numbers, or the race, whichever is seen first
-        engine_on_device(directory, "disk", "least", make=lambda _: device) as (engine, _),
-    ):
-        train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=2)
-    assert device.races()
-    assert skipped or not caller
+
+    def run(device: Device) -> None:
+        with engine_on_device(directory, "disk", "least", make=lambda _: device) as (engine, _):
+            train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=2)
+
+    assert races_without(who, caller, monkeypatch, run)
 
 
 def test_arguments_come_after_the_last_visit(monkeypatch: pytest.MonkeyPatch) -> None:
