@@ -28,6 +28,8 @@ class DevicePlacement:
     slots: int
     """Units whose weights are there at a time."""
     slot_bytes: int
+    adapter_bytes: int = 0
+    """Of a slot, those of adapters, which come again after each step while the rest stays."""
     expert_slots: int = 0
     """Fused experts that are there at a time."""
     expert_bytes: int = 0
@@ -77,9 +79,13 @@ class DevicePlacement:
         )
         count = len(self.units)
         held = "all of them" if self.slots == count else f"{self.slots} of them at a time"
+        again = (
+            f" ({format_bytes(self.adapter_bytes)} of a layer are adapters, which alone are copied "
+            f"again after a step)"
+        ) * bool(self.adapter_bytes)
         return (
             f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)}: {parts}; {count} layers "
-            f"run there, the weights of {held}; embeddings, head, loss and updates in RAM"
+            f"run there, the weights of {held}{again}; embeddings, head, loss and updates in RAM"
         )
 
 
@@ -142,6 +148,14 @@ def plan_device(
     blocks = layout.blocks
     mine = [layout.units[u] for u in sorted(units)]
     slot = max(sum(align_up(blocks[b].value_bytes) for b in u.blocks) for u in mine)
+    adapters = max(
+        (
+            sum(align_up(blocks[b].value_bytes) for b in u.blocks if blocks[b].trained)
+            for u in mine
+            if not all(blocks[b].trained for b in u.blocks)
+        ),
+        default=0,
+    )
     experts = [b for u in mine for ids in u.experts.values() for b in ids]
     expert = max((align_up(blocks[b].value_bytes) for b in experts), default=0)
     gradient = max(
@@ -157,9 +171,9 @@ def plan_device(
 
     def placed(slots: int, expert_slots: int, gradients: int) -> DevicePlacement:
         return DevicePlacement(
-            budget=budget, units=units, slots=slots, slot_bytes=slot, expert_slots=expert_slots,
-            expert_bytes=expert, up_bytes=up, down_bytes=down, gradients=gradients,
-            gradient_bytes=gradient, work_bytes=work,
+            budget=budget, units=units, slots=slots, slot_bytes=slot, adapter_bytes=adapters,
+            expert_slots=expert_slots, expert_bytes=expert, up_bytes=up, down_bytes=down,
+            gradients=gradients, gradient_bytes=gradient, work_bytes=work,
         )  # fmt: skip
 
     best = least = placed(1, min(1, len(experts)), 1)

@@ -4,13 +4,14 @@ next and nothing has updated them.
 A unit's blocks take one slot, a fused expert another. The copy up waits for what wrote the block in
 RAM and for the last use of its slot; compute waits for the copy. What was copied stays until the
 slot is needed for something that runs sooner (Belady), or until a step takes the block: its update
-changes RAM, and the copy on the device is dropped before.
+changes RAM, and the copy on the device is dropped before. Of a unit that is frozen but for its
+adapters these alone are dropped, and copied again into their place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -53,9 +54,12 @@ class _Cargo:
     slot: _Slot
     copies: list[Copy]
     ready: Event
+    """All that is in it has come."""
     users: int = 0
     left: Event | None = None
     """The end of its last use."""
+    stale: set[int] = field(default_factory=set)
+    """Blocks that have been dropped, and must be copied again."""
 
     @property
     def guards(self) -> tuple[Event, ...]:
@@ -69,6 +73,14 @@ class _Pool:
     free: list[_Slot]
     cargos: dict[tuple[int, ...], _Cargo] = field(default_factory=dict)
     """By the blocks in it."""
+
+
+def _parts(slot: _Slot, copies: Sequence[Copy]) -> Iterator[tuple[Copy, Region]]:
+    """Where each block of a slot is."""
+    at = slot.region.offset
+    for copy in copies:
+        yield copy, Region(slot.region.memory, at, copy.block.value_bytes)
+        at += align_up(copy.block.value_bytes)
 
 
 def typed(memory: Memory, offset: int, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
@@ -130,8 +142,17 @@ class DeviceWeights:
                 if cargo is None:
                     cargo = self._raise(pool, blocks, entries, -1, users=1)
                 else:  # copied ahead while these were waited for
-                    for block in blocks:
-                        self._weights.release(block)
+                    self._let_go(blocks)
+            elif cargo.stale:
+                try:
+                    entries = self._weights.acquire_all(sorted(cargo.stale))
+                except BaseException:
+                    cargo.users -= 1
+                    raise
+                if cargo.stale:
+                    self._renew(cargo, entries)
+                else:
+                    self._let_go(e.block.index for e in entries)
             if cargo is None:
                 raise PlanError(
                     f"no room on the device for {self._layout.blocks[blocks[0]].id}: its "
@@ -171,16 +192,24 @@ class DeviceWeights:
 
     def has(self, block: int) -> bool:
         """Whether the block's current weights are there, or on their way."""
-        return any(block in blocks for pool in self._pools() for blocks in pool.cargos)
+        return any(
+            block in blocks and block not in cargo.stale
+            for pool in self._pools()
+            for blocks, cargo in pool.cargos.items()
+        )
 
     def forget(self, blocks: Iterable[int]) -> None:
         """These change in RAM: what is here of them is worthless."""
         gone = set(blocks)
         for pool in self._pools():
             for key in [k for k in pool.cargos if not gone.isdisjoint(k)]:
-                if pool.cargos[key].users:
+                cargo = pool.cargos[key]
+                if cargo.users:
                     raise AssertionError("weights change that compute uses")
-                self._drop(pool, key)
+                if cargo.stale.union(gone).issuperset(key):
+                    self._drop(pool, key)
+                else:
+                    self._drop_some(cargo, gone.intersection(key))
 
     def pump(self) -> None:
         """Begin to copy what is needed next and is in RAM, as far as there is room for it. One at a
@@ -191,7 +220,16 @@ class DeviceWeights:
             if self.rising:
                 return
             blocks = tuple(self._layout.units[unit].blocks)
-            if unit not in self.placement.units or blocks in self._units.cargos:
+            if unit not in self.placement.units:
+                continue
+            there = self._units.cargos.get(blocks)
+            if there is not None:
+                if not there.stale:
+                    continue
+                entries = self._weights.hold_ready(sorted(there.stale))
+                if entries is None:
+                    return
+                self._renew(there, entries)
                 continue
             if not self._can_take(self._units, distance):
                 return
@@ -227,47 +265,76 @@ class DeviceWeights:
         if not pool.free:
             victim = self._victim(pool, distance)
             if victim is None:
-                for held in blocks:
-                    self._weights.release(held)
+                self._let_go(blocks)
                 return None
             self._drop(pool, victim)
         slot = pool.free.pop()
         self._order_slot(slot)
-        at, copies, ready = slot.region.offset, [], None
+        at, copies = slot.region.offset, []
         for entry in entries:
-            block, nbytes = entry.block, entry.block.value_bytes
-            self._device.h2d.wait(self._marks.arrived(entry.memory))
-            target = Region(slot.region.memory, at, nbytes)
-            ready = self._device.copy(target, Region(entry.memory, 0, nbytes), self._device.h2d)
-            self._marks.copied(entry.memory, ready)
+            block = entry.block
             dtype: torch.dtype = getattr(torch, block.dtype)
             copies.append(Copy(block, typed(slot.region.memory, at, (block.count,), dtype)))
-            self.up_bytes += nbytes
-            at += align_up(nbytes)
-        assert ready is not None
-        cargo = pool.cargos[blocks] = _Cargo(slot, copies, ready, users)
-        self.rising += 1
-        ready.then(partial(self._risen, blocks))
+            at += align_up(block.value_bytes)
+        cargo = pool.cargos[blocks] = _Cargo(slot, copies, self._copy(slot, copies, entries), users)
+        self._hold_until(cargo.ready, entries)
         return cargo
+
+    def _renew(self, cargo: _Cargo, entries: list[Entry]) -> None:
+        """Begin to copy what is stale, which is held in RAM until it is there."""
+        cargo.slot.guards = cargo.guards
+        self._order_slot(cargo.slot)
+        cargo.ready = self._copy(cargo.slot, cargo.copies, entries)
+        cargo.stale.clear()
+        self._hold_until(cargo.ready, entries)
+
+    def _copy(self, slot: _Slot, copies: list[Copy], entries: list[Entry]) -> Event:
+        """Copy these of a slot's blocks to their places in it; the end of the last copy."""
+        ready = None
+        places = {c.block.index: region for c, region in _parts(slot, copies)}
+        for entry in entries:
+            source = Region(entry.memory, 0, entry.block.value_bytes)
+            self._device.h2d.wait(self._marks.arrived(entry.memory))
+            ready = self._device.copy(places[entry.block.index], source, self._device.h2d)
+            self._marks.copied(entry.memory, ready)
+            self.up_bytes += source.nbytes
+        assert ready is not None
+        return ready
+
+    def _hold_until(self, ready: Event, entries: list[Entry]) -> None:
+        """Release these in RAM at ``ready``, which may be at once: for when all that is to be known
+        of the copies is in place."""
+        self.rising += 1
+        ready.then(partial(self._risen, [entry.block.index for entry in entries]))
 
     def _order_slot(self, slot: _Slot) -> None:
         for event in slot.guards:
             self._device.h2d.wait(event)
 
-    def _risen(self, blocks: tuple[int, ...], error: BaseException | None) -> None:
+    def _risen(self, blocks: Sequence[int], error: BaseException | None) -> None:
         """On the thread of the copies, or at once."""
         if error is not None:
             self._shared.fail(error)
         with self._shared.changed:
             self.rising -= 1
-            for block in blocks:
-                self._weights.release(block)
+            self._let_go(blocks)
+
+    def _let_go(self, blocks: Iterable[int]) -> None:
+        """These of RAM are not needed."""
+        for block in blocks:
+            self._weights.release(block)
 
     def _drop(self, pool: _Pool, key: tuple[int, ...]) -> None:
         cargo = pool.cargos.pop(key)
         cargo.slot.guards = cargo.guards
         self._device.discard(cargo.slot.region, cargo.guards)
         pool.free.append(cargo.slot)
+
+    def _drop_some(self, cargo: _Cargo, blocks: set[int]) -> None:
+        for copy, region in _parts(cargo.slot, cargo.copies):
+            if copy.block.index in blocks - cargo.stale:
+                self._device.discard(region, cargo.guards)
+        cargo.stale |= blocks
 
     def _used(self, cargo: _Cargo) -> Region:
         """The bytes of a slot up to the end of what is in it."""

@@ -207,7 +207,10 @@ def _plan(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
     if chosen.plan.placement.device is not None:
-        notes.append("the predicted time counts no copies to and from the device")
+        notes.append(
+            "the predicted time counts no copies to and from the device, and reads of weights that "
+            "stay there"
+        )
     run = Run(
         meta,
         data,

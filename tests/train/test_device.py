@@ -200,7 +200,7 @@ def test_what_is_not_done_on_a_device(tmp_path: Path, more: dict[str, Any], said
 @pytest.mark.parametrize(
     ("who", "caller"),
     [
-        ("h2d", "_raise"),  # weights in RAM are read from the disk, or updated
+        ("h2d", "_copy"),  # weights in RAM are read from the disk, or updated
         ("h2d", "_order_slot"),  # compute has used what was in the slot
         ("compute", "_acquire"),  # weights have come
         ("h2d", "up"),  # arguments are where copies read them

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from device_support import adapters_on_device
-from engine_support import batch
+from device_support import adapters_on_device, races_without
+from engine_support import batch, group_at
 from fake_card import FakeCard
 from lora_support import EXPERTS, Made, adapted_oracle
 from run_support import not_warmed, options_for, train, weights_of, write_data, write_model
@@ -128,6 +129,82 @@ def test_a_run_on_a_device_is_the_run_without(
         found.append((log.losses, log.norms, weights_of(place / "out")))
     assert found[0] == found[1]
     assert set(found[0][2]) == {"adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.0])
+@pytest.mark.parametrize(
+    ("family", "targets"), [("llama", ("q_proj", "v_proj")), ("qwen3_moe", ("q_proj", "down_proj"))]
+)
+def test_the_base_stays_where_there_is_room(
+    tiny: Made, family: str, targets: Any, clip: float
+) -> None:
+    """It goes up once, is not read from the disk again, and what a step copies are adapters."""
+    directory = tiny(family)
+    with adapters_on_device(directory, "disk", "all", targets=targets) as (engine, adapters):
+        oracle = adapted_oracle(directory, engine.layout, targets=targets)
+        tier, layout = engine.homes.tier, engine.layout
+        assert tier is not None
+        train_both(engine, oracle, 1, clip, steps=3)
+
+        def size(blocks: Iterable[int]) -> int:
+            return sum(layout.blocks[b].value_bytes for b in blocks)
+
+        mine, fused = size(adapters.blocks(layout)), size(layout.expert_blocks())
+        base = size(tier.blocks) - mine - fused
+        assert mine < 2 * base
+        # Adapters once more if those of a step that is not taken any more are copied ahead.
+        assert base + 3 * mine <= tier.weights.up_bytes <= base + fused + 4 * mine
+        if fused:
+            return
+        read, ids = engine.checkpoint_bytes(), batch(3, 0)
+        engine.begin_forward()
+        engine.model(input_ids=ids, labels=ids).loss.backward()
+        engine.end_backward()
+        engine.step(group_at(3), clip)
+        engine.drain()
+        at_home = sum(b.nbytes for b in layout.blocks if b.index not in tier.blocks)
+        assert engine.checkpoint_bytes() - read <= 2 * at_home
+
+
+@pytest.mark.parametrize(
+    ("who", "caller"),
+    [
+        ("h2d", "_copy"),  # adapters in RAM are updated
+        ("h2d", "_order_slot"),  # compute has used the adapters of the step before
+        ("compute", "_acquire"),  # the new ones have come
+        ("guards", ""),  # ... and their use counts
+        ("copied", ""),  # an update waits for the copy of the adapters that it changes
+        ("d2h", "add"),  # their gradients are computed
+        ("host", "_land_one"),  # and have come
+    ],
+)
+def test_every_wait_is_needed(
+    tiny: Made, who: str, caller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is evicted: a copy into a slot is one of adapters whose base stays there."""
+    directory = tiny("llama")
+
+    def run(device: Device) -> None:
+        with adapters_on_device(directory, "ram", "all", make=lambda _: device) as (engine, _):
+            train_both(engine, adapted_oracle(directory, engine.layout), 1, 0.05, steps=2)
+
+    assert races_without(who, caller, monkeypatch, run)
+
+
+def test_the_plan_says_what_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    model = write_model(tmp_path / "model")
+    data = write_data(tmp_path / "data.jsonl")
+    how = {"method": "lora", "lora_r": 4, "device": "sim", "gpu": 1 << 30}
+    run = prepare(options_for(model, data, tmp_path, **how))
+    run.close()
+    place = run.plan.placement.device
+    assert place is not None
+    assert 0 < place.adapter_bytes < place.slot_bytes
+    assert "of a layer are adapters, which alone are copied again" in "\n".join(run.describe())
+    full = prepare(options_for(model, data, tmp_path, device="sim", gpu=1 << 30))
+    full.close()
+    assert full.plan.placement.device.adapter_bytes == 0
 
 
 def test_a_packed_base_is_refused_before_anything_is_packed(tmp_path: Path) -> None:
