@@ -86,3 +86,14 @@ def too_long(prompt: int, new: int | None, context: int) -> Problem:
         param="max_tokens" if new is not None and prompt < context else "messages",
         code="context_length_exceeded",
     )
+
+
+def far_too_long(context: int, param: str) -> Problem:
+    """A prompt that was not read to its end, as its beginning is more than twice ``context``."""
+    return Problem(
+        400,
+        f"the prompt has more than {2 * context} tokens, and the context takes {context}; shorten "
+        f"it or start the server with a larger --context",
+        param=param,
+        code="context_length_exceeded",
+    )

@@ -10,11 +10,15 @@ from typing import Any
 
 from offload.cli import prompt
 from offload.errors import OffloadError
-from offload.serve.problems import Problem, too_long
+from offload.serve.problems import Problem, far_too_long, too_long
 
 CHARACTERS_PER_TOKEN = 32
 """More than any real text has; a context's worth of it is the largest body that makes sense."""
 LEAST_BODY = 2**20
+
+PIECE_CHARACTERS = 2**14
+"""A tokenizer needs some 200 bytes for a token while it encodes: 200 MiB were seen for a body of
+one MiB. Longer text is counted in pieces of so many characters first, 3 MiB at a time."""
 
 
 class Prompts:
@@ -48,6 +52,7 @@ class Prompts:
         """Raises Problem: the chat template is missing or refuses them."""
 
         def encode() -> list[int]:
+            self._refuse_far_too_long("\n".join(m["content"] for m in messages), "messages")
             if not getattr(self._tokenizer, "chat_template", None):
                 raise OffloadError(
                     "this model has no chat template: nothing says how it tells messages apart; "
@@ -63,6 +68,8 @@ class Prompts:
         """Raises Problem: text without a tokenizer, or an id that is not the model's."""
 
         def encode() -> list[int]:
+            if isinstance(given, str):
+                self._refuse_far_too_long(given, "prompt")
             asked = prompt.Asked(text=given) if isinstance(given, str) else prompt.Asked(ids=given)
             return prompt.encode(asked, self._tokenizer, raw=True, directory=self._directory)
 
@@ -84,6 +91,22 @@ class Prompts:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+
+    def _refuse_far_too_long(self, text: str, param: str) -> None:
+        """Refuse text of more than two contexts before it is encoded as one.
+
+        Two, because pieces may have some tokens more than the whole.
+
+        Raises:
+            Problem: it has more.
+        """
+        if self._tokenizer is None or len(text) <= PIECE_CHARACTERS:
+            return
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            tokens += len(self._tokenizer(text[start : start + PIECE_CHARACTERS])["input_ids"])
+            if tokens > 2 * self.context:
+                raise far_too_long(self.context, param)
 
     async def _run(self, encode: Callable[[], list[int]], param: str) -> tuple[int, ...]:
         def checked() -> tuple[int, ...]:

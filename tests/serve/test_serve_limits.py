@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from serve_support import (
+    TINY,
     Alone,
     Listener,
     get,
@@ -19,6 +21,9 @@ from serve_support import (
     request,
     run,
 )
+
+from offload.models.meta import read_config
+from offload.serve.prompts import Prompts
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -73,3 +78,39 @@ def test_a_full_queue_is_said_with_a_time(model: Any, alone: Alone) -> None:
         prompts.close()
     refused(post(app, CHAT, {"messages": MESSAGES}), 503)
     assert get(app, "/health").status_code == 503
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_far_too_long_prompt_is_never_encoded_as_one(
+    model: Any, alone: Alone, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    kind = type(alone.tokenizer)
+    call = kind.__call__
+
+    def spy(self: Any, text: str, *args: Any, **how: Any) -> Any:
+        seen.append(len(text))
+        return call(self, text, *args, **how)
+
+    monkeypatch.setattr(kind, "__call__", spy)
+    engine = make_engine(model, alone.tokenizer)
+    app, prompts = make_guarded(engine, alone.tokenizer)
+    text = "x" * 1_000_000
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    try:
+        error = refused(post(app, path, body), 400, str(prompts.context))
+    finally:
+        prompts.close()
+        engine.close()
+    assert error["code"] == "context_length_exceeded"
+    assert sum(seen) < 100_000
+
+
+def test_a_long_prompt_that_fits_is_encoded_as_one(alone: Alone) -> None:
+    prompts = Prompts(alone.tokenizer, directory=TINY, config=read_config(TINY), context=30_000)
+    text = "Lists hold things. " * 3000
+    try:
+        ids = asyncio.run(prompts.of_prompt(text))
+    finally:
+        prompts.close()
+    assert ids == tuple(alone.tokenizer(text)["input_ids"])
