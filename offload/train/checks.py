@@ -125,11 +125,6 @@ def check_device(options: TrainOptions) -> Choice:
         return choice
     if options.quant is not None:
         raise packed_on_device(options, f"--quant {options.quant}")
-    if options.router_aux_loss is not None:
-        raise OffloadError(
-            f"{asked}: the load-balancing loss of --router-aux-loss {options.router_aux_loss:g} is "
-            f"not computed on a device; drop either"
-        )
     return choice
 
 

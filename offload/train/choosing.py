@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from offload.blocks import align_up
+from offload.models.expert_groups import expert_groups
 from offload.train.device_plan import DevicePlacement, device_units, plan_device, visit_bytes
 from offload.train.footprint import TrainFootprint, measure_training
 from offload.train.head_find import HeadForm, find_head
@@ -186,11 +188,24 @@ def _device_tier(
         shape = options.batch_size, options.seq_len
         return measure_training(meta.model, mine, *shape, tables).unit_bytes if mine else 0
 
+    beside, probabilities = _router_bytes(meta, options)
     up, down = visit_bytes(
         max(whole.inputs, default=0) or -(-whole.boundary_bytes // len(modules)),
-        whole.shared_bytes,
+        whole.shared_bytes + beside,
     )
-    return plan_device(layout, gpu, units, up=up, down=down, work=working(True)), working(False)
+    work = working(True) + probabilities
+    return plan_device(layout, gpu, units, up=up, down=down, work=work), working(False)
+
+
+def _router_bytes(meta: OnMeta, options: TrainOptions) -> tuple[int, int]:
+    """(bytes that a layer is given for its load-balancing loss: which tokens count, the experts'
+    shares; bytes that it makes of its router's logits), zeros without such a loss."""
+    if options.router_aux_loss is None:
+        return 0, 0
+    experts = max(group.n_experts for group in expert_groups(meta.model))
+    tokens = options.batch_size * options.seq_len
+    # Logits without padding, probabilities in the model's dtype and in float32, and gradients.
+    return align_up(tokens) + align_up(4 * experts), 6 * 4 * tokens * experts
 
 
 def _choose_trained(meta: OnMeta, options: TrainOptions) -> Adapters | None:

@@ -34,7 +34,7 @@ from offload.train.segments import Segment, same_random_numbers
 from offload.train.steps import Clock, Group, NotFinite, StepResult
 from offload.train.updates import Job, Updater
 from offload.train.vertical import Rounds
-from offload.train.visits import Visit
+from offload.train.visits import AT_HOME, Visit
 from offload.train.weights import Entry, Shared, Weights
 
 __all__ = ["Engine", "Group", "NotFinite", "StepResult"]
@@ -80,6 +80,8 @@ class Engine:
         """Whether gradients of this backward complete the step."""
         self.micro = 0
         """The number of this micro-batch in its step, in the usual order."""
+        self.visit: Visit = AT_HOME
+        """Where the unit that runs does."""
         self.random_key: Callable[[int, int], int] | None = None
         """Set: seed torch's generator for each unit's forward by (micro-batch, unit), so that
         dropout is the same in any order of micro-batches. None: torch's own sequence."""
@@ -260,9 +262,15 @@ class Engine:
         self.homes.release(unit, [entry.block.index for entry in state.entries])
         state.entries = ()
 
-    def visiting(self, unit: int) -> contextlib.AbstractContextManager[Visit]:
+    @contextlib.contextmanager
+    def visiting(self, unit: int) -> Iterator[Visit]:
         """See ``segments.Runtime``."""
-        return self.homes.visiting(unit)
+        before = self.visit
+        with self.homes.visiting(unit) as self.visit:
+            try:
+                yield self.visit
+            finally:
+                self.visit = before
 
     def abandon(self) -> None:
         """A step has failed in the middle: let go of weights that wait for other micro-batches, and

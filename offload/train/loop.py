@@ -145,7 +145,9 @@ class LanguageLoop:
         self.phases = Phases()
         self._router: RouterLoss | None = None
         if router is not None:
-            self._router = RouterLoss(engine.model, router, lambda: engine.current_micro)
+            self._router = RouterLoss(
+                engine.model, router, lambda: engine.current_micro, lambda: engine.visit
+            )
             engine.extra = self._router_terms
 
     def _router_terms(self) -> list[tuple[Tensor, Tensor]]:

@@ -5,7 +5,8 @@ Fedus, Zoph and Shazeer 2021, "Switch Transformers", equations 4 to 6): with f_e
 (token, choice) pairs of all layers that went to expert e, P_e the mean probability over all layers,
 the loss is E sum_e f_e P_e. Gradients only flow through P. A streamed backward has one layer at a
 time, so the sums are gathered in forward; backward then adds to each layer's recomputed router
-logits its own term of sum_e f_e P_e, whose f_e are known by then.
+logits its own term of sum_e f_e P_e, whose f_e are known by then. Of layers that run on a device
+the sums come down in forward, and the shares go up in backward.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from offload.errors import OffloadError
 from offload.models.expert_groups import expert_groups
 from offload.models.request import expert_top_k
+from offload.train.visits import AT_HOME, Visit
 
 
 @dataclass(slots=True)
@@ -40,9 +42,12 @@ class RouterLoss:
     """Watches the routers of a model. For each micro-batch: ``begin``, forward, ``value``,
     backward."""
 
-    def __init__(self, model: Any, coefficient: float, current: Callable[[], int]) -> None:
+    def __init__(
+        self, model: Any, coefficient: float, current: Callable[[], int],
+        visit: Callable[[], Visit] = lambda: AT_HOME,
+    ) -> None:  # fmt: skip
         """``coefficient``: of the loss, as ``router_aux_loss_coef``. ``current``: the number of the
-        micro-batch that runs.
+        micro-batch that runs. ``visit``: where the unit that runs does.
 
         Raises:
             OffloadError: the model has no experts, or its routers are not to be found.
@@ -54,6 +59,7 @@ class RouterLoss:
         self.experts = groups[0].n_experts
         self.top_k = expert_top_k(model.config)
         self._current = current
+        self._visit = visit
         self._sums: dict[int, _Sums] = {}
         self._handles = [
             _router_of(model, g.name, self.experts).register_forward_hook(self._seen)
@@ -70,18 +76,23 @@ class RouterLoss:
             return  # an evaluation
         logits = output if isinstance(output, Tensor) else output[0]
         logits = logits.reshape(-1, self.experts)
-        if sums.valid is not None:
-            logits = logits[sums.valid]
+        visit = self._visit()
+        valid, share = visit.up([sums.valid, sums.share])
+        if valid is not None:
+            logits = logits[valid]
         probabilities = torch.softmax(logits, dim=-1)  # in the model's dtype, as transformers'
-        if sums.share is None:
+        if share is None:
             chosen = probabilities.topk(self.top_k, dim=-1).indices.reshape(-1)
-            sums.counts.append(torch.bincount(chosen, minlength=self.experts).float())
-            sums.mass.append(probabilities.detach().float().sum(0))
+            counts = torch.bincount(chosen, minlength=self.experts).float()
+            found = visit.down([counts, probabilities.detach().float().sum(0)])
+            for sums_of, tensor in zip((sums.counts, sums.mass), found, strict=True):
+                assert tensor is not None
+                sums_of.append(tensor)
             sums.rows = logits.shape[0]
-        elif torch.is_grad_enabled():
+        elif probabilities.requires_grad:  # of layers above what is trained
             rows = sums.rows * len(sums.mass)
             mass = probabilities.float().sum(0)
-            sums.terms.append((mass * sums.share).sum() * (self.experts / rows))
+            sums.terms.append((mass * share).sum() * (self.experts / rows))
 
     def value(self) -> float:
         """The loss of the forward that has ended, without the coefficient; fixes the shares."""
