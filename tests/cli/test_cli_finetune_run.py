@@ -17,7 +17,14 @@ import pytest
 import torch
 from cli_support import Cli, Result, process, refused
 from families import tiny_config, write
-from run_support import WORDS, weights_of, write_data, write_model, write_tokenizer
+from run_support import (
+    WORDS,
+    planned_once,
+    weights_of,
+    write_data,
+    write_model,
+    write_tokenizer,
+)
 from safetensors.torch import load_file, save_file
 
 Finetune = Callable[..., Result]
@@ -31,6 +38,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data") / "train.jsonl")
+
+
+WHOLE = ("test_a_whole_run", "test_a_trace", "test_a_budget_too_small", "test_float16")
+"""Tests with all that a run does: its warm-up, measured rates and a prediction."""
+
+
+@pytest.fixture(autouse=True)
+def _planned_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.name not in WHOLE:
+        planned_once(monkeypatch)
 
 
 def words_for(model: Path, data: Path, place: Path, *more: object, steps: int = 2) -> list[object]:
