@@ -20,8 +20,8 @@ from cli_support import Cli, Result, refused
 from disk_support import fill, small_filesystem
 from run_support import (
     everything_on_disk,
-    not_warmed,
     options_for,
+    planned_once,
     train,
     weights_of,
     write_data,
@@ -61,15 +61,14 @@ def _on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         everything_on_disk(made)
         return made
 
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
-    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
+    planned_once(monkeypatch)
     monkeypatch.setattr(preparing, "prepare", prepare)
 
 
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparing, "warm_training", not_warmed)
+        planned_once(patch)
         yield
 
 
