@@ -10,6 +10,7 @@ apart in this way is tried on a small example of each class before it is planned
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -220,7 +221,8 @@ def activation_bytes(groups: Sequence[ExpertGroup], top_k: int, itemsize: int) -
         rows = align_up(width * itemsize, TENSOR_ALIGN)
         down = ROWS * (rows + align_up(4 * top_k, TENSOR_ALIGN))
         for tensor in per_expert(group).values():
-            row = tensor[0].numel() * tensor.element_size()
+            # By its shape: of a model that runs, a bias may be an AbsentTensor.
+            row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
             down += used * align_up(row, TENSOR_ALIGN)
         most = max(most, down + ROWS * top_k * rows + used * TENSOR_ALIGN)
     return align_up(most)

@@ -15,7 +15,7 @@ from families import tiny_config
 
 from offload.errors import OffloadError, PlanError
 from offload.models.expert_groups import ExpertGroup
-from offload.models.hybrid import check_apart
+from offload.models.hybrid import activation_bytes, check_apart
 from offload.models.load import prepare
 from offload.models.params import Param, Place
 from offload.scheduler.plan_file import Identity, document, restore
@@ -56,6 +56,17 @@ def test_bits_at_every_interleaving_and_policy(checkpoint: Checkpoint, seed: int
     with opened(prepared) as model:
         check_logits(model, want)
         assert model.offload.executor.stats.cpu_experts > 0
+
+
+def test_reserves_are_known_of_a_model_that_runs(checkpoint: Checkpoint) -> None:
+    """Its biases stream with their layer: between passes there is only their shape."""
+    want = checkpoint("gpt_oss")
+    room = budgets(want.directory, "sim", hybrid=True)["minimum"]
+    prepared = prepare(want.directory, options("sim", hybrid=True, **room))
+    top_k, itemsize = 4, 4
+    before = activation_bytes(prepared.cut.groups, top_k, itemsize)
+    with opened(prepared):
+        assert activation_bytes(prepared.cut.groups, top_k, itemsize) == before
 
 
 def test_float32(checkpoint: Checkpoint) -> None:
