@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from offload.blocks import Tier
+from offload.errors import OffloadError
 from offload.models.attach import Attachment
 from offload.runtime.executor import Executor
 from offload.runtime.rss import peak_rss
@@ -98,6 +99,13 @@ class OffloadHandle:
             "kv": None if self.kv is None else self.kv.stats(),
             "prompt_cache": None if self.prompts is None else self.prompts.prefixes.to_json(),
         }
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """What ``copy.deepcopy`` and ``pickle`` ask for; memory, files and threads have no copy."""
+        raise OffloadError(
+            "a streamed model cannot be copied or pickled; load it twice, or call "
+            "offload.unwrap(model) first if it was wrapped"
+        )
 
     def close(self) -> None:
         """Wait for what is in flight, free memory, files and threads. The model cannot run any

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload.blocks import TENSOR_ALIGN, Tier
 from offload.errors import ClosedError, OffloadError
@@ -165,6 +166,11 @@ def _keep(model: nn.Module) -> tuple[set[int], list[str]]:
     notes: list[str] = []
     for param in parameters(model).values():
         tensor = param.tensor
+        if is_lazy(tensor):
+            raise OffloadError(
+                f"{param.name} has no shape yet (a lazy module); run the model once on an example "
+                f"before wrapping it"
+            )
         if tensor.is_meta:
             raise OffloadError(
                 f"{param.name} has no data (meta device); load the model's weights first, or use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -243,3 +244,23 @@ def test_what_is_no_module() -> None:
     not_a_model: Any = "a/checkpoint"
     with pytest.raises(OffloadError, match=r"takes a torch\.nn\.Module, not a str"):
         offload.wrap(not_a_model, ram="2MiB")
+
+
+def test_a_lazy_module_is_run_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))
+    with pytest.raises(OffloadError, match=r"0\.weight has no shape yet .* run the model once"):
+        offload.wrap(model, ram="2MiB")
+    x = torch.randn(2, 8)
+    want = model(x)
+    assert torch.equal(offload.wrap(model, ram="2MiB")(x), want)
+    offload.unwrap(model)
+
+
+def test_a_streamed_model_is_not_copied() -> None:
+    model = offload.wrap(mlp()[0], ram="64MiB")  # all of it resident: nothing else refuses
+    try:
+        with pytest.raises(OffloadError, match="cannot be copied or pickled"):
+            copy.deepcopy(model)
+    finally:
+        offload.unwrap(model)
+    assert copy.deepcopy(model) is not model
