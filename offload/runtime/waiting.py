@@ -89,7 +89,9 @@ class Waiting:
                 kind = next(
                     (k for k in (ClosedError, DeviceError) if isinstance(error, k)), StoreError
                 )
-                raise kind(f"{error} (block {block}; {self._story(block)})") from error
+                # Its story ends with the same words: say them once.
+                story = self._story(block).replace(f"failed: {error}", "failed")
+                raise kind(f"{error} (block {block}; {story})") from error
 
 
 __all__ = ["Waiting"]

@@ -73,8 +73,9 @@ def test_a_read_error_surfaces_where_it_is_waited_for(device: str) -> None:
         executor.settle()
         store.broken = {victim}
         for _ in range(3):
-            with pytest.raises(StoreError, match=f"bad sector.*block {victim}; story of"):
+            with pytest.raises(StoreError, match=f"bad sector.*block {victim}; story of") as caught:
                 toy.run(executor, passes=2)
+            assert str(caught.value).count("bad sector") == 1
             settled(executor)
         assert store.failed < 20, "hammering a bad sector"
         store.broken = set()
