@@ -325,6 +325,11 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _nothing_found(root: Path, single: str, index: str) -> str:
     if (root / JOURNAL).exists():
         return no_pack(root)
+    if (root / MANIFEST).exists():
+        return (
+            f"{root} is a packed model, and what is asked for needs a checkpoint's own weights; "
+            f"give the checkpoint or the GGUF file that it was packed from"
+        )
     if (root / bundle_name(0)).exists():
         return f"{root} was a packed model, but its {MANIFEST} is missing; pack the model again"
     pickles = sorted(p.name for pattern in _PICKLES for p in root.glob(pattern))

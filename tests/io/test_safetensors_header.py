@@ -327,6 +327,9 @@ def test_a_pack_without_its_manifest_is_not_called_pickled(tmp_path: Path) -> No
     (tmp_path / "bundle-00001.bin").write_bytes(bytes(4096))
     with pytest.raises(CheckpointError, match=r"was a packed model, but its pack\.json is missing"):
         CheckpointIndex.open(tmp_path)
+    (tmp_path / "pack.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is a packed model, .* give the checkpoint"):
+        CheckpointIndex.open(tmp_path)
     (tmp_path / "pack.journal").write_text("{}")
     with pytest.raises(CheckpointError, match="is an unfinished pack; run 'offload pack'"):
         CheckpointIndex.open(tmp_path)
