@@ -165,7 +165,12 @@ def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     obstacle = packing_obstacle(type(meta.model), config) if options.packing else None
     cache = states.parent
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"cannot make the directory {cache}: {error.strerror}; give another --disk or --output"
+        ) from error
     return open_data(
         options, tokenizer,
         max_positions=getattr(text, "max_position_embeddings", None),

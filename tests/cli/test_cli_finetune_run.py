@@ -344,3 +344,8 @@ def test_two_at_once_on_one_disk(model: Path, data: Path, tmp_path: Path, cli: C
         training.send_signal(signal.SIGINT)
         _, err = training.communicate(timeout=120)
     assert training.returncode == 130, err
+
+
+def test_a_directory_that_cannot_be_made(finetune: Finetune) -> None:
+    """Root may write into /proc, says the system, and then cannot."""
+    refused(finetune("--disk", "/proc/nowhere/d", "--output", "/proc/nowhere/o"), "/proc")

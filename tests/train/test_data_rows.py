@@ -71,6 +71,7 @@ def test_a_broken_list_is_an_error_with_its_line(tmp_path: Path, text: str, line
     [
         (b"{text: 1}", r"is no JSON: .* at character 2, in '\{text: 1\}'"),
         (b"\0\0\0\0", "is no JSON"),
+        (b'{"text": "a', r"is no JSON: Invalid control character at character \d+, in"),
         (b"\xff\xfe", "is not UTF-8: byte 0xff at position 1"),
         (b"[1]", "is a list, not an object"),
         (b"null", "is null, not an object"),

@@ -55,7 +55,8 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as e:
         return BadRow(f"is not UTF-8: byte {e.object[e.start]:#04x} at position {e.start + 1}")
     except json.JSONDecodeError as e:
-        return BadRow(f"is no JSON: {e.msg} at character {e.pos + 1}, in {_excerpt(e.doc, e.pos)}")
+        what = e.msg.removesuffix(" at")  # some of its messages end so
+        return BadRow(f"is no JSON: {what} at character {e.pos + 1}, in {_excerpt(e.doc, e.pos)}")
     except (ValueError, RecursionError) as e:
         return BadRow(f"is no JSON that can be read: {e}")
     return value if isinstance(value, dict) else _no_object(value)
