@@ -41,7 +41,9 @@ SYNC_BYTES = 256 * 2**20
 count against a container's memory limit, and nobody reads them soon."""
 
 _SPARE_BYTES = 64 * 2**20
-"""Left free: the marker, directory entries, and whatever else writes to that disk."""
+"""Most that is left free: the marker, directory entries, whatever else writes to that disk."""
+_SPARE_PART = 8
+"""Of a small output as much as this part of it: 64 MiB beside 10 would refuse what fits."""
 
 Values = Callable[[str], Any]
 """``read(name)``: the tensor's values in the promised dtype, row-major: a ``torch.Tensor``, a
@@ -149,12 +151,18 @@ def check_space(
     while not folder.exists():
         folder = folder.parent
     need += sum(map(len, files.values())) + sum(p.stat().st_size for p in copied.values())
-    free, need = _free(folder), need + _SPARE_BYTES
+    free, need = _free(folder), with_spare(need)
     if free < need:
         raise StoreError(
             f"the output needs {format_bytes(need)} in {folder}, {format_bytes(free)} are "
             f"free: {format_bytes(need - free)} too little; free some or choose another output"
         )
+
+
+def with_spare(nbytes: int) -> int:
+    """What has to be free for an output of so many bytes. Asked before a run as well as at its end:
+    what is refused in the end was trained for nothing."""
+    return nbytes + min(_SPARE_BYTES, nbytes // _SPARE_PART)
 
 
 def _free(folder: Path) -> int:

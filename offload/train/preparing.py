@@ -36,6 +36,7 @@ from offload.train.needs import (
     step_rates,
 )
 from offload.train.options import TrainOptions
+from offload.train.output import with_spare
 from offload.train.output_target import check_target
 from offload.train.output_tensors import check_writable
 from offload.train.packed_base import (
@@ -123,7 +124,7 @@ def _check_room(run: Run) -> None:
     parents = [next(p for p in path.parents if p.exists()) for path in paths]
     taken = run.plan.spill_bytes + run.plan.inputs_bytes
     taken += max(0, run.plan.disk_bytes - reserved(run.states))
-    need = run.output_bytes()
+    need = with_spare(run.output_bytes())
     if os.stat(parents[0]).st_dev != os.stat(parents[1]).st_dev:
         taken = 0
     disk = os.statvfs(parents[0])

@@ -300,3 +300,17 @@ def test_a_kill_at_any_point_leaves_a_whole_output(
     deaths, *seen = done.stdout.split()
     assert int(deaths) > 30
     assert seen == (["new", "old"] if exchanges else ["new", "none", "old"])
+
+
+@pytest.mark.parametrize(("nbytes", "spare"), [(8 * 2**20, 2**20), (2**40, 64 * 2**20)])
+def test_what_is_left_free_is_in_proportion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, spare: int
+) -> None:
+    class Disk:
+        f_bavail = nbytes + spare
+        f_frsize = 1
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Disk)
+    output.check_space(tmp_path / "out", nbytes, {}, {})
+    with pytest.raises(StoreError, match="too little"):
+        output.check_space(tmp_path / "out", nbytes + 1, {}, {})
