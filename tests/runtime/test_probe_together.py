@@ -35,6 +35,36 @@ def test_shares_and_rates(long_file: Path, monkeypatch: pytest.MonkeyPatch, dtyp
     assert found.gemv.low > 0
 
 
+class Disturbed:
+    """Products that take ten times as long until they have run for a while."""
+
+    nbytes = (2000, 200)
+
+    def __init__(self, slow: int) -> None:
+        self.slow, self.clock = slow, 0.0
+
+    def one(self, size: int) -> None:
+        self.slow -= 1
+        self.clock += self.nbytes[size] * (1e-6 if self.slow < 0 else 1e-5)
+
+    def seconds(self, size: int, count: int) -> float:
+        began = self.clock
+        for _ in range(count):
+            self.one(size)
+        return (self.clock - began) / count
+
+    def tiny_s(self) -> float:
+        return 1e-6
+
+
+def test_rates_are_of_threads_that_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = Disturbed(slow=4)
+    monkeypatch.setattr(probe_together.time, "perf_counter", lambda: products.clock)
+    assert probe_together._settled_s(products, 0) == pytest.approx(2e-3)
+    assert not probe_together._unsettled([9.0, *[1.0] * 5, 1.2])
+    assert probe_together._unsettled([1.0, *[1.3] * 5])
+
+
 def test_files_too_short_to_measure(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(bytes(1 << 20))
