@@ -12,7 +12,7 @@ from device_support import adapters_on_device, races_without
 from engine_support import batch, group_at
 from fake_card import FakeCard
 from lora_support import EXPERTS, Made, adapted_oracle
-from run_support import not_warmed, options_for, train, weights_of, write_data, write_model
+from run_support import options_for, planned_once, train, weights_of, write_data, write_model
 from test_device import everything_else_on_disk
 from test_lora import seed_units
 from test_lora import train as train_both
@@ -20,7 +20,6 @@ from test_lora import train as train_both
 from offload.errors import OffloadError
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
-from offload.train import preparing
 from offload.train.checks import check_options
 from offload.train.preparing import prepare
 
@@ -117,7 +116,7 @@ def test_a_run_on_a_device_is_the_run_without(
     more: dict[str, Any],
 ) -> None:  # fmt: skip
     """Losses, norms and the bytes of the adapters."""
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
     data = write_data(tmp_path / "data.jsonl")
     model = write_model(tmp_path / "model", family)
     found = []
@@ -192,7 +191,7 @@ def test_every_wait_is_needed(
 
 
 def test_the_plan_says_what_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
     model = write_model(tmp_path / "model")
     data = write_data(tmp_path / "data.jsonl")
     how = {"method": "lora", "lora_r": 4, "device": "sim", "gpu": 1 << 30}

@@ -14,8 +14,8 @@ from families import tiny_config, write
 from run_support import (
     again,
     everything_on_disk,
-    not_warmed,
     options_for,
+    planned_once,
     train,
     weights_of,
     write_data,
@@ -24,7 +24,6 @@ from run_support import (
 
 from offload.errors import OffloadError
 from offload.models.expert_groups import expert_groups
-from offload.train import preparing
 from offload.train.layout import Piece
 from offload.train.needs import touched_shares
 from offload.train.plan import Needs, grad_bytes, slot_bytes, traffic
@@ -123,7 +122,7 @@ def test_without_the_flag_nothing_is_counted(directory: Path) -> None:
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Options of a run whose steps have few tokens."""
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
     model = write_model(tmp_path / "m", "qwen3_moe", num_local_experts=12)
     data = write_data(tmp_path / "d.jsonl")
     return lambda place, **more: options_for(
