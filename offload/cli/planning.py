@@ -191,7 +191,7 @@ def make_plan(
     if wanted.predict and wanted.hardware is None and frozen is None:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
         hardware = find_hardware(directory)
-        if hardware is not None and is_pack(directory):
+        if hardware is not None and is_pack(directory) and options.choice.kind != "cuda":
             options.hardware = with_card(options.choice, hardware)
             options.sample = sample_pack
         elif hardware is not None:
@@ -244,10 +244,11 @@ def find_model(model: str, quant: str | None, kernels: str | None = None) -> Pat
 def on_these_files(hardware: Hardware, directory: Path) -> Hardware:
     """The same machine as it is now: the read rate of the checkpoint's own files, the rate of
     products with matrices of its dtype, and what is left of either beside the other."""
-    files = sorted(directory.glob("*.safetensors"))
+    packed = is_pack(directory)  # that a card computes: the CPU's kernels are not there
+    files = sorted(directory.glob("bundle-*.bin" if packed else "*.safetensors"))
     try:
         with signals_wait():
-            dtype = main_dtype(files)
+            dtype = "bfloat16" if packed else main_dtype(files)
             found = measure(files, dtype)
     except OffloadError as error:
         logger.info("the checkpoint's files are not sampled: %s", error)

@@ -26,7 +26,7 @@ from offload.cpu_ops.entries import Entry
 from offload.cpu_ops.formats import Format
 from offload.cpu_ops.isa import choose
 from offload.cpu_ops.kernels import Floats, address_of, check_floats, tiles_per_task
-from offload.cpu_ops.kv_cache import KvCache, KvType
+from offload.cpu_ops.kv_cache import KvCache, KvType, aligned
 from offload.cpu_ops.layer_bodies import Attention, Common, Matrix, Mlp, Router
 from offload.cpu_ops.layer_entries import attention_entry, mlp_entry, router_entry
 from offload.cpu_ops.layer_plan import (
@@ -39,7 +39,7 @@ from offload.cpu_ops.layer_plan import (
     RouterPlan,
     common_columns,
 )
-from offload.cpu_ops.program import Step, aligned_arguments
+from offload.cpu_ops.program import Step
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.routing_choice import MOST_GROUPS
 from offload.cpu_ops.threads import Arguments
@@ -124,7 +124,7 @@ class _Region:
     """A region's arguments, and running it."""
 
     def __init__(self, size: int, slots: dict[str, int], entry: Entry) -> None:
-        self._a = aligned_arguments(size)
+        self._a = aligned((size,), np.int64)  # counters on cache lines of their own
         self._counters = self._a[Common.COUNTERS : Common.OWN]
         self._all = [self._a]
         """And those of steps."""
@@ -190,7 +190,7 @@ class _Region:
     def _step(self) -> tuple[Step, Arguments]:
         """The region as one of a program's steps, with arguments of its own."""
         self._check_placed()
-        a = aligned_arguments(self._a.size)
+        a = aligned(self._a.shape, np.int64)
         a[:] = self._a
         self._all.append(a)
         return Step(self._entry, a, a[Common.COUNTERS : Common.OWN], self), a

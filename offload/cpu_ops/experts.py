@@ -31,8 +31,9 @@ from offload.cpu_ops.kernels import (
     tiles_per_task,
     workspace,
 )
+from offload.cpu_ops.kv_cache import aligned
 from offload.cpu_ops.packing import packed_bytes
-from offload.cpu_ops.program import Step, aligned_arguments
+from offload.cpu_ops.program import Step
 from offload.errors import OffloadError
 
 
@@ -208,7 +209,7 @@ class TokenExperts:
         self._x_places = np.full(most, x_records, np.int64)
         h_places = h_inputs + h_step * np.arange(most, dtype=np.int64)
         self._keep = (starts, slot_tokens, h_places)
-        self._a = a = aligned_arguments(Ffn.SIZE)
+        self._a = a = aligned((Ffn.SIZE,), np.int64)
         alpha, limit = struct.unpack("<2i", struct.pack("<2f", layout.alpha, layout.limit))
         a[Ffn.EXPERTS : Ffn.LIMIT + 1] = (
             0, 0, address_of(starts), address_of(slot_tokens),

@@ -53,8 +53,8 @@ def kv_cache_bytes(layers: int, heads: int, dim: int, capacity: int, kind: KvTyp
     return 2 * layers * heads * capacity * dim * int(np.dtype(kind.dtype).itemsize)
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Untouched memory at the start of a cache line: numpy's begins 16 bytes after one, and then
+def aligned(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros, untouched, at the start of a cache line: numpy's begin 16 bytes after one, and then
     every vector that a kernel loads lies in two lines."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     # zeros, not empty: numpy then asks the system for fresh pages, of which only used ones count.
@@ -85,8 +85,8 @@ class KvCache:
         self.layers, self.heads, self.dim = layers, heads, dim
         self.capacity, self.kind = capacity, kind
         shape = (heads, capacity, dim)
-        self._keys = [_aligned(shape, kind.dtype) for _ in range(layers)]
-        self._values = [_aligned(shape, kind.dtype) for _ in range(layers)]
+        self._keys = [aligned(shape, kind.dtype) for _ in range(layers)]
+        self._values = [aligned(shape, kind.dtype) for _ in range(layers)]
         self._lengths = [0] * layers
         self._places = [
             (k.__array_interface__["data"][0], v.__array_interface__["data"][0])

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.blocks import align_up
 from offload.cpu_ops import threads
 from offload.cpu_ops.entries import Entry, Kernel
 from offload.cpu_ops.kernels import Floats, address_of, check_floats
+from offload.cpu_ops.kv_cache import aligned
 from offload.cpu_ops.lanes import store_int
 from offload.cpu_ops.tags import inline, tag
 from offload.cpu_ops.threads import Arguments
@@ -177,20 +177,6 @@ class Step:
     """What owns the memory that the arguments point to."""
 
 
-def aligned_arguments(size: int) -> Arguments:
-    """Zeros at the start of a cache line, so that counters have lines of their own."""
-    memory = np.zeros(size + 8, np.int64)
-    skip = -address_of(memory) // 8 % 8
-    return memory[skip : skip + size]
-
-
-def aligned_floats(n: int) -> Floats:
-    """Zeros at the start of a cache line: else every vector of 16 lies in two."""
-    memory = np.zeros(align_up(4 * n, 64) + 64, np.uint8)
-    skip = -address_of(memory) % 64
-    return memory[skip : skip + 4 * n].view(np.float32)
-
-
 def pick_step(
     ids: npt.NDArray[np.int64],
     weights: Floats,
@@ -200,7 +186,7 @@ def pick_step(
 ) -> Step:
     """``bases`` [k] and ``in_order`` [k] get the addresses (``table`` [E]) and the weights of the
     experts ``ids`` [k] with ``weights`` [k], by ascending number."""
-    a = aligned_arguments(Pick.SIZE)
+    a = aligned((Pick.SIZE,), np.int64)
     a[Pick.TOP_K : Pick.SORTED + 1] = (
         len(ids), address_of(ids), address_of(weights), address_of(table), address_of(bases),
         address_of(in_order),
@@ -212,7 +198,7 @@ def pick_step(
 def add_step(x: Floats, out: Floats) -> Step:
     """``x`` += ``out``, both [H], H a multiple of 16."""
     check_floats("x", x, out.shape, written=True)
-    a = aligned_arguments(Add.SIZE)
+    a = aligned((Add.SIZE,), np.int64)
     a[Add.HIDDEN : Add.OUT + 1] = len(x), address_of(x), address_of(out)
     return Step(add_kernel().entry(), a, a[Add.NEXT : Add.NEXT + 1], (x, out))
 
@@ -224,7 +210,8 @@ class Program:
         self.steps = tuple(steps)
         table = [(s.entry.address, address_of(s.arguments)) for s in self.steps]
         self._table = np.array(table, np.int64).reshape(-1, 2)
-        self._a = aligned_arguments(Run.SIZE)
+        self._start = int(self._table.ctypes.data)
+        self._a = aligned((Run.SIZE,), np.int64)
         self._entry = run_kernel().entry()
         self._barrier: int | None = None
 
@@ -241,7 +228,7 @@ class Program:
         for step in self.steps[first:last]:
             step.counters.fill(0)
         self._a[Run.COUNT] = last - first
-        self._a[Run.STEPS] = self._table.ctypes.data + 16 * first
+        self._a[Run.STEPS] = self._start + 16 * first
         threads.run(self._entry.call, self._entry.address, self._a)
 
 
@@ -249,8 +236,6 @@ __all__ = [
     "Program",
     "Step",
     "add_step",
-    "aligned_arguments",
-    "aligned_floats",
     "pick_step",
     "program_kernels",
 ]

@@ -18,8 +18,8 @@ from torch.nn.modules import module as torch_modules
 
 from offload.cpu_ops.decode import AttentionHalf, DenseMlp, TokenRouter
 from offload.cpu_ops.experts import ExpertLayout, TokenExperts
-from offload.cpu_ops.kv_cache import KvCache
-from offload.cpu_ops.program import Program, Step, add_step, aligned_floats, pick_step
+from offload.cpu_ops.kv_cache import KvCache, aligned
+from offload.cpu_ops.program import Program, Step, add_step, pick_step
 from offload.models.packed_modules import PackedExperts
 from offload.models.pause import Pause
 
@@ -51,7 +51,7 @@ class TokenProgram:
         """``layers``: each with its module, whose forward is what the program stands for."""
         self._modules = [(module, module.forward) for module, _ in layers]
         self._attention = [parts.attention for _, parts in layers]
-        self._x, self._out = aligned_floats(hidden), aligned_floats(hidden)
+        self._x, self._out = (aligned((hidden,), np.float32) for _ in range(2))
         self._uses: list[tuple[PackedExperts, int]] = []
         """Layers whose experts stay in place, and how many of them a token uses."""
         self._calls: dict[tuple[ExpertLayout, int], TokenExperts] = {}

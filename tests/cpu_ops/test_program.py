@@ -18,9 +18,9 @@ from offload.cpu_ops import threads
 from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter
 from offload.cpu_ops.experts import TokenExperts, expert_layout
 from offload.cpu_ops.formats import FORMATS
-from offload.cpu_ops.kv_cache import KvType
+from offload.cpu_ops.kv_cache import KvType, aligned
 from offload.cpu_ops.layer_plan import LayerPlan
-from offload.cpu_ops.program import Program, add_step, aligned_floats, pick_step
+from offload.cpu_ops.program import Program, add_step, pick_step
 from offload.errors import OffloadError
 
 __all__ = ["restore_threads"]
@@ -55,7 +55,7 @@ class Layers:
             part.place(**weights.places)
             self.parts.append(part)
         self.experts = TokenExperts(layout, router.top_k)
-        self.x, self.out = aligned_floats(HIDDEN), aligned_floats(HIDDEN)
+        self.x, self.out = aligned((HIDDEN,), np.float32), aligned((HIDDEN,), np.float32)
 
     def alone(self, x: Array) -> Array:
         """One after the other, with Python between; on the cache as it is."""
@@ -192,7 +192,7 @@ def test_adds_every_column_once(vectors: int, threads_: int) -> None:
     before = threads._threads
     threads.setup(threads_)
     try:
-        x, out = aligned_floats(16 * vectors), aligned_floats(16 * vectors)
+        x, out = aligned((16 * vectors,), np.float32), aligned((16 * vectors,), np.float32)
         x[:], out[:] = np.arange(16 * vectors), 0.5
         Program([add_step(x, out), add_step(x, out)]).run()
     finally:
