@@ -83,7 +83,10 @@ def seconds_text(found: Prediction) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
+    if seconds >= 0.1:
+        return f"{seconds:.2f} s"
+    # Not two digits of 99.7 ms: that would be 1e+02.
+    return f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
 def _kept(run: Run) -> str:

@@ -7,6 +7,7 @@ import torch
 from families import tiny_config
 from transformers import AutoModelForCausalLM
 
+from offload.train.describe import _time
 from offload.train.rates import _real, made_up
 from offload.units import format_count
 
@@ -21,6 +22,17 @@ from offload.units import format_count
 )  # fmt: skip
 def test_counts_have_three_digits(count: int, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (26.114, "26.11 s"), (0.1, "0.10 s"), (0.0997, "100 ms"), (0.0421, "42 ms"),
+        (0.0042, "4.2 ms"),
+    ],
+)  # fmt: skip
+def test_times_are_plain_numbers(seconds: float, text: str) -> None:
+    assert _time(seconds) == text
 
 
 def test_units_that_are_timed_use_most_of_their_experts() -> None:
