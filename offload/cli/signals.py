@@ -88,13 +88,19 @@ def signals_wait() -> Iterator[None]:
 def signals_at_once() -> Iterator[None]:
     """Inside ``signals_wait()``, for as long as this thread only waits for the user: a signal
     raises at once, as one does that came just before."""
-    outer, _State.waits = _State.waits, False
+    outer, _State.waits = _State.waits, True
     try:
-        raise_received()
-        with _ticks():
-            yield
+        with _ticks():  # begun and ended while signals wait: an exception would leave them running
+            _State.waits = False
+            try:
+                raise_received()
+                yield
+            finally:
+                _State.waits = True
     finally:
         _State.waits = outer
+    if not outer:
+        raise_received()
 
 
 @contextlib.contextmanager
@@ -109,11 +115,14 @@ def _ticks() -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
     try:
+        signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        # The last tick may still be on its way to a thread that sleeps, and kills by default: to
+        # ignore a signal discards what is pending of it.
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, before)
 
 

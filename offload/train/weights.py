@@ -106,6 +106,7 @@ class Weights:
         """The block whose update is under way: its memory stays."""
         self._loading = 0
         self._experts_too = False
+        self._pinning = False
         self._awaiting = 0
         """Threads that wait instead of computing."""
 
@@ -291,7 +292,7 @@ class Weights:
     def pump(self) -> None:
         """Start reading what is needed next, as far as there is room for it; and copying."""
         shared = self._shared
-        if shared.closed or shared.error is not None:
+        if shared.closed or shared.error is not None or self._pinning:
             return
         self._read_ahead()
         if self.above is not None:
@@ -422,15 +423,21 @@ class Weights:
         Raises:
             OffloadError: it does not fit (a bug of the plan), or cannot be read.
         """
-        for block in sorted(self.pinned):
-            with self._shared.changed:
-                if block not in self._entries and not self._room(block, -1):
-                    raise OffloadError("the plan pins more weights than it has room for")
-                if block not in self._entries:
-                    self._load(block, PREFETCH)
-        for block in sorted(self.pinned):
-            self.acquire(block)
-            self.release(block)
+        # Nothing is read ahead before: each of these reads would begin others as it ends, in room
+        # that is theirs, and what is being read cannot be dropped.
+        self._pinning = True
+        try:
+            for block in sorted(self.pinned):
+                with self._shared.changed:
+                    if block not in self._entries and not self._room(block, -1):
+                        raise OffloadError("the plan pins more weights than it has room for")
+                    if block not in self._entries:
+                        self._load(block, PREFETCH)
+            for block in sorted(self.pinned):
+                self.acquire(block)
+                self.release(block)
+        finally:
+            self._pinning = False
 
     def reread(self, switch: Callable[[], None]) -> None:
         """``switch`` makes the source another state: get rid of what is in RAM of the one before.

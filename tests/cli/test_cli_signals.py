@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 from cli_support import Cli, process
 
-from offload.cli import session
-from offload.cli.signals import Interrupted, raise_received, signals_raise, signals_wait
+from offload.cli import session, signals
+from offload.cli.signals import (
+    Interrupted,
+    raise_received,
+    signals_at_once,
+    signals_raise,
+    signals_wait,
+)
 from offload.models import load
 
 
@@ -165,3 +171,46 @@ def test_an_ignored_signal_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_no_tick_is_left_when_the_wait_for_the_user_is_over() -> None:
+    """Neither an armed timer nor a signal that is on its way: either kills by default."""
+    before = signal.getsignal(signal.SIGALRM)
+    with signals_wait():
+        with signals_at_once():
+            assert signal.getitimer(signal.ITIMER_REAL)[1] > 0
+            # As one that is on its way to a thread that sleeps.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+            signal.raise_signal(signal.SIGALRM)
+            assert signal.SIGALRM in signal.sigpending()
+        assert signal.SIGALRM not in signal.sigpending()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_signal_while_the_ticks_begin_or_end_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It raises once they have begun, or behind them; never with the timer left running."""
+    ticks = signals._ticks
+    seen: list[str] = []
+
+    @contextmanager
+    def interrupted(when: str) -> Iterator[None]:
+        if when == "begin":
+            signal.raise_signal(signal.SIGTERM)
+        with ticks():
+            yield
+        if when == "end":
+            signal.raise_signal(signal.SIGTERM)
+        seen.append(when)
+
+    for when, enters in (("begin", False), ("end", True)):
+        monkeypatch.setattr(signals, "_ticks", lambda when=when: interrupted(when))
+        entered = False
+        with signals_raise(), pytest.raises(Interrupted), signals_at_once():
+            entered = True
+        assert entered == enters
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert seen == ["end"]

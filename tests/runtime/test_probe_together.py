@@ -31,7 +31,7 @@ def test_shares_and_rates(long_file: Path, monkeypatch: pytest.MonkeyPatch, dtyp
     assert 0 < found.read_beside <= 1
     assert 0 < found.gemv_beside <= 1
     assert found.product_s >= 0
-    assert found.read.n == 2
+    assert 2 <= found.read.n <= probe_together.MOST_ROUNDS
     assert found.gemv.low > 0
 
 

@@ -12,6 +12,7 @@ from engine_support import assert_equal_weights, batch, engine_of, every_pair, g
 from families import write
 
 from offload.train.vertical import Rounds
+from offload.train.weights import Entry, Weights
 
 STEPS = 4
 PLACES = ["disk", "least", "half", "ram"]
@@ -70,6 +71,27 @@ def test_a_dense_model(tiny: Any, place: str, clip: float) -> None:
     with engine_of(directory, place) as (engine, _):
         oracle = oracle_of(directory, engine.layout)
         train(engine, oracle, 1, clip)
+
+
+def test_nothing_is_read_ahead_before_what_stays(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the room of blocks that are pinned, however soon their reads end."""
+    begun: list[bool] = []
+    read = Weights._read
+
+    def at_once(self: Weights, entry: Entry, priority: int) -> None:
+        begun.append(entry.block.index in self.pinned)
+        read(self, entry, priority)
+        if begun[-1]:
+            self._until_ready(entry)  # its callback has run
+
+    monkeypatch.setattr(Weights, "_read", at_once)
+    with engine_of(tiny("qwen3_moe"), "half") as (engine, _):
+        pinned = len(engine.weights.pinned)
+        assert pinned > 1
+        assert begun[:pinned] == [True] * pinned
+        assert False in begun[pinned:]
 
 
 @pytest.mark.parametrize(("place", "accumulate"), paired([3, 8]))
