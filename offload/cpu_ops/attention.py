@@ -1,6 +1,9 @@
-"""Attention of one token over a cache, in float32.
+"""Attention of a few tokens over a cache, in float32.
 
     G query heads that share a key and value head, D head size, T cached tokens
+
+Several tokens of a prompt are G more heads each, of which every token sees one key more
+(``prompt_bodies.py``): what a token gets is the same to the bit, alone or among others.
 
 Work is cut into (key head, block of BLOCK tokens) at fixed places. A task reads its keys and its
 values once, for all G heads, and leaves per head the largest score, the sum of exponentials and
@@ -61,6 +64,7 @@ _NEAR = 4096
 
 _score_room = stack(GROUP * BLOCK * 4)
 _LOWEST = float("-inf")
+_LEAST = -3.0e38
 
 
 def load_kv(kind: Any, row: int, i: int) -> Any:
@@ -146,15 +150,16 @@ def _scores(
 
 @inline
 def _softmax(scores: int, n: int, out: int, row: int, last: int, dim: int) -> None:
-    """Scores of four heads to exponentials; each head's maximum and sum go to its partial."""
+    """Scores of four heads to exponentials; each head's maximum and sum go to its partial. One that
+    sees none of the tokens has minus infinity and 0."""
     top = splat(float32(_LOWEST))
     for t in range(0, n, 4):
         top = fmax(load_f32(scores + 16 * t), top)
     top = fmax(top, turn_8(top))
     top = fmax(top, turn_4(top))
-    total = splat(float32(0.0))
+    total, finite = splat(float32(0.0)), fmax(top, splat(float32(_LEAST)))
     for t in range(0, n, 4):
-        p = exp(fsub(load_f32(scores + 16 * t), top))
+        p = exp(fsub(load_f32(scores + 16 * t), finite))
         store_f32(scores + 16 * t, p)
         total = fadd(total, first_lanes(p, 4 * (n - t), float32(0.0)))
     total = fadd(total, turn_8(total))
@@ -225,15 +230,30 @@ def _values(kind: Any, p: int, v: int, n: int, dim: int, out: int, row: int, las
         c += 1
 
 
+@inline
+def _hide(scores: int, heads: int, group: int, n: int, first: int, end: int) -> None:
+    """Minus infinity where a query does not see a token; its weight is then 0 to the bit. Empty
+    places are hidden as the last head is."""
+    for h in range((heads + 3) // 4 * 4):
+        token = min(h, heads - 1) // group
+        at = scores + (h - h % 4) * BLOCK * 4 + 4 * (h % 4)
+        for t in range(min(n, first + token)):
+            store_float(at + 16 * t, float32(_LOWEST))
+        for t in range(end + token, n):
+            store_float(at + 16 * t, float32(_LOWEST))
+
+
 @outline
 def attend(
-    kind: Any, q: int, k: int, v: int, heads: int, dim: int, n: int, cap: Any, out: int
-) -> None:
+    kind: Any, q: int, k: int, v: int, heads: int, dim: int, n: int, cap: Any, out: int,
+    group: int, first: int, end: int,
+) -> None:  # fmt: skip
     """``heads`` queries (scaled, float32 [heads, dim]) over ``n`` <= BLOCK tokens at ``k`` and
     ``v`` [n, dim] in ``kind``. ``out``: float32 [heads, dim + PARTIAL_EXTRA], per head the sum of
     values weighted with exp(score - largest), the largest score, the sum of the weights.
 
-    ``cap``: scores become cap * tanh(score / cap); 0: they do not.
+    ``cap``: scores become cap * tanh(score / cap); 0: they do not. The first ``group`` queries see
+    tokens ``first`` .. ``end`` - 1 of these, the next ``group`` those one further, and so on.
     """
     scores, q_row, row = _score_room(), 4 * dim, 4 * (dim + PARTIAL_EXTRA)
     step, near = dim * kv_bytes(kind), max(4, _NEAR // dim // 4 * 4)
@@ -242,6 +262,8 @@ def attend(
         for h in range(0, heads, 4):
             last, at = min(3, heads - 1 - h), scores + h * BLOCK * 4 + 16 * t
             _scores(kind, q + h * q_row, q_row, last, k + t * step, count, dim, cap, at)
+    if first + (heads - 1) // group > 0 or end < n:
+        _hide(scores, heads, group, n, first, end)
     for h in range(0, heads, 4):
         last = min(3, heads - 1 - h)
         _softmax(scores + h * BLOCK * 4, n, out + h * row, row, last, dim)

@@ -120,14 +120,14 @@ def _mlp_scratch(plan: MlpPlan) -> dict[str, int]:
     }  # fmt: skip
 
 
-class _Region:
+class Region:
     """A region's arguments, and running it."""
 
     def __init__(self, size: int, slots: dict[str, int], entry: Entry) -> None:
         self._a = aligned((size,), np.int64)  # counters on cache lines of their own
         self._counters = self._a[Common.COUNTERS : Common.OWN]
         self._all = [self._a]
-        """And those of steps."""
+        """And those of steps and of prompts."""
         self._slots, self._missing = slots, set(slots)
         self._entry = entry
 
@@ -178,18 +178,26 @@ class _Region:
         self._a[Common.EPS], self._a[Common.PLUS] = _bits(norm.eps), _bits(norm.plus)
         self._a[Common.UNIT] = align_up(_NORM_COLUMNS, columns)
 
-    def _check_placed(self) -> None:
+    def wide(self, size: int) -> Arguments:
+        """A copy of the arguments with more places behind them, told of addresses as they are."""
+        a = aligned((size,), np.int64)
+        a[: self._a.size] = self._a
+        self._all.append(a)
+        return a
+
+    def check_placed(self) -> None:
+        """Raises OffloadError: an address is missing."""
         if self._missing:
             raise OffloadError(f"no address for {', '.join(sorted(self._missing))}; call place")
 
     def _run(self) -> None:
-        self._check_placed()
+        self.check_placed()
         self._counters[:] = 0
         threads.run(self._entry.call, self._entry.address, self._a)
 
     def _step(self) -> tuple[Step, Arguments]:
         """The region as one of a program's steps, with arguments of its own."""
-        self._check_placed()
+        self.check_placed()
         a = aligned(self._a.shape, np.int64)
         a[:] = self._a
         self._all.append(a)
@@ -209,7 +217,7 @@ def _slots(names: tuple[str, ...], matrices: dict[str, int], own: dict[str, int]
     return {name: places[name] for name in names}
 
 
-class AttentionHalf(_Region):
+class AttentionHalf(Region):
     """``x += attention(norm(x))`` of one layer, for one token."""
 
     def __init__(
@@ -236,7 +244,7 @@ class AttentionHalf(_Region):
             "k_norm": Attention.K_NORM, "sinks": Attention.SINKS,
         }  # fmt: skip
         super().__init__(Attention.SIZE, _slots(plan.slots, {**matrices}, {**own}), entry)
-        self._plan, self._rope, self._cache, self._layer = plan, rope, cache, layer
+        self.plan, self.rope, self.cache, self.layer = plan, rope, cache, layer
         self._keep = scratch
         made = self._scratch(scratch, _attention_scratch(plan, cache.capacity))
         a = self._a
@@ -266,9 +274,9 @@ class AttentionHalf(_Region):
         Raises:
             OffloadError: it has another one.
         """
-        if cache is self._cache:
+        if cache is self.cache:
             return
-        mine = self._cache
+        mine = self.cache
         if (cache.heads, cache.dim, cache.capacity, cache.kind) != (
             mine.heads, mine.dim, mine.capacity, mine.kind
         ):  # fmt: skip
@@ -276,9 +284,9 @@ class AttentionHalf(_Region):
                 f"this layer reads caches of {mine.heads} heads of {mine.dim} and {mine.capacity} "
                 f"tokens, and got {cache.heads} of {cache.dim} and {cache.capacity}"
             )
-        self._cache = cache
+        self.cache = cache
         for a in self._all:
-            a[Attention.KEYS], a[Attention.VALUES] = cache.places(self._layer)
+            a[Attention.KEYS], a[Attention.VALUES] = cache.places(self.layer)
 
     def __call__(self, x: Floats, position: int | None = None) -> Floats:
         """Add to ``x`` [H] and store the token's key and value. Returns ``x``.
@@ -288,7 +296,7 @@ class AttentionHalf(_Region):
         Raises:
             OffloadError: the cache is full, ``x`` does not fit, or an address is missing.
         """
-        check_floats("x", x, (self._plan.hidden,), written=True)
+        check_floats("x", x, (self.plan.hidden,), written=True)
         self._a[Common.X] = address_of(x)
         self.begin(position)
         self._run()
@@ -298,26 +306,26 @@ class AttentionHalf(_Region):
     def step(self, x: Floats) -> Step:
         """What a call with ``x``, which the caller keeps, runs; before it comes ``begin``, after it
         ``finish``."""
-        check_floats("x", x, (self._plan.hidden,), written=True)
+        check_floats("x", x, (self.plan.hidden,), written=True)
         step, a = self._step()
         a[Common.X] = address_of(x)
         return step
 
     def begin(self, position: int | None) -> None:
         """Make the arguments those of the next token. Raises OffloadError: the cache is full."""
-        length = self._cache.make_room(self._layer)
-        self._rope.turn_to(length if position is None else position)
-        window = self._plan.window
+        length = self.cache.make_room(self.layer)
+        self.rope.turn_to(length if position is None else position)
+        window = self.plan.window
         start = max(0, length + 1 - window) if window else 0
         for a in self._all:
             a[Attention.LENGTH], a[Attention.START] = length, start
 
     def finish(self) -> None:
         """The token's key and value are stored."""
-        self._cache.advance(self._layer)
+        self.cache.advance(self.layer)
 
 
-class TokenRouter(_Region):
+class TokenRouter(Region):
     """``normed = norm(x)`` and the experts it goes to.
 
     ``ids`` int64 [k], best first, ``weights`` float32 [k] and ``normed`` float32 [H] are
@@ -328,7 +336,7 @@ class TokenRouter(_Region):
         own = {"norm": Common.NORM, "choice_bias": Router.CHOICE_BIAS}
         slots = _slots(plan.slots, {"gate": Common.A}, {**own})
         super().__init__(Router.SIZE, slots, router_entry(plan.gate.format.name, choose(isa)))
-        self._plan, self._keep = plan, scratch
+        self.plan, self._keep = plan, scratch
         self.ids = np.zeros(plan.top_k, np.int64)
         self.weights: Floats = np.zeros(plan.top_k, np.float32)
         self.normed: Floats = np.zeros(plan.hidden, np.float32)
@@ -348,20 +356,20 @@ class TokenRouter(_Region):
 
     def __call__(self, x: Floats) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """(ids, weights, normed) of ``x`` [H], which stays as it is."""
-        check_floats("x", x, (self._plan.hidden,))
+        check_floats("x", x, (self.plan.hidden,))
         self._a[Common.X] = address_of(x)
         self._run()
         return self.ids, self.weights, self.normed
 
     def step(self, x: Floats) -> Step:
         """What a call with ``x``, which the caller keeps, runs."""
-        check_floats("x", x, (self._plan.hidden,))
+        check_floats("x", x, (self.plan.hidden,))
         step, a = self._step()
         a[Common.X] = address_of(x)
         return step
 
 
-class DenseMlp(_Region):
+class DenseMlp(Region):
     """``x += mlp(norm(x))``, or for a plan without norm ``into += mlp(x)``."""
 
     def __init__(self, plan: MlpPlan, scratch: Scratch, *, isa: str | None = None) -> None:
@@ -369,7 +377,7 @@ class DenseMlp(_Region):
         matrices = {"gate": Common.A, "up": Common.B, "down": Common.C}
         own = {"norm": Common.NORM, "post_norm": Common.POST_NORM, "share": Mlp.SHARE}
         super().__init__(Mlp.SIZE, _slots(plan.slots, {**matrices}, {**own}), entry)
-        self._plan, self._keep = plan, scratch
+        self.plan, self._keep = plan, scratch
         made = self._scratch(scratch, _mlp_scratch(plan))
         a, gate, down = self._a, plan.gate.format, plan.down.format
         self._norm(plan.hidden, plan.norm or NormPlan(eps=0.0), gate)
@@ -409,8 +417,8 @@ class DenseMlp(_Region):
         if (into is not None) != self._direct:
             raise OffloadError("into is for feed-forward plans without a norm, and only for those")
         out = x if into is None else into
-        check_floats("x", x, (self._plan.hidden,))
-        check_floats("into", out, (self._plan.hidden,), written=True)
+        check_floats("x", x, (self.plan.hidden,))
+        check_floats("into", out, (self.plan.hidden,), written=True)
         a[Common.X] = at = address_of(x)
         a[Mlp.INTO] = at if into is None else address_of(into)
         if self._direct and self._float_input:

@@ -278,24 +278,28 @@ def _to_residual(fmt: Any, isa: Any, a: int, m: int, phase: int, into: int, by: 
 
 
 @inline
-def _prepare(a: int, x: int, head: int, heads: int, norm: int) -> int:
+def seen_from(start: int, block: int) -> int:
+    """The first token of a block that is looked at by who sees those from ``start`` on: whole
+    registers from the block's own first one, whichever token asks."""
+    return block + max(0, start - block) // 4 * 4
+
+
+@inline
+def prepare(a: int, x: int, head: int, norm: int, cos: int, sin: int) -> int:
     """A head's norm and rotation, in place; returns where it is."""
     dim, rotary = field(a, Attention.DIM), field(a, Attention.ROTARY)
     at, eps = x + 4 * head * dim, bits_float(field(a, Common.EPS))
-    if norm != 0:
-        wide = field(a, Attention.WIDE_NORM)
-        scale = rms_scale(at, dim, eps)
-        if wide == 0:
-            scale_by(at, dim, scale, norm, bits_float(field(a, Common.PLUS)), at)
+    if norm != 0 and field(a, Attention.WIDE_NORM) == 0:
+        scale_by(at, dim, rms_scale(at, dim, eps), norm, bits_float(field(a, Common.PLUS)), at)
     if field(a, Attention.PAIRS) != 0:
-        rotate_pairs(at, rotary, field(a, Attention.COS), field(a, Attention.SIN))
+        rotate_pairs(at, rotary, cos, sin)
     else:
-        rotate_half(at, rotary, field(a, Attention.COS), field(a, Attention.SIN))
+        rotate_half(at, rotary, cos, sin)
     return at
 
 
 @inline
-def _wide_norm(a: int, x: int, n: int, norm: int) -> None:
+def wide_norm(a: int, x: int, n: int, norm: int) -> None:
     scale, plus = rms_scale(x, n, bits_float(field(a, Common.EPS))), field(a, Common.PLUS)
     scale_by(x, n, scale, norm, bits_float(plus), x)
 
@@ -311,19 +315,20 @@ def _heads(kind: Any, a: int) -> None:
         task = _take(a, 5, 1)
         while task < 2:
             if task == 0:
-                _wide_norm(a, q, heads * dim, q_norm)
+                wide_norm(a, q, heads * dim, q_norm)
             else:
-                _wide_norm(a, k, key_heads * dim, k_norm)
+                wide_norm(a, k, key_heads * dim, k_norm)
             task = _take(a, 5, 1)
         wait(field(a, Common.BARRIER))
     scaling, row = bits_float(field(a, Attention.SCALING)), dim * kv_bytes(kind)
+    cos, sin = field(a, Attention.COS), field(a, Attention.SIN)
     head = _take(a, 2, 1)
     while head < heads + key_heads:
         if head < heads:
-            multiply(_prepare(a, q, head, heads, q_norm), dim, scaling)
+            multiply(prepare(a, q, head, q_norm, cos, sin), dim, scaling)
         else:
             head -= heads
-            at = _prepare(a, k, head, key_heads, k_norm)
+            at = prepare(a, k, head, k_norm, cos, sin)
             to = (head * field(a, Attention.CAPACITY) + field(a, Attention.LENGTH)) * row
             for i in range(dim // 16):
                 store_kv(kind, field(a, Attention.KEYS) + to, i, load_f32(at + 64 * i))
@@ -345,7 +350,7 @@ def _attend(kind: Any, a: int) -> None:
     task = _take(a, 3, 1)
     while task < key_heads * blocks:
         head, block = task // blocks, task % blocks
-        first = max(start, (first_block + block) * BLOCK)
+        first = seen_from(start, (first_block + block) * BLOCK)
         last = min(end, (first_block + block + 1) * BLOCK)
         at = (head * field(a, Attention.CAPACITY) + first) * row
         out = (block * key_heads + head) * group * partial
@@ -353,6 +358,7 @@ def _attend(kind: Any, a: int) -> None:
             kind, field(a, Attention.Q_OUT) + 4 * head * group * dim,
             field(a, Attention.KEYS) + at, field(a, Attention.VALUES) + at,
             group, dim, last - first, cap, field(a, Attention.PARTIALS) + out,
+            group, max(0, start - first), last - first,
         )  # fmt: skip
         task = _take(a, 3, 1)
     wait(field(a, Common.BARRIER))

@@ -39,16 +39,32 @@ class Rope:
         self.cos, self.sin = start, start + self._table.strides[0]
         """Addresses; constant."""
         self._position: int | None = None
+        self._many: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None
 
     def turn_to(self, position: int) -> None:
         """Make the table that of ``position``."""
         if position == self._position:
             return
-        angles = (np.float32(position) * self._inverse).astype(np.float64)
+        self._fill(self._table[:, None], np.array([position]))
+        self._position = position
+
+    def rows(self, positions_T: npt.NDArray[np.int64]) -> tuple[int, int, int]:
+        """Addresses of the cosines and sines of several positions, and the bytes from one's to the
+        next's; until other positions are asked for."""
+        if self._many is None or not np.array_equal(self._many[0], positions_T):
+            tables = np.empty((2, len(positions_T), self._table.shape[1]), np.float32)
+            self._fill(tables, positions_T)
+            self._many = positions_T.copy(), tables
+        tables = self._many[1]
+        start = int(tables.__array_interface__["data"][0])
+        return start, start + tables.strides[0], tables.strides[1]
+
+    def _fill(self, tables: npt.NDArray[np.float32], positions_T: npt.NDArray[np.int64]) -> None:
+        """``tables`` [2, T, n]."""
+        angles = (positions_T.astype(np.float32)[:, None] * self._inverse).astype(np.float64)
         cos, sin = np.cos(angles) * self._scale, np.sin(angles) * self._scale
         if self.pairs:
-            self._table[0, 0::2] = self._table[0, 1::2] = cos
-            self._table[1, 0::2], self._table[1, 1::2] = -sin, sin
-        elif len(cos):
-            self._table[0], self._table[1] = cos, sin
-        self._position = position
+            tables[0, :, 0::2] = tables[0, :, 1::2] = cos
+            tables[1, :, 0::2], tables[1, :, 1::2] = -sin, sin
+        elif cos.size:
+            tables[0], tables[1] = cos, sin

@@ -24,6 +24,7 @@ from offload.cpu_ops.prefill_kernels import (
     dequantize_kernel,
 )
 from offload.cpu_ops.program import program_kernels
+from offload.cpu_ops.prompt import fits, prompt_kernels
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def expert_kernels(pairs: Iterable[tuple[str, str]]) -> list[Kernel]:
 
 
 def layer_kernels(plan: LayerPlan, kv: KvType = KvType.F32) -> list[Kernel]:
-    """For one token through a decoder layer, without its routed experts."""
+    """For one sequence through a decoder layer, without its routed experts."""
     isa, attention = choose(), plan.attention
     formats = (m.format.name for m in (attention.q, attention.k, attention.v, attention.o))
     found = [attention_kernel(*formats, kv.value, isa)]
@@ -132,6 +133,10 @@ def layer_kernels(plan: LayerPlan, kv: KvType = KvType.F32) -> list[Kernel]:
         for mlp in (plan.mlp, plan.shared)
         if mlp is not None
     ]
+    if fits(plan):
+        if plan.router is not None:
+            found.append(gemm_kernel(plan.router.gate.format.name, isa))
+        found += prompt_kernels(kv.value)
     return found
 
 
@@ -148,6 +153,7 @@ def every_kernel() -> list[Kernel]:
         *matrix_kernels(FORMATS.values()),
         router_kernel("f32", isa),
         *program_kernels(),
+        *prompt_kernels(KvType.F32.value),
         *(ffn_kernel(*pair, isa) for pair in pairs),
         *(mlp_kernel(*pair, isa) for pair in pairs),
         *(attention_kernel(*names, KvType.F32.value, isa) for names in attention),

@@ -1,4 +1,4 @@
-"""A decoder layer of transformers, packed and computed by the decode kernels.
+"""A decoder layer of transformers, packed and computed by the kernels of decoding and of prompts.
 
 Packs a module's parameters into memory of its own. It serves to verify plans and as the reference
 of how a layer's parts follow each other; a runtime whose weights move makes the same parts from
@@ -19,6 +19,7 @@ from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import KvCache
 from offload.cpu_ops.layer_plan import MatrixPlan
 from offload.cpu_ops.packing import pack_rows, quantize
+from offload.cpu_ops.prompt import PromptAttention, PromptMlp, PromptRouter, Room
 from offload.cpu_ops.rope import Rope
 from offload.models.lean_detect import Lean
 
@@ -33,7 +34,7 @@ def rope_of(rotary: Any, layer_type: str | None) -> Rope:
 
 
 class PackedLayer:
-    """One layer for one token at a time. ``layer``: its module, with weights on the CPU."""
+    """One layer for one sequence. ``layer``: its module, with weights on the CPU."""
 
     def __init__(
         self, layer: Any, lean: Lean, rope: Rope, cache: KvCache, index: int,
@@ -67,6 +68,31 @@ class PackedLayer:
             self.shared = DenseMlp(plan.shared, scratch, isa=isa)
             self.shared.place(**self._places(plan.shared, parts.shared, weights))
 
+        self._plan = plan
+        self._at = cache, index
+
+    def prompt(self, x_TH: Array, rows: int) -> Array:
+        """As many calls, ``rows`` tokens at a time: the outputs in place of the inputs ``x``,
+        float32 [tokens, hidden]."""
+        cache, index = self._at
+        length = cache.length(index)
+        positions = np.arange(length, length + len(x_TH))
+        room = Room([self._plan], rows, cache.capacity)
+        PromptAttention(self.attention, isa=self._isa)(x_TH, positions, room)
+        if self.mlp is not None:
+            PromptMlp(self.mlp, isa=self._isa)(x_TH, room)
+            return x_TH
+        assert self.router is not None
+        normed, out = np.empty_like(x_TH), np.empty_like(x_TH)
+        ids, weights = PromptRouter(self.router, isa=self._isa)(x_TH, normed, room)
+        spread = np.zeros((len(x_TH), len(self._bases)), np.float32)
+        np.put_along_axis(spread, ids, weights, axis=1)
+        expert_ffn(self._layout, self._bases, normed, spread, out, isa=self._isa)
+        if self.shared is not None:
+            PromptMlp(self.shared, isa=self._isa)(normed, room, out)
+        x_TH += out
+        return x_TH
+
     def _owned(self, array: Array) -> int:
         self._keep.append(array)
         return address_of(array)
@@ -92,7 +118,9 @@ class PackedLayer:
             return self.mlp(x)
         assert self.router is not None
         ids, weights, normed = self.router(x)
-        expert_ffn(self._layout, self._bases[ids], normed, weights, self._sum, isa=self._isa)
+        order = np.argsort(ids)  # every eager loop goes by ascending number
+        bases, weights = self._bases[ids[order]], weights[order]
+        expert_ffn(self._layout, bases, normed, weights, self._sum, isa=self._isa)
         if self.shared is not None:
             self.shared(normed, self._sum)
         x += self._sum

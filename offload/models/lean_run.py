@@ -1,15 +1,17 @@
-"""Single tokens through a packed model's decoder layers without the layers' own code.
+"""One sequence through a packed model's decoder layers without the layers' own code.
 
 transformers spends 0.4 ms of Python per layer and token, more than the weights of a small MoE layer
 take from memory. Where a layer's structure is known (``lean_detect``) and a small twin of it gives
 what the kernels give (``lean_verify``), its forward for one token becomes three calls: attention,
-router, experts. Prompts, batches and beams run the layer as it is.
+router, experts. A prompt's tokens take the same three steps at once (``cpu_ops.prompt``). Batches
+and beams run the layer as it is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +24,18 @@ from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import FORMATS, Format, get_format
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.packing import pack_rows
 from offload.cpu_ops.program import program_kernels
+from offload.cpu_ops.prompt import (
+    CHUNK,
+    PromptAttention,
+    PromptMlp,
+    PromptRouter,
+    Room,
+    fits,
+    room_bytes,
+)
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
@@ -43,6 +55,9 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 1e-4
 """Of a twin's output: float32 sums in another order differ by about 1e-6."""
 
+_HIDDEN = -1e30
+"""What masks add to scores that are hidden is below."""
+
 _MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 
 
@@ -56,6 +71,15 @@ class LeanModel:
     def scratch_bytes(self, capacity: int) -> int:
         """Of kernels, for ``capacity`` cached tokens."""
         return max((scratch_need(lean.plan, capacity) for lean in self.layers.values()), default=0)
+
+    def prompt_bytes(self, tokens: int, capacity: int) -> int:
+        """Of a prompt's pass through a layer: buffers, its input, its output, and between them the
+        experts' input and output. 0 if prompts run as they are."""
+        plans = [lean.plan for lean in self.layers.values()]
+        if not plans or not all(fits(plan) for plan in plans):
+            return 0
+        rows = 4 * plans[0].attention.hidden * tokens
+        return room_bytes(plans, min(tokens, CHUNK), capacity) + 4 * rows
 
 
 def find_lean(model: Any, pack: PackedModel) -> LeanModel:
@@ -139,7 +163,9 @@ class LeanRun:
         self._free = [self._store]
         self._most = caches
         self._caches: list[LeanCache] = []
-        scratch = Scratch.of([found.plan for found in lean.layers.values()], capacity)
+        plans = [found.plan for found in lean.layers.values()]
+        scratch = Scratch.of(plans, capacity)
+        rooms = _Rooms(plans, capacity) if all(fits(plan) for plan in plans) else None
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
         steps: list[tuple[Any, _Step]] = []
@@ -147,7 +173,8 @@ class LeanRun:
             if found.layer_type not in ropes:
                 ropes[found.layer_type] = rope_of(rotary, found.layer_type)
             layer = model.get_submodule(path)
-            step = _Step(layer, found, ropes[found.layer_type], self._store, i, scratch)
+            rope = ropes[found.layer_type]
+            step = _Step(layer, found, rope, self._store, i, scratch, rooms)
             before = layer.__dict__.get("forward")
             layer.__dict__["forward"] = partial(_forward, step, layer.forward)
             attachment.on_detach(partial(_restore, layer, "forward", before))
@@ -204,12 +231,38 @@ class LeanRun:
         return single and plain and total <= self._store.capacity
 
 
+class _Rooms:
+    """Buffers for prompts, kept from layer to layer; one set, however many sequences there are."""
+
+    def __init__(self, plans: Sequence[LayerPlan], capacity: int) -> None:
+        self._plans, self._capacity = plans, capacity
+        self._free: Room | None = None
+
+    @contextmanager
+    def lent(self, tokens: int) -> Iterator[Room]:
+        """For ``tokens`` or fewer at a time."""
+        room, self._free = self._free, None
+        rows = min(tokens, CHUNK)
+        if room is None or room.rows < rows:
+            room = Room(self._plans, rows, self._capacity)
+        try:
+            yield room
+        finally:
+            self._free = room
+
+    def forget(self) -> None:
+        """Its memory is somebody else's."""
+        self._free = None
+
+
 class _Step:
-    """One layer for one token."""
+    """One layer for one token, or for a prompt."""
 
     def __init__(
-        self, layer: Any, lean: Lean, rope: Rope, store: KvCache, index: int, scratch: Scratch
-    ) -> None:
+        self, layer: Any, lean: Lean, rope: Rope, store: KvCache, index: int, scratch: Scratch,
+        rooms: _Rooms | None,
+    ) -> None:  # fmt: skip
+        """``rooms``: None: prompts run as they are."""
         plan, parts = lean.plan, lean.parts
         self._keep: list[Any] = []
         self._moving: list[tuple[Any, str, PackedLinear]] = []
@@ -227,6 +280,12 @@ class _Step:
         if plan.shared is not None:
             self.shared = DenseMlp(plan.shared, scratch)
             self._place(self.shared, layer, parts.shared)
+        self.rooms = rooms
+        if rooms is not None:
+            self._attend = PromptAttention(self.attention)
+            self._feed = None if self.mlp is None else PromptMlp(self.mlp)
+            self._route = None if self.router is None else PromptRouter(self.router)
+            self._share = None if self.shared is None else PromptMlp(self.shared)
 
     def _place(self, region: Any, layer: Any, parts: dict[str, str]) -> None:
         for slot, name in parts.items():
@@ -253,10 +312,54 @@ class _Step:
         """Whether its weights, but for experts, are where they are for good."""
         return not self._moving
 
-    def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
+    def prompt(
+        self, hidden: torch.Tensor, positions: torch.Tensor | None, store: KvCache
+    ) -> torch.Tensor:
+        """The layer's output for ``hidden`` [1, T, H]; keys and values are added to ``store``.
+
+        ``positions``: for the rotation, [..., T]; None: those behind what is cached.
+        """
+        assert self.rooms is not None
+        self._ready(store)
+        out = torch.empty_like(hidden, dtype=torch.float32).copy_(hidden)
+        x_TH = out[0].numpy()
+        if positions is None:
+            first = store.length(self.attention.layer)
+            positions_T = np.arange(first, first + len(x_TH))
+        else:
+            positions_T = positions.reshape(-1).numpy()
+        with self.rooms.lent(len(x_TH)) as room:
+            self._attend(x_TH, positions_T, room)
+            if self._feed is not None:
+                self._feed(x_TH, room)
+            if self._route is not None:
+                normed_TH = np.empty_like(x_TH)
+                ids_Tk, weights_Tk = self._route(x_TH, normed_TH, room)
+        if self.experts is not None:
+            # While they are waited for another sequence may come, and use the buffers.
+            sum_TH = self.experts.for_prompt(ids_Tk, weights_Tk, normed_TH)
+            if self._share is not None:
+                with self.rooms.lent(len(x_TH)) as room:
+                    self._share(normed_TH, room, sum_TH)
+            out += torch.from_numpy(sum_TH)
+        return out.to(hidden.dtype)
+
+    def sees_all(self, cache: LeanCache, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether a call hides from each token nothing but what comes later, and what is out of
+        the layer's window."""
+        cache.check_live()
+        return is_causal(
+            kwargs.get("attention_mask"), hidden.shape[1],
+            cache.store.length(self.attention.layer), self.attention.plan.window,
+        )  # fmt: skip
+
+    def _ready(self, store: KvCache) -> None:
         self.attention.read(store)
         for region, slot, module in self._moving:
             region.place(**{slot: module.packed.data_ptr()})
+
+    def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
+        self._ready(store)
         x = hidden.detach().float().reshape(-1).numpy().copy()
         self.attention(x, position)
         if self.mlp is not None:
@@ -277,12 +380,41 @@ def _forward(
     step: _Step, inner: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, LeanCache) and hidden_states.shape[:2] == (1, 1):
+    if not isinstance(cache, LeanCache) or hidden_states.shape[0] != 1 or hidden_states.dim() != 3:
+        return inner(hidden_states, *args, **kwargs)
+    positions = kwargs.get("position_ids")
+    if hidden_states.shape[1] == 1:
         cache.check_live()
-        positions = kwargs.get("position_ids")
         position = None if positions is None else int(positions.reshape(-1)[0])
         return step(hidden_states, position, cache.store)
+    if step.rooms is not None:
+        if not args and not torch.is_grad_enabled() and step.sees_all(cache, hidden_states, kwargs):
+            return step.prompt(hidden_states, positions, cache.store)
+        step.rooms.forget()  # the layer's own code takes as much
     return inner(hidden_states, *args, **kwargs)
+
+
+def is_causal(mask: Any, tokens: int, cached: int, window: int) -> bool:
+    """Whether a mask of transformers, [1, 1, T, cached + T] of bool or of what is added to scores,
+    hides from T tokens those behind each and those before its ``window`` (0: none), and no other.
+
+    Without one its attention hides what comes later, if nothing is cached.
+    """
+    if mask is None:
+        return cached == 0 and (window == 0 or tokens <= window)
+    length = cached + tokens
+    if not isinstance(mask, torch.Tensor) or mask.shape[-2:] != (tokens, length):
+        return False
+    if mask.numel() != tokens * length:
+        return False
+    back = torch.arange(cached, length)[:, None] - torch.arange(length)
+    seen = back >= 0
+    if window:
+        seen &= back < window
+    given = mask.reshape(tokens, length)
+    if mask.dtype == torch.bool:
+        return torch.equal(given, seen)
+    return bool(((given == 0) == seen).all() and ((given < _HIDDEN) != seen).all())
 
 
 def _restore(module: Any, name: str, before: Any) -> None:

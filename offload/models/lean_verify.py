@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from offload.cpu_ops.entries import Kernel, ffn_kernel
+from offload.cpu_ops.entries import Kernel, ffn_kernel, gemm_kernel
 from offload.cpu_ops.isa import choose
 from offload.cpu_ops.kv_cache import KvCache, KvType
 from offload.cpu_ops.layer_entries import attention_kernel, mlp_kernel, router_kernel
 from offload.cpu_ops.layer_plan import LayerPlan
+from offload.cpu_ops.prompt import fits, prompt_kernels
 from offload.errors import UnsupportedModelError
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import PackedLayer, rope_of
@@ -27,8 +28,9 @@ _INNER_NAMES = ("intermediate_size", "moe_intermediate_size", "shared_expert_int
 
 
 def verify(layer: Any, lean: Lean, *, seed: int = 0) -> float:
-    """The largest difference between a layer's twin and its plan over TOKENS tokens, relative to
-    the largest output. About 1e-6 if the plan is right. The layer itself is not read.
+    """The largest difference between a layer's twin and its plan over TOKENS tokens, one by one and
+    as a prompt, relative to the largest output. About 1e-6 if the plan is right. The layer itself
+    is not read.
 
     Raises:
         UnsupportedModelError: the twin's plan is of another kind than ``lean``.
@@ -52,8 +54,11 @@ def verify(layer: Any, lean: Lean, *, seed: int = 0) -> float:
     attention = found.plan.attention
     cache = KvCache(1, attention.key_heads, attention.dim, TOKENS)
     lean_twin = PackedLayer(twin, found, rope_of(rotary, found.layer_type), cache, 0)
-    got = np.stack([lean_twin(row.copy()) for row in x[0].numpy()])
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
+    got = [np.stack([lean_twin(row.copy()) for row in x[0].numpy()])]
+    if fits(found.plan):
+        cache.crop(0)
+        got.append(lean_twin.prompt(x[0].numpy().copy(), TOKENS))
+    return float(np.abs(np.stack(got) - expected).max() / np.abs(expected).max())
 
 
 def twin_kernels(plan: LayerPlan) -> list[Kernel]:
@@ -64,6 +69,8 @@ def twin_kernels(plan: LayerPlan) -> list[Kernel]:
         found += [router_kernel(name, isa), ffn_kernel(name, name, isa)]
     if plan.mlp is not None or plan.shared is not None:
         found.append(mlp_kernel(name, name, isa))
+    if fits(plan):
+        found += [gemm_kernel(name, isa), *prompt_kernels(KvType.F32.value)]
     return found
 
 

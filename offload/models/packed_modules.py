@@ -129,6 +129,14 @@ class PackedExperts:
             out.fill(0)
         return out
 
+    def for_prompt(self, ids_Tk: npt.NDArray[np.int64], weights_Tk: Floats, x_TH: Floats) -> Floats:
+        """Many tokens, from the routing on: [T, H]."""
+        self.session.begin(np.unique(ids_Tk).tolist(), torch.from_numpy(x_TH))
+        try:
+            return self.run(x_TH, ids_Tk, weights_Tk)
+        finally:
+            self.session.end()
+
     def run(self, x_TH: Floats, index_Tk: Any, weights_Tk: Floats) -> Floats:
         """The same on arrays, after the session has begun."""
         out_TH = np.empty_like(x_TH)

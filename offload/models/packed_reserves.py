@@ -48,9 +48,15 @@ def reserves(
     kept: int,
     overhead: int,
     lean_bytes: int,
+    prompt_bytes: int,
     kv: KvPlan | None,
 ) -> dict[str, int]:
-    """What is not packed weights, in bytes."""
+    """What is not packed weights, in bytes.
+
+    Args:
+        lean_bytes: of kernels that compute whole layers.
+        prompt_bytes: of a prompt's pass through them, in place of the model's own activations.
+    """
     n_layers = max(1, len(chosen.units))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
     chunks, chunk = staging_shape(options, largest, ram, False)
@@ -59,7 +65,7 @@ def reserves(
     rows = prompt * options.batch
     return {
         **cache_reserves(cache, n_layers, kv),
-        "activations": activation_bytes(footprint, kv, options, prompt),
+        "activations": max(activation_bytes(footprint, kv, options, prompt), prompt_bytes),
         SCRATCH: _scratch(pack, rows) + lean_bytes,
         "logits": 4 * 4 * options.batch * options.sequences * vocabulary,
         "I/O staging": chunks * chunk,

@@ -74,9 +74,12 @@ def from_config(config: Any) -> Any:
     return auto.from_config(config)
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **changes: Any) -> Any:
     torch.manual_seed(1)
     config = CONFIGS[name]()
+    for field, value in changes.items():
+        assert hasattr(config, field)
+        setattr(config, field, value)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = from_config(config).float().eval()

@@ -1,0 +1,159 @@
+"""Prompts by the kernels: to the bit what single tokens get, however the prompt is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_lean import CONFIGS, LeanModel, model_of
+from test_packed_run import IDS, LEAN, least, load, packed
+
+from offload.cpu_ops.attention import BLOCK
+from offload.models import lean_run
+
+STEPS = 50
+
+
+def by_token(model: Any, x_TH: Any) -> tuple[LeanModel, Any]:
+    lean = LeanModel(model, len(x_TH) + 8)
+    return lean, np.stack([lean(row)[-1] for row in x_TH])
+
+
+def in_pieces(model: Any, x_TH: Any, cuts: list[int], rows: int) -> tuple[LeanModel, Any]:
+    """A piece of one token goes the way of single tokens."""
+    lean, outs = LeanModel(model, len(x_TH) + 8), []
+    for first, last in zip([0, *cuts], [*cuts, len(x_TH)], strict=True):
+        x = x_TH[first:last].copy()
+        if len(x) == 1:
+            x = lean(x[0])[-1][None]
+        else:
+            for layer in lean.layers:
+                x = layer.prompt(x, rows)
+        outs.append(x)
+    return lean, np.concatenate(outs)
+
+
+def assert_same(a: tuple[LeanModel, Any], b: tuple[LeanModel, Any]) -> None:
+    (one, got), (other, expected) = a, b
+    for i in range(len(one.layers)):
+        assert np.array_equal(one.cache.keys(i), other.cache.keys(i))
+        assert np.array_equal(one.cache.values(i), other.cache.values(i))
+    assert np.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_prompt_is_its_tokens(name: str) -> None:
+    model = model_of(name)
+    x_TH = torch.randn(STEPS, model.config.hidden_size).numpy()
+    expected = by_token(model, x_TH)
+    assert_same(in_pieces(model, x_TH, [], STEPS), expected)
+    assert_same(in_pieces(model, x_TH, [7, 8, 13], 16), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("qwen3_moe", 0), ("gpt_oss", 9), ("gpt_oss", 130), ("gemma3", 261), ("mistral", 257)],
+)
+def test_over_several_blocks(name: str, window: int) -> None:
+    """Sinks, and windows that begin in the middle of blocks, some tokens of a group in the next."""
+    model = model_of(name, **({"sliding_window": window} if window else {}))
+    x_TH = torch.randn(2 * BLOCK + 39, model.config.hidden_size).numpy()
+    expected = by_token(model, x_TH)
+    assert_same(in_pieces(model, x_TH, [BLOCK - 3], len(x_TH)), expected)
+    assert_same(in_pieces(model, x_TH, [1, 2, 301], 97), expected)
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of every layer's prompt that the kernels computed."""
+    found: list[int] = []
+    inner = lean_run._Step.prompt
+
+    def counted(self: Any, hidden: torch.Tensor, *args: Any) -> Any:
+        found.append(hidden.shape[1])
+        return inner(self, hidden, *args)
+
+    monkeypatch.setattr(lean_run._Step, "prompt", counted)
+    return found
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_a_models_prompt_is_its_tokens(family: str, tmp_path: Path, prompts: list[int]) -> None:
+    """On a budget that holds all, and on the least one."""
+    _, pack_dir = packed(family, tmp_path, "q4")
+    ids_1T = torch.cat([IDS, IDS.flip(1)], 1)
+    for ram in (2**30, least(pack_dir)):
+        model = load(pack_dir, ram)
+        layers, make = len(model.base_model.layers), model.offload.new_cache
+        try:
+            with torch.no_grad():
+                cache = make()
+                alone = [model(i[None, None], past_key_values=cache).logits for i in ids_1T[0]]
+                assert not prompts
+                for cut in (ids_1T.shape[1], 5):
+                    cache = make()
+                    got = [
+                        model(part, past_key_values=cache).logits for part in ids_1T.split(cut, 1)
+                    ]
+                    assert prompts == [
+                        p.shape[1] for p in ids_1T.split(cut, 1) for _ in range(layers)
+                    ]
+                    assert torch.equal(torch.cat(got, 1), torch.cat(alone, 1))
+                    prompts.clear()
+        finally:
+            model.offload.close()
+
+
+def test_who_wants_more_of_a_prompt_gets_it(tmp_path: Path, prompts: list[int]) -> None:
+    """States of all layers, each its own; a mask or gradients that the kernels know nothing of."""
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q4")
+    model = load(pack_dir)
+    layers, make = len(model.base_model.layers), model.offload.new_cache
+    try:
+        with torch.no_grad():
+            plain = model(IDS, past_key_values=make(), output_hidden_states=True)
+            assert len(prompts) == layers
+            states = plain.hidden_states
+            assert len({s.data_ptr() for s in states}) == layers + 1
+            assert not torch.equal(states[0], states[1])
+            by_hook: list[torch.Tensor] = []
+            hooks = [
+                layer.register_forward_hook(lambda _m, _a, out: by_hook.append(out.clone()))
+                for layer in model.base_model.layers
+            ]
+            model(IDS, past_key_values=make())
+            for hook in hooks:
+                hook.remove()
+            assert all(torch.equal(a, b) for a, b in zip(by_hook, states[1:-1], strict=False))
+            prompts.clear()
+            hidden = torch.ones(1, 1, IDS.shape[1], IDS.shape[1], dtype=torch.bool).tril()
+            hidden[..., 4, 1] = False
+            own = model(IDS, past_key_values=make(), attention_mask=hidden).logits
+            assert not prompts
+            close = (own - plain.logits).abs().amax((0, 2)) < 1e-4
+            assert close[:4].all()
+            assert not close[4]
+    finally:
+        model.offload.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize(("cached", "window"), [(0, 0), (3, 0), (0, 4), (3, 4), (0, 99)])
+def test_masks_that_hide_what_attention_hides(dtype: torch.dtype, cached: int, window: int) -> None:
+    tokens = 6
+    back = torch.arange(cached, cached + tokens)[:, None] - torch.arange(cached + tokens)
+    seen = (back >= 0) & ((back < window) | (window == 0))
+    mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -3e38)
+    mask = mask[None, None]
+    assert lean_run.is_causal(mask, tokens, cached, window)
+    assert not lean_run.is_causal(mask, tokens, cached, 5)
+    assert not lean_run.is_causal(mask.expand(2, 1, -1, -1), tokens, cached, window)
+    assert not lean_run.is_causal(mask[..., 1:], tokens, cached, window)
+    assert lean_run.is_causal(None, tokens, cached, window) == (cached == 0 and window in (0, 99))
+    for at in ((0, 0, 2, cached + 1), (0, 0, 2, cached + 4)):
+        other = mask.clone()
+        other[at] = not other[at] if dtype == torch.bool else -1.0
+        assert not lean_run.is_causal(other, tokens, cached, window)
