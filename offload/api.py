@@ -10,7 +10,8 @@ import torch
 from offload.errors import OffloadError
 from offload.models.choose import model_directory
 from offload.models.load import load as _load
-from offload.models.options import DEFAULT_CONTEXT, Progress, parse_options
+from offload.models.option_types import check_path, check_progress, check_types
+from offload.models.options import DEFAULT_CONTEXT, Options, Progress, parse_options
 from offload.models.wrap import unwrap as _unwrap
 from offload.models.wrap import wrap as _wrap
 from offload.units import parse_bytes
@@ -113,6 +114,8 @@ def load(
     Raises:
         OffloadError: with one clear message; see ``offload.errors``.
     """
+    path = check_path(path)
+    check_progress(progress)
     if train is not False:
         asked: dict[str, Any] = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
         asked |= {"attention": attention, "kv": kv, "kv_keep": kv_keep}
@@ -129,10 +132,12 @@ def load(
         unknown = sorted(options.keys() - DropinOptions.__dataclass_fields__.keys())
         if unknown:
             raise OffloadError(f"{unknown[0]} is no option of training")
+        options = check_types(DropinOptions, options)
+        sizes = {"batch": batch, "context": DEFAULT_CONTEXT if context is None else context}
+        sizes = check_types(Options, sizes | {"dtype": dtype, "disk": disk})
         return load_trainable(
-            path, DropinOptions(train=train, **options), ram=ram, disk=disk, dtype=dtype,
-            context=context or DEFAULT_CONTEXT, batch=batch, progress=progress,
-        )  # fmt: skip
+            path, DropinOptions(train=train, **options), ram=ram, progress=progress, **sizes
+        )
     if context is not None:
         options["context"] = context
     chosen = parse_options(
@@ -181,6 +186,7 @@ def wrap(
     Raises:
         OffloadError: with one clear message; the model is then as it was.
     """
+    check_progress(progress)
     chosen = parse_options(ram=ram, gpu=gpu, disk=disk, device=device, **options)
     spare = parse_bytes(activations) if activations else 0
     return _wrap(model, chosen, spare, progress)

@@ -29,7 +29,11 @@ def parse_bytes(text: str | int | float) -> int:
         value = float(text)
         if value != value or value in (float("inf"), float("-inf")):
             raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB'")
+        if value != int(value):
+            raise OffloadError(f"{text!r} is no whole number of bytes; write e.g. '{text}GiB'")
         n = int(text)
+    elif not isinstance(text, str):
+        raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB'")
     else:
         found = _SIZE.fullmatch(text)
         unit = found.group(2).upper() if found else None

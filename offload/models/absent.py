@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import OffloadError
+from offload.errors import ClosedError, OffloadError
 
 _SHAPE_ONLY = {
     torch.ops.aten.detach.default,
@@ -26,6 +26,8 @@ class AbsentTensor(torch.Tensor):
     """
 
     _offload_name: str
+    _offload_closed: bool = False
+    """Whether the model it belonged to has been closed."""
 
     @staticmethod
     def __new__(cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -45,8 +47,12 @@ class AbsentTensor(torch.Tensor):
     ) -> Any:
         source = next((a for a in args if isinstance(a, AbsentTensor)), None)
         if func in _SHAPE_ONLY and source is not None:
-            return AbsentTensor(source._offload_name, source.shape, source.dtype, source.device)
+            alias = AbsentTensor(source._offload_name, source.shape, source.dtype, source.device)
+            alias._offload_closed = source._offload_closed
+            return alias
         name = source._offload_name if source is not None else "a streamed parameter"
+        if source is not None and source._offload_closed:
+            raise ClosedError(f"{name} belongs to a model that has been closed; load it again")
         raise OffloadError(
             f"{name} is streamed and not in memory now ({func}); its data can be read only while "
             f"its layer runs. To get the whole model back call offload.unwrap(model), or load it "
@@ -131,7 +137,10 @@ def row_table(
     return table
 
 
-def absent(name: str, like: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-    """A parameter that is not in memory."""
+def absent(
+    name: str, like: torch.Tensor, device: torch.device, *, closed: bool = False
+) -> torch.nn.Parameter:
+    """A parameter that is not in memory. ``closed``: and never will be again."""
     tensor = AbsentTensor(name, like.shape, like.dtype, device)
+    tensor._offload_closed = closed
     return torch.nn.Parameter(tensor, requires_grad=False)

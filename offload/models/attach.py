@@ -87,6 +87,7 @@ class Attachment:
         self._undo += take_inputs(model, executor.device.torch_device)
         self._without_grad(model)
         self._refuse_to_move(model)
+        self._refuse_to_load(model)
 
     def detach(self) -> None:
         """Remove hooks and proxies. Parameters are left to the caller."""
@@ -122,7 +123,7 @@ class Attachment:
         """Replace every parameter that lived in the arenas: their memory goes away."""
         for params in self.cut.params.values():
             for param in params:
-                self._remove(param)
+                self._remove(param, closed=True)
 
     # -- parameters -----------------------------------------------------------------------
 
@@ -135,8 +136,9 @@ class Attachment:
                 place.module._parameters[place.attr] = real
                 _refresh_flat_weights(place.module)
 
-    def _remove(self, param: Param) -> None:
-        stand_in = absent(param.name, param.tensor, self.executor.device.torch_device)
+    def _remove(self, param: Param, *, closed: bool = False) -> None:
+        device = self.executor.device.torch_device
+        stand_in = absent(param.name, param.tensor, device, closed=closed)
         for place in param.places:
             place.module._parameters[place.attr] = stand_in
 
@@ -376,10 +378,35 @@ class Attachment:
                 "offload.unwrap(model) first if you have changed it"
             )
 
-        replaced: dict[str, Callable[..., Any]] = {"_apply": apply}
+        def pickled(*_: Any) -> None:  # deepcopy asks for it, too
+            raise OffloadError(
+                "a streamed model cannot be copied or pickled, torch.save of all of it included; "
+                "load it twice, or call offload.unwrap(model) first if it was wrapped"
+            )
+
+        replaced: dict[str, Callable[..., Any]] = {"_apply": apply, "__reduce_ex__": pickled}
         if hasattr(model, "save_pretrained"):
             replaced["save_pretrained"] = save_pretrained
         self._undo += [shadow(model, name, function) for name, function in replaced.items()]
+
+    def _refuse_to_load(self, model: nn.Module) -> None:
+        """``load_state_dict`` would overwrite what is in memory and then meet what is not.
+        Adapters that were put on top load as ever."""
+        params = [p for block in self.cut.params.values() for p in block]
+        places = {(id(at.module), at.attr) for param in params for at in param.places}
+
+        def refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+            for path, inner in module.named_modules(prefix=prefix.removesuffix(".")):
+                for attr in inner._parameters:
+                    name = f"{path}.{attr}" if path else attr
+                    if (id(inner), attr) in places and name in state:
+                        raise OffloadError(
+                            f"load_state_dict would change {name}, which is streamed: a streamed "
+                            f"model's weights are those of its checkpoint; write the new ones as a "
+                            f"checkpoint and load that, or call offload.unwrap(model) first"
+                        )
+
+        self._undo.append(model.register_load_state_dict_pre_hook(refuse).remove)
 
 
 class _NoBackward(torch.autograd.Function):

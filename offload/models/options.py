@@ -13,6 +13,7 @@ from offload.errors import OffloadError
 from offload.io.engines import DEFAULT_QUEUE_DEPTH, DEFAULT_REQUEST_BYTES
 from offload.kv.keep import AttentionMass, Importance, Keep, block_tokens_to_keep
 from offload.kv.shape import BLOCK_TOKENS
+from offload.models.option_types import check_types
 from offload.runtime.choice import Choice, choose
 from offload.runtime.timeline import Recorder
 from offload.scheduler.hardware import Hardware
@@ -32,6 +33,10 @@ part in 64 of the budget, within these bytes."""
 BESIDE_BYTES, SEQUENCE_BYTES = 2**20, 224 * 2**10
 """What running several sequences takes, and each of them: a greenlet's stacks, its settings and its
 text, and 64 KiB for rows that are multiplied together (``offload.batch.joined``)."""
+
+COUNTS = ("context", "batch", "sequences", "prompt_tokens", "queue_depth", "request_bytes",
+          "kv_block_tokens", "prompt_cache_chunk")  # fmt: skip
+"""Options that count something there has to be at least one of."""
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done_bytes, total_bytes)``."""
@@ -226,13 +231,17 @@ def parse_options(
     """Options from sizes as people write them.
 
     Raises:
-        OffloadError: a size that is none, an option that is unknown, no token or no sequence.
+        OffloadError: a size that is none, an option that is unknown or of another type, no token or
+            no sequence.
     """
     unknown = sorted(others.keys() - Options.__dataclass_fields__.keys())
     if unknown:
         known = ", ".join(sorted(Options.__dataclass_fields__))
         raise OffloadError(f"{unknown[0]} is no option; known are {known}")
-    for name in ("context", "batch", "sequences", "prompt_tokens"):
+    if isinstance(others.get("device"), torch.device):
+        others["device"] = str(others["device"])
+    others = check_types(Options, others)
+    for name in COUNTS:
         if (value := others.get(name)) is not None and value < 1:
             raise OffloadError(f"{name} is {value}; give 1 or more")
     if prompt_cache_limit is not None:

@@ -29,7 +29,13 @@ from equivalence import (
 )
 from families import write
 
-from offload.errors import CheckpointError, OffloadError, StoreError, UnsupportedModelError
+from offload.errors import (
+    CheckpointError,
+    ClosedError,
+    OffloadError,
+    StoreError,
+    UnsupportedModelError,
+)
 from offload.io.faults import Fault, FaultyStore
 from offload.models.load import Prepared, prepare
 
@@ -149,7 +155,7 @@ def test_saving_and_moving_are_refused(checkpoint: Checkpoint, tmp_path: Path) -
 def test_a_closed_model_says_so(checkpoint: Checkpoint, device: str) -> None:
     with opened(smallest(checkpoint("qwen3_moe").directory, device)) as model:
         pass
-    with pytest.raises(OffloadError):
+    with pytest.raises(ClosedError, match="belongs to a model that has been closed; load it again"):
         model(prompt())
     model.offload.close()
 

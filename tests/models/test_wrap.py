@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -264,3 +265,62 @@ def test_a_streamed_model_is_not_copied() -> None:
     finally:
         offload.unwrap(model)
     assert copy.deepcopy(model) is not model
+
+
+def test_a_streamed_model_is_neither_pickled_nor_loaded_into() -> None:
+    model, _ = mlp()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    ones = {name: torch.ones_like(value) for name, value in state.items()}
+    offload.wrap(model, ram="64MiB")
+    outer = nn.Sequential(model)
+    try:
+        for held in (model, outer):
+            with pytest.raises(OffloadError, match=r"pickled, torch\.save of all of it included"):
+                torch.save(held, io.BytesIO())
+        with pytest.raises(OffloadError, match=r"would change \S+, which is streamed"):
+            model.load_state_dict(ones)
+        with pytest.raises(OffloadError, match=r"would change 0\.\S+, which is streamed"):
+            outer.load_state_dict({f"0.{name}": value for name, value in ones.items()})
+        model.load_state_dict({}, strict=False)
+    finally:
+        offload.unwrap(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(ones)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"ram": [1]}, r"\[1\] is not a size"),
+        ({"ram": 1.5}, r"1\.5 is no whole number of bytes; write e\.g\. '1\.5GiB'"),
+        ({"context": "12"}, "context is '12'; give a whole number"),
+        ({"context": 1.5}, r"context is 1\.5; give a whole number"),
+        ({"batch": True}, "batch is True; give a whole number"),
+        ({"guess": "no"}, "guess is 'no'; give True or False"),
+        ({"device": 3}, "device is 3; give a text"),
+        ({"disk": 3}, "disk is 3; give a text or a path"),
+        ({"kv_keep": "x"}, "kv_keep is 'x'; give a whole number"),
+        ({"queue_depth": 0}, "queue_depth is 0; give 1 or more"),
+        ({"progress": 3}, "progress is 3; give a function"),
+        ({"dtype": 8}, "dtype is 8; give a text or a torch dtype"),
+        ({"train": True, "seed": "x"}, "seed is 'x'; give a whole number"),
+        ({"train": True, "context": "x"}, "context is 'x'; give a whole number"),
+        ({"train": True, "context": 0}, "context=0 must be at least 1"),
+    ],
+)
+def test_options_of_another_type(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(OffloadError, match=says):
+        offload.load("nowhere", **wrong)
+
+
+@pytest.mark.parametrize("path", [None, 3, ["a"]])
+def test_a_path_that_is_none(path: Any) -> None:
+    with pytest.raises(OffloadError, match="give a directory, a file or a hub id"):
+        offload.load(path, ram="2MiB")
+
+
+def test_other_kinds_of_numbers_and_paths(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    options: dict[str, Any] = {"context": numpy.int64(64), "device": torch.device("cpu")}
+    model = offload.wrap(mlp()[0], ram=2.0**26, disk=os.fsencode(tmp_path), **options)
+    offload.unwrap(model)
