@@ -224,6 +224,9 @@ class LeanRun:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and not bool(mask.all()):
             return False
+        pad = setting("pad_token_id")
+        if mask is None and pad is not None and bool((ids == pad).any()):
+            return False  # generate would take them for padding
         single = (setting("num_beams") or 1) == 1 and (setting("num_return_sequences") or 1) == 1
         plain = setting("use_cache") is not False and setting("cache_implementation") is None
         new = setting("max_new_tokens")

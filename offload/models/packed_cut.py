@@ -83,11 +83,15 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
     _cut_table(embedding, params, pack, result)
     _cut_experts(model, pack, groups, units, result)
     # Now: a linear layer's bias has moved to the module that took its place.
-    resident = {}
+    resident: dict[str, Param] = {}
     for param in parameters(model).values():
         found = next((pack.tensors[n] for n in param.names if n in pack.tensors), None)
         if found is not None and found.part.layout is Layout.PLAIN:
-            resident[found.part.name] = param
+            # A tied pair on meta may be two parameters, and is stored once.
+            first = resident.setdefault(found.part.name, param)
+            if first is not param:
+                first.places += param.places
+                first.names += param.names
     result.units = [u for u in (*units.values(), *outside) if u.blocks or u.groups]
     return result, resident
 

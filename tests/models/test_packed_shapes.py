@@ -49,3 +49,35 @@ def test_experts_with_an_odd_number_of_columns(tmp_path: Path) -> None:
     """Kernels take 16-bit values in pairs; as float32 the same values are exact."""
     config = tiny_config("qwen3_moe", moe_intermediate_size=33)
     near_the_reference(write("qwen3_moe", tmp_path / "m", torch.bfloat16, config=config))
+
+
+@pytest.mark.parametrize("quant", ["none", "q8"])
+def test_a_tied_table_that_is_too_small_to_pack(quant: str, tmp_path: Path) -> None:
+    """Fewer rows than a tile, stored once as they are, for the embedding and the head."""
+    config = tiny_config("llama", vocab_size=7, tie_word_embeddings=True)
+    directory = write("llama", tmp_path / "m", torch.float32, config=config)
+    ids = torch.tensor([[3, 1, 4, 1, 5, 6]])
+    with torch.no_grad():
+        want = reference(directory, torch.float32)(ids).logits
+        model = offload.load(directory, quant=quant, ram="256MiB", context=48)
+        try:
+            got = model(ids).logits
+        finally:
+            model.offload.close()
+    near = 1e-4 if quant == "none" else 0.1
+    torch.testing.assert_close(got, want, rtol=0, atol=near * want.abs().max().item())
+
+
+def test_padding_that_generate_sees_in_the_prompt(tmp_path: Path) -> None:
+    """Without a mask, transformers takes padding tokens in a prompt for padding: what the kernels'
+    own cache cannot do, another one does."""
+    config = tiny_config("llama", pad_token_id=0)
+    directory = write("llama", tmp_path / "m", torch.float32, config=config)
+    ids = torch.tensor([[0, 0, 3, 1, 0, 5, 6]])
+    asked = {"max_new_tokens": 6, "do_sample": False}
+    want = reference(directory, torch.float32).generate(ids, **asked)
+    model = offload.load(directory, quant="none", ram="256MiB", context=48)
+    try:
+        assert torch.equal(model.generate(ids, **asked), want)
+    finally:
+        model.offload.close()
