@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,9 @@ import typer
 from offload.errors import OffloadError
 from offload.scheduler.policy import NAMES
 from offload.units import parse_bytes
+
+MOST_THREADS = 64
+"""Of ``--threads`` on any machine; more where it has more than a quarter as many CPUs."""
 
 _DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -42,6 +46,18 @@ def expert_policy(text: str) -> str:
     if text not in NAMES:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(NAMES)}")
     return text
+
+
+def few_threads(count: int | None) -> int | None:
+    """``--threads`` as it is, unless the machine could only choke on it: every thread has stacks
+    and work space that no budget counts."""
+    cpus = os.cpu_count() or 1
+    most = max(MOST_THREADS, 4 * cpus)
+    if count is not None and count > most:
+        raise typer.BadParameter(
+            f"{count} threads would wait for each other on {cpus} CPUs; give at most {most}"
+        )
+    return count
 
 
 def check_stops(stops: list[str] | None) -> None:
@@ -215,9 +231,10 @@ Context = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        "-t", "--threads", min=1, metavar="N", help="Threads that compute. Default: torch's."
+        "-t", "--threads", min=1, metavar="N", callback=few_threads,
+        help="Threads that compute. Default: torch's.",
     ),
-]
+]  # fmt: skip
 Predict = Annotated[
     bool,
     typer.Option(

@@ -149,13 +149,21 @@ def fit_context(
         )
         raise OffloadError(
             f"the prompt does not fit: its tokens are {wanted}, {whose} takes {room}; "
-            f"shorten it by {prompt + (new_tokens or 1) - room}"
-            + (", lower -n" if new_tokens and prompt < room else "")
+            + " or ".join(_ways(prompt, new_tokens, room))
             + (" or raise --context" if context is not None and context != limit else "")
         )
     if new_tokens is None:
         new_tokens = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room - prompt)
     return new_tokens, context if context is not None else prompt + new_tokens
+
+
+def _ways(prompt: int, new_tokens: int | None, room: int) -> list[str]:
+    """How what does not fit in ``room`` tokens would."""
+    over = prompt + (new_tokens or 1) - room
+    ways = [f"shorten it by {over}"] if over < prompt else []
+    if new_tokens and prompt < room:
+        ways.append(f"lower -n to {room - prompt}")
+    return ways or ["shorten it and lower -n"]
 
 
 def default_context(context: int | None, limit: int | None) -> int:

@@ -70,6 +70,7 @@ def test_generate_has_the_flag(cli: Cli, flag: str) -> None:
         (["-n", "0"], "-n"),
         (["-n", "many"], "valid integer"),
         (["-t", "0"], "-t"),
+        (["-t", "99999"], "99999 threads would wait for each other on"),
         (["-c", "1"], "-c"),
         (["--temp", "-1"], "--temp -1"),
         (["--temp", "1", "--top-p", "0"], "--top-p 0"),
@@ -162,6 +163,8 @@ def test_the_context_takes_prompt_and_answer(given: dict[str, Any], want: tuple[
     [
         (dict(prompt=64, new_tokens=None, context=None, limit=64), ["64", "65", "by 1"]),
         (dict(prompt=60, new_tokens=10, context=None, limit=64), ["60", "70", "by 6", "lower -n"]),
+        (dict(prompt=2, new_tokens=70, context=None, limit=64), ["72", "64; lower -n to 62"]),
+        (dict(prompt=64, new_tokens=70, context=None, limit=64), ["shorten it and lower -n"]),
         (dict(prompt=90, new_tokens=1, context=80, limit=100), ["91", "80", "raise --context"]),
         (dict(prompt=1, new_tokens=1, context=80, limit=64), ["80", "64"]),
     ],
