@@ -121,10 +121,6 @@ def check_device(options: TrainOptions) -> Choice:
             f"only ({cuda_api.open_card(choice.card).name} would idle); drop --gpu: the CPU "
             f"computes, or add --device sim"
         )
-    if choice.kind == "cpu":
-        return choice
-    if options.quant is not None:
-        raise packed_on_device(options, f"--quant {options.quant}")
     return choice
 
 
@@ -134,16 +130,6 @@ def _asked(options: TrainOptions) -> str:
     if options.gpu is None:
         return asked
     return f"--gpu {format_bytes(options.gpu)}" + f" {asked}" * (options.device != "auto")
-
-
-def packed_on_device(options: TrainOptions, packed: str) -> OffloadError:
-    """The refusal of a base that is ``packed``, with layers on a device: it is unpacked by the
-    CPU."""
-    asked = _asked(options)
-    return OffloadError(
-        f"{asked}: {packed} keeps the base packed, which only the CPU unpacks in training; give "
-        f"--model with a checkpoint and no --quant, or drop {asked}: the CPU computes"
-    )
 
 
 def _refuse(options: TrainOptions, name: str, why: str) -> NoReturn:

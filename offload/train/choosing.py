@@ -125,7 +125,8 @@ def choose(
     fixed.update(more)
     if base is not None:
         tokens = options.batch_size * options.seq_len * vertical
-        fixed["unpacked weights"] = base.work_bytes(layout) + base.scratch_bytes
+        away = frozenset[int]() if device is None else device.units
+        fixed["unpacked weights"] = base.work_bytes(layout, away) + base.scratch_bytes
         fixed["rows of packed tables"] = base.table_bytes(
             layout, tokens, HEAD_ROWS, sliced=form is not None
         )

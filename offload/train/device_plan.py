@@ -6,7 +6,7 @@ inputs and outputs, embeddings, what is outside of layers, the head and the loss
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from offload.blocks import ALIGN, DTYPE_BYTES, align_up
@@ -33,6 +33,11 @@ class DevicePlacement:
     expert_slots: int = 0
     """Fused experts that are there at a time."""
     expert_bytes: int = 0
+    unpacked_bytes: int = 0
+    """Of a unit's packed weights in the dtype that computes, while it runs; slots hold them
+    packed."""
+    unpacked_expert_bytes: int = 0
+    """Of a packed fused expert."""
     up_bytes: int
     """A unit's arguments, and the gradients of what it returns."""
     down_bytes: int
@@ -50,6 +55,7 @@ class DevicePlacement:
         found = {
             "weights": self.slots * self.slot_bytes,
             "experts": self.expert_slots * self.expert_bytes,
+            "unpacked weights": self.unpacked_bytes + self.unpacked_expert_bytes,
             "activations of a unit": self.work_bytes,
             "arguments and results": self.up_bytes + self.down_bytes,
             "gradients on their way": self.gradients * self.gradient_bytes,
@@ -83,9 +89,13 @@ class DevicePlacement:
             f" ({format_bytes(self.adapter_bytes)} of a layer are adapters, which alone are copied "
             f"again after a step)"
         ) * bool(self.adapter_bytes)
+        packed = ", packed and unpacked there as it runs" * bool(
+            self.unpacked_bytes + self.unpacked_expert_bytes
+        )
         return (
             f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)}: {parts}; {count} layers "
-            f"run there, the weights of {held}{again}; embeddings, head, loss and updates in RAM"
+            f"run there, the weights of {held}{packed}{again}; embeddings, head, loss and updates "
+            f"in RAM"
         )
 
 
@@ -147,17 +157,23 @@ def plan_device(
     """
     blocks = layout.blocks
     mine = [layout.units[u] for u in sorted(units)]
-    slot = max(sum(align_up(blocks[b].value_bytes) for b in u.blocks) for u in mine)
+    slot = max(sum(align_up(blocks[b].nbytes) for b in u.blocks) for u in mine)
     adapters = max(
         (
-            sum(align_up(blocks[b].value_bytes) for b in u.blocks if blocks[b].trained)
+            sum(align_up(blocks[b].nbytes) for b in u.blocks if blocks[b].trained)
             for u in mine
             if not all(blocks[b].trained for b in u.blocks)
         ),
         default=0,
     )
     experts = [b for u in mine for ids in u.experts.values() for b in ids]
-    expert = max((align_up(blocks[b].value_bytes) for b in experts), default=0)
+    expert = max((align_up(blocks[b].nbytes) for b in experts), default=0)
+
+    def unpacked(ids: Iterable[int]) -> int:
+        return sum(align_up(blocks[b].value_bytes) for b in ids if blocks[b].packed is not None)
+
+    values = max(unpacked(u.blocks) for u in mine)
+    expert_values = max((unpacked([b]) for b in experts), default=0)
     gradient = max(
         (
             align_up(piece.count * DTYPE_BYTES[blocks[b].dtype])
@@ -172,7 +188,8 @@ def plan_device(
     def placed(slots: int, expert_slots: int, gradients: int) -> DevicePlacement:
         return DevicePlacement(
             budget=budget, units=units, slots=slots, slot_bytes=slot, adapter_bytes=adapters,
-            expert_slots=expert_slots, expert_bytes=expert, up_bytes=up, down_bytes=down,
+            expert_slots=expert_slots, expert_bytes=expert, unpacked_bytes=values,
+            unpacked_expert_bytes=expert_values, up_bytes=up, down_bytes=down,
             gradients=gradients, gradient_bytes=gradient, work_bytes=work,
         )  # fmt: skip
 

@@ -9,13 +9,15 @@ does.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from offload.runtime.device import Device
 from offload.train.device_plan import DevicePlacement
-from offload.train.device_weights import Copy, DeviceWeights
+from offload.train.device_values import Copy, Recipe
+from offload.train.device_weights import DeviceWeights
 from offload.train.grads import Gradients
 from offload.train.layout import TrainLayout
 from offload.train.marks import Marks
@@ -30,10 +32,14 @@ class DeviceTier:
     def __init__(
         self, device: Device, placement: DevicePlacement, layout: TrainLayout, order: UseOrder,
         weights: Weights, gradients: Gradients, shared: Shared, marks: Marks,
+        recipes: Mapping[int, Recipe] = {},
     ) -> None:  # fmt: skip
+        """``recipes``: by block, how what is packed is unpacked."""
         self.device = device
         self.placement = placement
-        self.weights = DeviceWeights(device, layout, order, weights, shared, placement, marks)
+        self.weights = DeviceWeights(
+            device, layout, order, weights, shared, placement, marks, recipes
+        )
         self.visits = Visits(device, placement)
         self.gradients = FallingGradients(device, placement, gradients)
         self.blocks = frozenset(

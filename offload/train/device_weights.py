@@ -5,39 +5,29 @@ A unit's blocks take one slot, a fused expert another. The copy up waits for wha
 RAM and for the last use of its slot; compute waits for the copy. What was copied stays until the
 slot is needed for something that runs sooner (Belady), or until a step takes the block: its update
 changes RAM, and the copy on the device is dropped before. Of a unit that is frozen but for its
-adapters these alone are dropped, and copied again into their place.
+adapters these alone are dropped, and copied again into their place. A packed base is copied, and
+stays, as packed bytes (``device_values``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
 from offload.blocks import align_up
 from offload.errors import PlanError
-from offload.runtime.arena import row_major
-from offload.runtime.device import Device, Event, Memory, Region
+from offload.runtime.device import Device, Event, Region
 from offload.train.device_plan import DevicePlacement
-from offload.train.layout import Block, TrainLayout
+from offload.train.device_values import Copy, DeviceValues, Recipe, as_it_lies
+from offload.train.layout import TrainLayout
 from offload.train.marks import Marks
 from offload.train.order import UseOrder
 from offload.train.weights import Entry, Shared, Weights
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A block on the device."""
-
-    block: Block
-    tensor: torch.Tensor
-    """[count] in the compute dtype."""
 
 
 @dataclass(slots=True)
@@ -53,6 +43,7 @@ class _Cargo:
 
     slot: _Slot
     copies: list[Copy]
+    """As they lie there."""
     ready: Event
     """All that is in it has come."""
     users: int = 0
@@ -71,6 +62,8 @@ class _Pool:
     """Slots of one size."""
 
     free: list[_Slot]
+    values: DeviceValues
+    """Of what is used at this moment."""
     cargos: dict[tuple[int, ...], _Cargo] = field(default_factory=dict)
     """By the blocks in it."""
 
@@ -79,19 +72,8 @@ def _parts(slot: _Slot, copies: Sequence[Copy]) -> Iterator[tuple[Copy, Region]]
     """Where each block of a slot is."""
     at = slot.region.offset
     for copy in copies:
-        yield copy, Region(slot.region.memory, at, copy.block.value_bytes)
-        at += align_up(copy.block.value_bytes)
-
-
-def typed(memory: Memory, offset: int, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor over a memory's bytes from ``offset``, with a version counter of its own:
-    to autograd, a copy into other bytes of the memory is no change of this one."""
-    base = memory.tensor()
-    with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(0, dtype=dtype, device=base.device)
-        sizes = tuple(shape)
-        start = (base.storage_offset() + offset) // dtype.itemsize
-        return empty.set_(base.untyped_storage(), start, sizes, row_major(sizes))
+        yield copy, Region(slot.region.memory, at, copy.block.nbytes)
+        at += align_up(copy.block.nbytes)
 
 
 class DeviceWeights:
@@ -100,7 +82,9 @@ class DeviceWeights:
     def __init__(
         self, device: Device, layout: TrainLayout, order: UseOrder, weights: Weights,
         shared: Shared, placement: DevicePlacement, marks: Marks,
+        recipes: Mapping[int, Recipe] = {},
     ) -> None:  # fmt: skip
+        """``recipes``: by block, how what is packed is unpacked."""
         self.placement = placement
         self.up_bytes = 0
         """Copied to the device so far."""
@@ -112,15 +96,20 @@ class DeviceWeights:
         self._weights = weights
         self._shared = shared
         self._marks = marks
-        self._units = self._pool("weights", placement.slots, placement.slot_bytes)
-        self._experts = self._pool("experts", placement.expert_slots, placement.expert_bytes)
+        self._recipes = recipes
+        place = placement
+        self._units = self._pool("weights", place.slots, place.slot_bytes, place.unpacked_bytes)
+        self._experts = self._pool(
+            "experts", place.expert_slots, place.expert_bytes, place.unpacked_expert_bytes
+        )
         self._closed = False
 
-    def _pool(self, name: str, count: int, nbytes: int) -> _Pool:
+    def _pool(self, name: str, count: int, nbytes: int, unpacked: int) -> _Pool:
+        values = DeviceValues(self._device, unpacked, f"unpacked {name}", self._recipes)
         if not count:
-            return _Pool([])
+            return _Pool([], values)
         memory = self._device.device_memory(count * nbytes, name)
-        return _Pool([_Slot(Region(memory, i * nbytes, nbytes)) for i in range(count)])
+        return _Pool([_Slot(Region(memory, i * nbytes, nbytes)) for i in range(count)], values)
 
     # -- for compute ----------------------------------------------------------------------
 
@@ -161,7 +150,7 @@ class DeviceWeights:
         # Without the lock: copies before this one end with a callback that takes it.
         self._device.compute.wait(cargo.ready)
         self._device.touch("compute", self._used(cargo), "r")
-        return cargo.copies
+        return pool.values.take(cargo.copies)
 
     def _use(self, pool: _Pool, blocks: tuple[int, ...]) -> _Cargo | None:
         """What is there, or on its way, and stays from now on: the unit that runs is needed last,
@@ -180,6 +169,7 @@ class DeviceWeights:
     def _release(self, pool: _Pool, blocks: tuple[int, ...]) -> None:
         with self._shared.changed:
             cargo = pool.cargos[blocks]
+        pool.values.give()
         self._device.touch("compute", self._used(cargo), "r")  # until now
         left = self._device.compute.record()
         with self._shared.changed:
@@ -272,10 +262,8 @@ class DeviceWeights:
         self._order_slot(slot)
         at, copies = slot.region.offset, []
         for entry in entries:
-            block = entry.block
-            dtype: torch.dtype = getattr(torch, block.dtype)
-            copies.append(Copy(block, typed(slot.region.memory, at, (block.count,), dtype)))
-            at += align_up(block.value_bytes)
+            copies.append(as_it_lies(entry.block, slot.region.memory, at))
+            at += align_up(entry.block.nbytes)
         cargo = pool.cargos[blocks] = _Cargo(slot, copies, self._copy(slot, copies, entries), users)
         self._hold_until(cargo.ready, entries)
         return cargo
@@ -293,7 +281,7 @@ class DeviceWeights:
         ready = None
         places = {c.block.index: region for c, region in _parts(slot, copies)}
         for entry in entries:
-            source = Region(entry.memory, 0, entry.block.value_bytes)
+            source = Region(entry.memory, 0, entry.block.nbytes)
             self._device.h2d.wait(self._marks.arrived(entry.memory))
             ready = self._device.copy(places[entry.block.index], source, self._device.h2d)
             self._marks.copied(entry.memory, ready)
@@ -339,8 +327,8 @@ class DeviceWeights:
     def _used(self, cargo: _Cargo) -> Region:
         """The bytes of a slot up to the end of what is in it."""
         region = cargo.slot.region
-        nbytes = sum(align_up(c.block.value_bytes) for c in cargo.copies[:-1])
-        return Region(region.memory, region.offset, nbytes + cargo.copies[-1].block.value_bytes)
+        nbytes = sum(align_up(c.block.nbytes) for c in cargo.copies[:-1])
+        return Region(region.memory, region.offset, nbytes + cargo.copies[-1].block.nbytes)
 
     def close(self) -> None:
         """Wait for the copies under way, which read RAM."""
@@ -354,4 +342,4 @@ class DeviceWeights:
                 log.error("a copy to the device: %s", error)
 
 
-__all__ = ["Copy", "DeviceWeights", "typed"]
+__all__ = ["DeviceWeights"]

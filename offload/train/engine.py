@@ -23,7 +23,7 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.scheduler.timeline import COMPUTE, WAITS, Record
 from offload.train.device_tier import DeviceTier, Homes
-from offload.train.device_weights import Copy
+from offload.train.device_values import Copy
 from offload.train.grads import Gradients
 from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, Piece, TrainLayout

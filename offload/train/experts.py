@@ -18,7 +18,7 @@ from torch import nn
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, routing
 from offload.models.shadow import shadow
-from offload.train.device_weights import Copy
+from offload.train.device_values import Copy
 from offload.train.layout import TrainUnit
 from offload.train.weights import Entry
 

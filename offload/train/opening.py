@@ -161,13 +161,11 @@ def open_engine(
         import_made(layout, checkpoint, tiles, kinds, options)
         source = TileSource(layout, tiles, checkpoint, lambda b: kinds[b.dtype])
         held = (layout, order, source, shared, placement.weights_bytes, placement.pinned)
-        device, marks = options.device, None
+        device = options.device
+        marks = None if device is None else Marks(device)
         if base is not None:
-            weights: Weights = PackedWeights(*held, base)
-        elif device is None:
-            weights = Weights(*held)
+            weights: Weights = PackedWeights(*held, base, marks=marks)
         else:
-            marks = Marks(device)
             weights = Weights(*held, marks=marks)
         undo.callback(weights.close)
         if isinstance(weights, PackedWeights):
@@ -198,8 +196,9 @@ def open_engine(
         tier = None
         if device is not None and marks is not None and placement.device is not None:
             tier = DeviceTier(
-                device, placement.device, layout, order, weights, gradients, shared, marks
-            )
+                device, placement.device, layout, order, weights, gradients, shared, marks,
+                {} if base is None else base.recipes,
+            )  # fmt: skip
             undo.callback(tier.close)
         engine = Engine(meta.model, layout, order, weights, gradients, updater, shared, tier)
         engine.skip_untouched = options.skip_untouched

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,12 +200,13 @@ class PackedBase:
 
     # -- what it needs --------------------------------------------------------------------
 
-    def work_bytes(self, layout: TrainLayout) -> int:
-        """Most that is unpacked at a time: a unit's weights, and an expert's."""
+    def work_bytes(self, layout: TrainLayout, away: Collection[int] = ()) -> int:
+        """Most of RAM that is unpacked at a time: a unit's weights, and an expert's. ``away``:
+        units that a device unpacks."""
         sizes = {
             b: align_up(layout.blocks[b].value_bytes)
             for b, r in self.recipes.items()
-            if not r.table
+            if not r.table and not all(u in away for u in layout.users[b])
         }
         dense = max((sum(sizes.get(b, 0) for b in u.blocks) for u in layout.units), default=0)
         return dense + max((sizes.get(b, 0) for b in layout.expert_blocks()), default=0)
@@ -337,12 +339,6 @@ def choose_base(model: str, quant: str | None) -> Choice | None:
     return Choice(pack=packed, checkpoint=directory)
 
 
-def is_packed(model: str) -> bool:
-    """Whether the base of adapters on ``model`` is packed without being asked to be: a pack or a
-    GGUF file."""
-    return is_gguf(model) or is_pack(resolve(model))
-
-
 def refuse_full(model: str) -> None:
     """Raise OffloadError if ``model`` is a pack or a GGUF file: only adapters can be trained on
     those."""
@@ -402,7 +398,6 @@ __all__ = [
     "Packed",
     "PackedBase",
     "choose_base",
-    "is_packed",
     "meta_of_pack",
     "refuse_full",
 ]

@@ -21,6 +21,7 @@ from offload.models.shadow import shadow
 from offload.runtime.memory import HostMemory
 from offload.train.buffers import BufferPool
 from offload.train.layout import Block, TrainLayout
+from offload.train.marks import Marks
 from offload.train.order import UseOrder
 from offload.train.packed_base import Packed, PackedBase
 from offload.train.packed_values import Unpacker
@@ -33,9 +34,9 @@ class PackedWeights(Weights):
 
     def __init__(
         self, layout: TrainLayout, order: UseOrder, source: WeightSource, shared: Shared,
-        limit: int, pinned: Iterable[int], base: PackedBase,
+        limit: int, pinned: Iterable[int], base: PackedBase, *, marks: Marks | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(layout, order, source, shared, limit, pinned)
+        super().__init__(layout, order, source, shared, limit, pinned, marks=marks)
         self.base = base
         self._work = BufferPool(base.work_bytes(layout), "unpacked weights")
         self._unpacker = Unpacker()

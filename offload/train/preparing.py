@@ -25,7 +25,6 @@ from offload.train.checks import (
     check_device,
     check_dtypes,
     check_options,
-    packed_on_device,
     state_directory,
 )
 from offload.train.choosing import choose
@@ -43,7 +42,6 @@ from offload.train.packed_base import (
     Choice,
     PackedBase,
     choose_base,
-    is_packed,
     refuse_full,
 )
 from offload.train.result import adapter_directory, last_output
@@ -64,8 +62,6 @@ def prepare(options: TrainOptions, *, reserve: int = 0) -> Run:
     check_options(options)
     if options.method == "full":
         refuse_full(options.model)
-    elif check_device(options).kind != "cpu" and is_packed(options.model):
-        raise packed_on_device(options, options.model)
     ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
     limit_kernels(ram)
     return_large_blocks()

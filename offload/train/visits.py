@@ -19,7 +19,7 @@ from offload.blocks import align_up
 from offload.errors import PlanError
 from offload.runtime.device import Device, Event, Memory, Region
 from offload.train.device_plan import DevicePlacement
-from offload.train.device_weights import typed
+from offload.train.device_values import typed
 from offload.train.grads import Gradients
 from offload.units import format_bytes
 

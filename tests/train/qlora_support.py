@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from device_support import on_device
 from engine_support import TILE, placements
 from equivalence import reference
-from lora_support import HOW, pinned, start_somewhere
+from lora_support import HOW, Made, pinned, start_somewhere
 from memory_tiles import MemoryTiles
 
 from offload.cpu_ops.codecs import decode_rows
@@ -23,11 +26,38 @@ from offload.io.pack_manifest import Layout
 from offload.models.pack_checkpoint import CheckpointSource
 from offload.models.pack_reader import PackedModel
 from offload.models.pack_run import pack
+from offload.runtime.device import Device
 from offload.train.engine import Engine
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.lora import Adapters, inject
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.packed_base import PackedBase, choose_base
+
+CASES = {
+    "qwen3": {"tie_word_embeddings": True, "vocab_size": 520},
+    "llama": {"tie_word_embeddings": False, "vocab_size": 521},
+    "qwen3_moe": {"vocab_size": 520},
+    "gpt_oss": {"vocab_size": 520},
+}
+"""Vocabularies whose tables are units of their own; no multiples of 16."""
+
+
+class Packs:
+    """By (family, quant): checkpoint, pack, and the checkpoint that its values make."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._tiny = Made(factory)
+        self._factory = factory
+        self._made: dict[Any, tuple[Path, Path, Path]] = {}
+
+    def __call__(self, family: str, quant: str) -> tuple[Path, Path, Path]:
+        if (family, quant) not in self._made:
+            directory = self._tiny(family, **CASES[family])
+            room = self._factory.mktemp("packs")
+            packed = pack_checkpoint(directory, room / "pack", quant)
+            values = unpacked_model(directory, PackedModel.open(packed), room / "values")
+            self._made[family, quant] = directory, packed, values
+        return self._made[family, quant]
 
 
 def pack_checkpoint(directory: Path, out: Path, quant: str) -> Path:
@@ -106,12 +136,14 @@ def _expert(attr: str, parts: dict[str, Any], *, oss: bool) -> torch.Tensor:
 @contextlib.contextmanager
 def packed_engine(
     directory: Path, quant: str | None, place: str, *, tiles: MemoryTiles | None = None,
+    device: Device | None = None, room: str = "all", dtype: torch.dtype = torch.bfloat16,
     **how: Any,
 ) -> Iterator[tuple[Engine, Adapters, PackedBase, MemoryTiles]]:  # fmt: skip
-    """An engine with adapters on the pack ``directory``, or on one of the checkpoint there."""
+    """An engine with adapters on the pack ``directory``, or on one of the checkpoint there; with a
+    ``device`` its layers run there, with as much room as ``on_device`` says."""
     choice = choose_base(str(directory), quant)
     assert choice is not None
-    base = choice.open(torch.bfloat16)
+    base = choice.open(dtype)
     model = base.meta.model.train()
     adapters = inject(model, **{**HOW, **how})
     start_somewhere(adapters)
@@ -123,13 +155,25 @@ def packed_engine(
         made.append(tiles or MemoryTiles([parts(i) for i in range(len(layout.tiles))]))
         return made[0]
 
-    options = EngineOptions(initial=adapters.initial, base=base)
+    options = EngineOptions(initial=adapters.initial, base=base, device=device)
     where = pinned(place)(layout)
+    if device is not None:
+        where = replace(where, device=on_device(layout, room))
     engine = open_engine(base.meta, layout, where, options, make_tiles)
     try:
         yield engine, adapters, base, made[0]
+        if device is not None:
+            engine.drain()
     finally:
         engine.close()
 
 
-__all__ = ["pack_checkpoint", "packed_engine", "placements", "unpacked_model", "values_of"]
+__all__ = [
+    "CASES",
+    "Packs",
+    "pack_checkpoint",
+    "packed_engine",
+    "placements",
+    "unpacked_model",
+    "values_of",
+]

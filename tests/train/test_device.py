@@ -184,7 +184,6 @@ def test_the_plan_has_both_tiers_and_a_least(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"method": "lora", "quant": "q4"}, "--quant q4 keeps the base packed, which only the CPU"),
         ({"gpu": 0}, "is no budget"),
         ({"device": "cpu"}, "contradict"),
         ({"device": "tpu"}, "not one of"),

@@ -17,10 +17,8 @@ from test_device import everything_else_on_disk
 from test_lora import seed_units
 from test_lora import train as train_both
 
-from offload.errors import OffloadError
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
-from offload.train.checks import check_options
 from offload.train.preparing import prepare
 
 ROOMS = ["all", "some", "least"]
@@ -204,14 +202,3 @@ def test_the_plan_says_what_comes_again(tmp_path: Path, monkeypatch: pytest.Monk
     full = prepare(options_for(model, data, tmp_path, device="sim", gpu=1 << 30))
     full.close()
     assert full.plan.placement.device.adapter_bytes == 0
-
-
-def test_a_packed_base_is_refused_before_anything_is_packed(tmp_path: Path) -> None:
-    data = write_data(tmp_path / "data.jsonl")
-    (tmp_path / "model.gguf").touch()
-    options = options_for(
-        tmp_path / "model.gguf", data, tmp_path, method="lora", device="sim", gpu=1 << 30
-    )
-    check_options(options)
-    with pytest.raises(OffloadError, match=r"gguf keeps the base packed, which only the CPU"):
-        prepare(options)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from equivalence import reference
-from lora_support import EXPERTS, Made, adapted_oracle
-from qlora_support import pack_checkpoint, packed_engine, unpacked_model
+from lora_support import EXPERTS, adapted_oracle
+from qlora_support import Packs, pack_checkpoint, packed_engine, unpacked_model
 from run_support import (
     again,
     everything_on_disk,
@@ -32,32 +32,6 @@ from offload.train.lora_output import merged
 from offload.train.options import TrainOptions
 from offload.train.preparing import prepare
 from offload.train.result import adapter_directory
-
-CASES = {
-    "qwen3": {"tie_word_embeddings": True, "vocab_size": 520},
-    "llama": {"tie_word_embeddings": False, "vocab_size": 521},
-    "qwen3_moe": {"vocab_size": 520},
-    "gpt_oss": {"vocab_size": 520},
-}
-"""Vocabularies whose tables are units of their own; no multiples of 16."""
-
-
-class Packs:
-    """By (family, quant): checkpoint, pack, and the checkpoint that its values make."""
-
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._tiny = Made(factory)
-        self._factory = factory
-        self._made: dict[Any, tuple[Path, Path, Path]] = {}
-
-    def __call__(self, family: str, quant: str) -> tuple[Path, Path, Path]:
-        if (family, quant) not in self._made:
-            directory = self._tiny(family, **CASES[family])
-            room = self._factory.mktemp("packs")
-            packed = pack_checkpoint(directory, room / "pack", quant)
-            values = unpacked_model(directory, PackedModel.open(packed), room / "values")
-            self._made[family, quant] = directory, packed, values
-        return self._made[family, quant]
 
 
 @pytest.fixture(scope="module")
