@@ -21,6 +21,8 @@ from numba.core.imputils import lower_constant
 from numba.core.registry import CPUDispatcher
 from numba.extending import overload, register_model, typeof_impl
 
+from offload.cpu_ops.linking import LinkedCompiler
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Numba's own annotations are partial and differ between versions.
@@ -90,12 +92,12 @@ class KernelFunction(CPUDispatcher):  # type: ignore[misc, unused-ignore]
 
 def inline(function: F) -> F:
     """A function of the kernels, always inlined by LLVM."""
-    return cast(F, KernelFunction(function, targetoptions=OPTIONS))
+    return cast(F, KernelFunction(function, targetoptions=OPTIONS, pipeline_class=LinkedCompiler))
 
 
 def outline(function: F) -> F:
     """A function of the kernels that is compiled once per kernel and called."""
-    return cast(F, KernelFunction(function, targetoptions=OUTLINE))
+    return cast(F, KernelFunction(function, targetoptions=OUTLINE, pipeline_class=LinkedCompiler))
 
 
 def by_format(stub: F) -> Callable[[Callable[[str], Callable[..., Any]]], None]:
@@ -105,6 +107,7 @@ def by_format(stub: F) -> Callable[[Callable[[str], Callable[..., Any]]], None]:
         def implementation(fmt: TagType, *_: Any) -> Callable[..., Any]:
             return choose(fmt.choice)
 
-        _overload(stub, jit_options=OPTIONS, strict=False)(implementation)
+        options = {**OPTIONS, "pipeline_class": LinkedCompiler}
+        _overload(stub, jit_options=options, strict=False)(implementation)
 
     return register
