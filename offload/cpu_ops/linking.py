@@ -50,7 +50,8 @@ class _Offer(_LoweringPass):  # type: ignore[misc]
             described.lookup_module(), described.qualname, "linked", 0, lowered.env, (library,)
         )
         state.targetctx.insert_user_function(handle, described, [library])
-        state.reload_init.extend(library._reload_init)
+        # Of loops that Numba makes parallel, where it has noted them; kernels have none.
+        state.reload_init.extend(getattr(library, "_reload_init", ()))
         state.cr = lowered._replace(cfunc=handle)
         return True
 
