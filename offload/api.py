@@ -133,7 +133,10 @@ def load(
         if unknown:
             raise OffloadError(f"{unknown[0]} is no option of training")
         options = check_types(DropinOptions, options)
-        sizes = {"batch": batch, "context": DEFAULT_CONTEXT if context is None else context}
+        sizes: dict[str, Any] = {
+            "batch": batch,
+            "context": DEFAULT_CONTEXT if context is None else context,
+        }
         sizes = check_types(Options, sizes | {"dtype": dtype, "disk": disk})
         return load_trainable(
             path, DropinOptions(train=train, **options), ram=ram, progress=progress, **sizes

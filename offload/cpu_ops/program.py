@@ -50,7 +50,10 @@ class Run(enum.IntEnum):
     BARRIER = 0
     COUNT = 1
     STEPS = 2
-    """int64 [count, 2]: a kernel's address and that of its arguments."""
+    """int64 [count, 3]: a kernel's address, that of its arguments, and that of an int64 which the
+    kernel makes other than 0 if the next one must not run; 0: it always may."""
+    DONE = 3
+    """Gets the number of steps that have run."""
     SIZE = 8
 
 
@@ -64,11 +67,13 @@ class Pick(enum.IntEnum):
     WEIGHTS = 3
     """float32 [k]"""
     TABLE = 4
-    """int64 [experts]: where each expert's bundle lies."""
+    """int64 [experts]: where each expert's bundle lies; 0: nowhere."""
     BASES = 5
     """int64 [k]: gets the addresses of the chosen, by ascending number."""
     SORTED = 6
     """float32 [k]: gets their weights."""
+    MISSING = 7
+    """Gets 1 if one of the chosen is nowhere (its address is 0), else 0."""
     NEXT = 8
     SIZE = 16
 
@@ -92,10 +97,17 @@ class Add(enum.IntEnum):
 @inline
 def run_steps(_: Any, a: int) -> None:
     """Every thread of the region runs this."""
-    steps, barrier = field(a, Run.STEPS), field(a, Run.BARRIER)
-    for i in range(field(a, Run.COUNT)):
-        call_with(load_int(steps + 16 * i), load_int(steps + 16 * i + 8))
+    steps, barrier, count = field(a, Run.STEPS), field(a, Run.BARRIER), field(a, Run.COUNT)
+    done, stop = 0, 0
+    while done < count and stop == 0:
+        at = steps + 24 * done
+        call_with(load_int(at), load_int(at + 8))
         wait(barrier)
+        # Only the step before has written it: a thread that is ahead is in one that does not.
+        if load_int(at + 16) != 0:
+            stop = load_int(load_int(at + 16))
+        done += 1
+    store_int(a + 8 * Run.DONE, done)  # the same from every thread
 
 
 @inline
@@ -114,9 +126,14 @@ def pick_experts(_: Any, a: int) -> None:
                 at -= 1
             store_int(bases + 8 * at, expert)
             store_float(weights + 4 * at, weight)
+        missing = 0
         for i in range(k):
             expert = load_int(bases + 8 * i)
-            store_int(bases + 8 * i, load_int(field(a, Pick.TABLE) + 8 * expert))
+            place = load_int(field(a, Pick.TABLE) + 8 * expert)
+            store_int(bases + 8 * i, place)
+            if place == 0:
+                missing = 1
+        store_int(a + 8 * Pick.MISSING, missing)
 
 
 @inline
@@ -175,6 +192,8 @@ class Step:
     """The part of the arguments that is zero when the kernel starts."""
     keep: object = None
     """What owns the memory that the arguments point to."""
+    stop: int = 0
+    """Address of what the kernel makes other than 0 if the next step must not run; 0: nothing."""
 
 
 def pick_step(
@@ -185,14 +204,16 @@ def pick_step(
     in_order: Floats,
 ) -> Step:
     """``bases`` [k] and ``in_order`` [k] get the addresses (``table`` [E]) and the weights of the
-    experts ``ids`` [k] with ``weights`` [k], by ascending number."""
+    experts ``ids`` [k] with ``weights`` [k], by ascending number. The program stops behind it if
+    one of them is nowhere."""
     a = aligned((Pick.SIZE,), np.int64)
     a[Pick.TOP_K : Pick.SORTED + 1] = (
         len(ids), address_of(ids), address_of(weights), address_of(table), address_of(bases),
         address_of(in_order),
     )  # fmt: skip
     keep = (ids, weights, table, bases, in_order)
-    return Step(pick_kernel().entry(), a, a[Pick.NEXT : Pick.NEXT + 1], keep)
+    stop = address_of(a[Pick.MISSING :])
+    return Step(pick_kernel().entry(), a, a[Pick.NEXT : Pick.NEXT + 1], keep, stop)
 
 
 def add_step(x: Floats, out: Floats) -> Step:
@@ -208,18 +229,19 @@ class Program:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
-        table = [(s.entry.address, address_of(s.arguments)) for s in self.steps]
-        self._table = np.array(table, np.int64).reshape(-1, 2)
+        table = [(s.entry.address, address_of(s.arguments), s.stop) for s in self.steps]
+        self._table = np.array(table, np.int64).reshape(-1, 3)
         self._start = int(self._table.ctypes.data)
         self._a = aligned((Run.SIZE,), np.int64)
         self._entry = run_kernel().entry()
         self._barrier: int | None = None
 
-    def run(self, first: int = 0, last: int | None = None) -> None:
-        """Steps ``first`` .. ``last`` - 1 in one region."""
+    def run(self, first: int = 0, last: int | None = None) -> int:
+        """Steps ``first`` .. ``last`` - 1 in one region, or up to the one that stops it; returns
+        the step to go on with."""
         last = len(self.steps) if last is None else last
         if first == last:
-            return
+            return last
         barrier = threads.barrier()
         if barrier != self._barrier:
             for step in self.steps:
@@ -228,8 +250,9 @@ class Program:
         for step in self.steps[first:last]:
             step.counters.fill(0)
         self._a[Run.COUNT] = last - first
-        self._a[Run.STEPS] = self._start + 16 * first
+        self._a[Run.STEPS] = self._start + 24 * first
         threads.run(self._entry.call, self._entry.address, self._a)
+        return first + int(self._a[Run.DONE])
 
 
 __all__ = [

@@ -2,7 +2,11 @@
 
 Where a layer's weights stay in place, nothing has to be asked between its parts (``lean_run``) and
 the next layer's: the processors go on by themselves (``cpu_ops.program``). With experts that come
-and go, Python fetches them between a layer's router and what follows.
+and go, Python fetches them between a layer's router and what follows. As long as nothing has been
+missing for a whole token, they are taken to be there: the processors look themselves where each
+lies, nothing is displaced meanwhile, and only at one that is missing do they stop and leave it to
+Python. A miss also wants the next layers' experts guessed, which Python does; so then it is asked
+layer by layer again.
 """
 
 from __future__ import annotations
@@ -35,13 +39,20 @@ class LayerParts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
-    """Steps ``first`` .. ``last`` - 1, and then the experts of a router that have to be fetched."""
+class _Fetched:
+    """A layer whose experts come and go.
 
-    first: int
-    last: int
-    router: TokenRouter | None = None
-    experts: PackedExperts | None = None
+    Attributes:
+        routed: the step behind its router: the experts are chosen.
+        looked: the step behind that which looks where they lie.
+        after: the step to go on with when they have been computed.
+    """
+
+    routed: int
+    looked: int
+    after: int
+    router: TokenRouter
+    experts: PackedExperts
 
 
 class TokenProgram:
@@ -56,8 +67,7 @@ class TokenProgram:
         """Layers whose experts stay in place, and how many of them a token uses."""
         self._calls: dict[tuple[ExpertLayout, int], TokenExperts] = {}
         steps: list[Step] = []
-        segments: list[_Segment] = []
-        first = 0
+        self._fetched: list[_Fetched] = []
         for _, parts in layers:
             steps.append(parts.attention.step(self._x))
             if parts.mlp is not None:
@@ -65,16 +75,15 @@ class TokenProgram:
             if parts.router is None or parts.experts is None:
                 continue
             steps.append(parts.router.step(self._x))
+            routed = len(steps)
+            steps += self._experts(parts.router, parts.experts)
             if parts.experts.session.waits:
-                segments.append(_Segment(first, len(steps), parts.router, parts.experts))
-                first = len(steps)
-            else:
-                steps += self._experts(parts.router, parts.experts)
+                self._fetched.append(
+                    _Fetched(routed, routed + 1, len(steps), parts.router, parts.experts)
+                )
             if parts.shared is not None:
                 steps.append(parts.shared.step(parts.router.normed, self._out))
             steps.append(add_step(self._x, self._out))
-        segments.append(_Segment(first, len(steps)))
-        self._segments = segments
         self._program = Program(steps)
 
     def _experts(self, router: TokenRouter, experts: PackedExperts) -> list[Step]:
@@ -83,7 +92,8 @@ class TokenProgram:
         call = TokenExperts(experts.layout, k, share=self._calls.get(key))
         self._calls.setdefault(key, call)
         bases, weights = np.zeros(k, np.int64), np.zeros(k, np.float32)
-        self._uses.append((experts, k))
+        if not experts.session.waits:
+            self._uses.append((experts, k))
         return [
             pick_step(router.ids, router.weights, experts.session.places, bases, weights),
             call.step(bases, router.normed, weights, self._out),
@@ -101,7 +111,23 @@ class TokenProgram:
                 return False
             if module.__dict__.get("forward") is not forward:
                 return False
-        return not any(s.experts is not None and s.experts.session.shared for s in self._segments)
+        return not any(layer.experts.session.shared for layer in self._fetched)
+
+    def _calm(self) -> bool:
+        """Whether experts are there as a rule: none was missing for a whole token."""
+        fetched = self._fetched
+        return fetched[0].experts.session.executor.calm >= len(fetched)
+
+    def _unasked(self, at: int, ahead: int) -> tuple[int, int]:
+        """Go on from step ``at``, with ``ahead`` the next layer to be fetched, to the end or to the
+        first layer whose experts are not all there; returns where, and the layer."""
+        with self._fetched[ahead].experts.session.executor.unasked() as used:
+            at = self._program.run(at)
+            while ahead < len(self._fetched) and self._fetched[ahead].looked < at:
+                layer, ahead = self._fetched[ahead], ahead + 1
+                group = layer.experts.session.group
+                used.append((group.name, [group.blocks[e] for e in np.sort(layer.router.ids)]))
+        return at, ahead
 
     def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
         """The last layer's output for one token's ``hidden`` [..., H]; its keys and values are
@@ -114,16 +140,23 @@ class TokenProgram:
             attention.read(store)
             attention.begin(position)
         self._x[:] = hidden.detach().float().reshape(-1).numpy()
-        for segment in self._segments:
+        at, ahead, last = 0, 0, len(self._program.steps)
+        while at < last:
             for pause in pauses:
                 pause()
-            self._program.run(segment.first, segment.last)
-            if segment.experts is not None and segment.router is not None:
-                ids, weights = segment.router.ids, segment.router.weights
-                order = np.argsort(ids)  # every eager loop goes by ascending number
-                segment.experts.for_token(
-                    ids[order], weights[order], segment.router.normed, self._out
-                )
+            if ahead == len(self._fetched):
+                at = self._program.run(at)
+            elif self._calm():
+                at, ahead = self._unasked(at, ahead)
+            else:
+                at = self._program.run(at, self._fetched[ahead].routed)
+            if at == last:
+                break
+            layer, ahead = self._fetched[ahead], ahead + 1
+            ids, weights = layer.router.ids, layer.router.weights
+            order = np.argsort(ids)  # every eager loop goes by ascending number
+            layer.experts.for_token(ids[order], weights[order], layer.router.normed, self._out)
+            at = layer.after
         for experts, k in self._uses:
             experts.session.count(k)
         for attention in self._attention:

@@ -20,7 +20,7 @@ from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.functions import Glu
 from offload.cpu_ops.kernels import Floats, gemm
 from offload.cpu_ops.prefill import linear
-from offload.errors import OffloadError, UnsupportedModelError
+from offload.errors import UnsupportedModelError
 from offload.io.pack_manifest import Layout
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup
@@ -188,13 +188,10 @@ class PackedSession(ExpertSession):
 
     @property
     def places(self) -> npt.NDArray[np.int64]:
-        """Addresses of all experts, int64 [E], where they stay in place.
-
-        Raises:
-            OffloadError: they do not.
-        """
+        """Addresses of all experts, int64 [E]. Where they come and go: 0 of those that are not
+        there, kept up to date; see ``Executor.places``."""
         if self._bases is None:
-            raise OffloadError(f"the experts of {self.group.name} are not resident")
+            return self.executor.places(self.group.blocks)
         return self._bases
 
     def count(self, experts: int) -> None:

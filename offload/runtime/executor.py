@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 
 import torch
 
@@ -27,7 +28,7 @@ from offload.runtime.order import OrderWatcher
 from offload.runtime.road import Conducting, Road
 from offload.runtime.stats import Stats
 from offload.runtime.timeline import Recorder, Story
-from offload.runtime.transfers import Transfers
+from offload.runtime.transfers import Places, Transfers
 from offload.runtime.waiting import Waiting
 from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
 from offload.scheduler.policy import Scores
@@ -230,9 +231,47 @@ class Executor:
         self._waiting.forgive(experts)
         self.stats.host_waits["routing"] += 1
         self._submit(self._residency.route(group, experts, scores, loads))
+        self._count_experts()
+
+    def _count_experts(self) -> None:
         self.stats.hits = self._residency.hits
         self.stats.misses = self._residency.misses
         self.stats.guessed, self.stats.guessed_right = self._residency.guessed
+
+    # -- experts that are there -----------------------------------------------------------
+
+    @property
+    def calm(self) -> int:
+        """How many layers in a row were routed to experts that were all there; 0 while a timeline
+        is recorded, which hears of each."""
+        return self._residency.calm if self.story is None else 0
+
+    def places(self, experts: Sequence[str]) -> Places:
+        """Where a layer's experts lie, int64 [E], addresses in host memory, where compute runs; 0:
+        not there. Kept up to date; to be relied on inside ``unasked``."""
+        with self._changed:
+            return self._transfers.places(experts)
+
+    @contextmanager
+    def unasked(self) -> Iterator[list[tuple[str, Sequence[str]]]]:
+        """Inside, compute reads experts by their ``places``, and none of them leaves. To the list
+        it adds the layers that it has run, and the experts that each has used, all there."""
+        used: list[tuple[str, Sequence[str]]] = []
+        begun = False
+        try:
+            with self._shield, self._changed:
+                self._waiting.check_open()
+                self._transfers.begin_unasked()
+                self._residency.hold_all()
+                begun = True
+            yield used
+        finally:
+            if begun:
+                with self._shield, self._changed:
+                    self._transfers.end_unasked()
+                    self._submit(self._residency.release_all_of(used))
+                    self._count_experts()
+                    self._let_close()
 
     def split_route(
         self,
@@ -452,6 +491,8 @@ class Executor:
         if error is None:
             self._waiting.forgive((block,))
             self._submit(self._residency.arrived(block, fetch.dst))
+            if fetch.dst is self.plan.compute_tier:
+                self._transfers.show(block)
             if self._cpu is not None and fetch.dst is Tier.RAM:
                 self._cpu.arrived(block)
         else:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
 
 from offload.blocks import Tier
 from offload.errors import DeviceError, OffloadError, SchedulerError, StoreError
@@ -23,6 +26,7 @@ from offload.scheduler.plan import Plan
 from offload.scheduler.residency import Drop, Fetch, Instruction
 from offload.scheduler.timeline import H2D, READ
 
+Places = npt.NDArray[np.int64]
 Finished = Callable[[Fetch, BaseException | None], None]
 
 
@@ -53,6 +57,7 @@ class Transfers:
         self._plan, self._store, self._device = plan, store, device
         self._changed, self._stats, self._finished = changed, stats, finished
         self._story, self._recorder = story, recorder
+        self._shown: dict[str, tuple[Places, int]] = {}
         self._in_use = 0  # blocks that compute reads
         self._user = 0  # the thread that computes
         self._lanes: list[str] = []  # names of reads that are free again
@@ -92,6 +97,21 @@ class Transfers:
         lease = self._top.get(block)
         return lease is not None and lease.ready is not None and lease.ready.done()
 
+    def places(self, blocks: Sequence[str]) -> Places:
+        """Addresses of blocks where compute reads them, 0 of those that are not there: [n], from
+        now on as they change. In host memory."""
+        table = np.zeros(len(blocks), np.int64)
+        self._shown |= {block: (table, i) for i, block in enumerate(blocks)}
+        for block in blocks:
+            self.show(block)
+        return table
+
+    def show(self, block: str) -> None:
+        """The block has arrived, and stays until it is dropped."""
+        if block in self._shown and self.filled(block):
+            table, at = self._shown[block]
+            table[at] = self._top[block].address
+
     def live(self, tier: Tier) -> list[str]:
         """Blocks that have a lease in a tier."""
         return list(self._leases[tier])
@@ -116,6 +136,9 @@ class Transfers:
     def _release(self, tier: Tier, block: str) -> None:
         """Give a slot back; its next owner comes after the last use of the bytes."""
         lease = self._leases[tier].pop(block)
+        if tier is self._plan.compute_tier and block in self._shown:
+            table, at = self._shown[block]
+            table[at] = 0
         used = self._last_use.pop((tier, block), None)
         if used is not None:
             last = tuple(used.values())
@@ -226,6 +249,15 @@ class Transfers:
         for block in blocks:
             self.used(self._plan.compute_tier, block, "compute", event)
             self._in_use -= 1
+
+    def begin_unasked(self) -> None:
+        """Compute, in this thread, reads what ``places`` say."""
+        self._in_use += 1
+        self._user = threading.get_ident()
+
+    def end_unasked(self) -> None:
+        """Compute has read it: the processor does so at once, nothing comes after."""
+        self._in_use -= 1
 
     def used_elsewhere(self) -> bool:
         """Whether another thread computes. What this thread holds while it closes is left over

@@ -13,7 +13,7 @@ books. The two share no room (rings here, slots there), so events of one never w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.blocks import Tier
 from offload.errors import SchedulerError
@@ -128,6 +128,18 @@ class Residency:
             entry.holds += 1
         return [entry.offset for entry in entries]
 
+    def hold_all(self) -> None:
+        """Compute uses what it finds: until ``release_all_of`` no expert that is there leaves."""
+        self._stock.held = True
+
+    def release_all_of(self, used: Iterable[tuple[str, Sequence[str]]]) -> list[Instruction]:
+        """It has used these experts of these layers, in this order; all of them were there."""
+        self._stock.held = False
+        for group, experts in used:
+            self._routes.route(group, experts)
+        self._routes.end()
+        return self._advance_experts()
+
     def release(self, expert: str) -> list[Instruction]:
         """The expert has been used; it stays cached until its slot is needed."""
         self._release(expert)
@@ -235,6 +247,11 @@ class Residency:
     def misses(self) -> int:
         """Routed experts that had to be read from disk."""
         return self._routes.misses
+
+    @property
+    def calm(self) -> int:
+        """Routings in a row of experts that were all above the disk, unguessed."""
+        return self._routes.calm
 
     @property
     def sites(self) -> Mapping[str, Site]:

@@ -30,6 +30,8 @@ class Routes:
         """Routed experts that were above the disk when asked for."""
         self.misses = 0
         """Routed experts that had to be read from disk."""
+        self.calm = 0
+        """Routings since the last one that missed something."""
         self.guesses = Guesses(stock, plan)
         self._stock = stock
         self._top = stock.top
@@ -66,7 +68,7 @@ class Routes:
         self._wanted = wanted = {b: i for i, b in enumerate(dict.fromkeys(experts))}
         guessed = self.guesses.settle(wanted)
         self._queue = queue = []
-        below = self._ram.entries
+        below, missed = self._ram.entries, self.misses
         for block, rank in wanted.items():
             entry = entries.get(block)
             if entry is not None:
@@ -83,6 +85,7 @@ class Routes:
                 self.hits += 1
             else:
                 self.misses += 1
+        self.calm = self.calm + 1 if self.misses == missed else 0
 
     def hurry(self, expert: str) -> None:
         """Compute waits for an expert that is not there: it goes first."""

@@ -118,6 +118,8 @@ class Stock:
         self.ram = self.shelves[Tier.RAM]
         self.top = self.shelves[plan.compute_tier]
         self.stacked = self.top is not self.ram  # two tiers: everything passes RAM on its way
+        self.held = False
+        """Compute uses experts in their slots without asking: those that are there stay."""
         self._out: list[Instruction] = []
         # Formatted only when a story is told: most transitions are never read.
         self._log: deque[tuple[str, str, object]] = deque(maxlen=_STORY)
@@ -166,6 +168,8 @@ class Stock:
         """Void a block's bytes and give its room back."""
         if entry.holds:
             raise SchedulerError(f"{block} dropped while held; {self.story(block)}")
+        if self.held and entry.pool is Pool.SLOT and entry.ready and not entry.doomed:
+            raise SchedulerError(f"{block} dropped while all are held; {self.story(block)}")
         del shelf.entries[block]
         if entry.pool is Pool.RING:
             del shelf.ringed[block]
