@@ -7,7 +7,7 @@ terminated).
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from offload.cli import (
     synth,
 )
 from offload.cli.signals import Interrupted, signals_raise
+from offload.cli.streams import drop_output, standard_streams
 from offload.errors import OffloadError
 
 USER_ERROR = 2
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = typer.main.get_command(app)
-    with signals_raise():
+    with standard_streams(), signals_raise():
         try:
             # Not command.main(): it answers signals and closed pipes in its own way, too early.
             with command.make_context("offload", args) as context:
@@ -102,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + stop.signum
         except BrokenPipeError:
             # Whoever read our output has gone, and Python would complain when it flushes at exit.
-            with open(os.devnull, "wb") as nothing:
-                os.dup2(nothing.fileno(), sys.stdout.fileno())
+            drop_output(sys.stdout)
             return 128 + signal.SIGPIPE
     return 0
 
@@ -133,7 +133,8 @@ def _hint(error: BaseException) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stdout.flush()
+    with contextlib.suppress(OffloadError):  # which may be what is to be said
+        sys.stdout.flush()
     typer.echo(line, err=True)
 
 

@@ -1,0 +1,66 @@
+"""Streams that the shell has closed, or that nothing can be written to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import START
+
+FULL = Path("/dev/full")
+
+
+def run(words: str, redirected: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = f'exec "$0" -c "$1" {words} {redirected}'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, START],
+        capture_output=True, text=True, timeout=120, check=False, env=os.environ | env,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--version", "doctor --help"])
+def test_a_full_disk_behind_stdout_is_the_users_error(words: str, unbuffered: str) -> None:
+    done = run(words, "> /dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: stdout cannot be written: No space left on device; free some space or send it "
+        "elsewhere"
+    ]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+def test_what_is_said_beside_the_result_may_be_lost() -> None:
+    assert run("nonsense", "2> /dev/full").returncode == 2
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_reason_to_fail(closed: str) -> None:
+    done = run("--version", closed)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (">&-" not in closed.replace("2>&-", "").split())
+
+
+FIRST_FILE = """
+import os, sys
+from offload.cli.streams import standard_streams
+before = sys.stdin, sys.stdout, sys.stderr
+with standard_streams():
+    file = os.open(os.devnull, os.O_RDONLY)
+    assert file > 2, file
+    assert sys.stdin.read() == ""
+    print("nowhere", flush=True)
+    print("nowhere", file=sys.stderr, flush=True)
+assert before == (sys.stdin, sys.stdout, sys.stderr)
+"""
+
+
+def test_no_file_gets_the_place_of_a_closed_stream() -> None:
+    """What a library prints would end up in it."""
+    command = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable, FIRST_FILE], timeout=60)
+    assert done.returncode == 0
