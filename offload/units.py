@@ -54,6 +54,11 @@ def format_bytes(n: int | float) -> str:
     return f"{sign}{n:.0f} B"
 
 
+def format_rate(value: float) -> str:
+    """``9.87``, ``1,160``: three digits, and no exponent."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def format_count(n: int) -> str:
     """``117k``, ``5.66M``, ``1.24B``: three digits that count, powers of ten."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):

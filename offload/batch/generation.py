@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from offload.models.sampling import FiniteLogits, check_settings
+
 OnToken = Callable[[int], bool]
 """Gets each new token; True ends the generation behind it."""
 
@@ -38,6 +40,7 @@ class Sampling:
         settings.top_k = self.top_k or settings.top_k or 0
         settings.top_p = self.top_p or settings.top_p or 1.0
         settings.min_p = settings.min_p if self.min_p is None else self.min_p
+        check_settings(settings)
 
 
 @dataclass(slots=True)
@@ -97,7 +100,7 @@ def generate(
     Raises:
         OffloadError: e.g. a read failed.
     """
-    from transformers import StoppingCriteriaList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     settings = copy.deepcopy(model.generation_config)
     (sampling or Sampling()).apply(settings)
@@ -125,6 +128,7 @@ def generate(
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=settings,
+            logits_processor=LogitsProcessorList([FiniteLogits()]),
             stopping_criteria=StoppingCriteriaList([tap]),
             **more,
         )

@@ -27,7 +27,7 @@ from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
-from offload.units import format_bytes
+from offload.units import format_bytes, format_rate
 
 TICK_S = 0.2
 """Between two looks at the progress."""
@@ -184,7 +184,7 @@ def choice_text(choice: Choice) -> str:
     many = choice.sequences > 1
     said = f"{choice.sequences} prompt{'s' if many else ''} at once ({choice.why})"
     if choice.tok_s is not None:
-        said += f", predicted {view.figure(choice.tok_s)} tok/s, set by {choice.bound}"
+        said += f", predicted {format_rate(choice.tok_s)} tok/s, set by {choice.bound}"
     said += f"; a pass reads {format_bytes(round(choice.read_bytes))} from disk"
     if choice.compute_s is not None and choice.read_s is not None:
         said += (
@@ -303,7 +303,7 @@ def progress_text(tally: Tally) -> str:
     """``12/100 prompts, 34.5 tok/s, 67 s left``."""
     parts = [f"{tally.done}/{tally.total} prompts"]
     if tally.tok_s is not None:
-        parts.append(f"{view.figure(tally.tok_s)} tok/s")
+        parts.append(f"{format_rate(tally.tok_s)} tok/s")
     if tally.eta_s is not None:
         parts.append(f"{tally.eta_s:.0f} s left")
     return ", ".join(parts)

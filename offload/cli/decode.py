@@ -16,6 +16,7 @@ import torch
 from offload.cli.signals import Interrupted, raise_received
 from offload.cli.text import Decoder, StopFilter
 from offload.errors import OffloadError
+from offload.models.sampling import FiniteLogits
 
 if TYPE_CHECKING:
     from offload.kv.prefix_cache import Reuse
@@ -149,7 +150,7 @@ def generate(
         OffloadError: e.g. a read failed in the middle.
         Interrupted: by a signal.
     """
-    from transformers import StoppingCriteriaList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     more: dict[str, Any] = {}
     if settings is None:
@@ -179,6 +180,7 @@ def generate(
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
+            logits_processor=LogitsProcessorList([FiniteLogits()]),
             stopping_criteria=StoppingCriteriaList([tap]),
             **more,
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from offload.train.metrics import step_figures
 from offload.train.options import TrainOptions
 from offload.train.reports import CommitReport, EndReport, EvalReport, StepReport
-from offload.units import format_bytes
+from offload.units import format_bytes, format_rate
 
 DOT = " · "
 _LOSE_FIRST = ("busy", "disk", "skipped", "norm", "speed", "lr", "left")
@@ -33,7 +33,7 @@ def duration(seconds: float) -> str:
 
 def rate(per_s: float) -> str:
     """Tokens per second; three digits, and no exponent."""
-    return f"{per_s:.3g} tok/s" if per_s < 1000 else f"{per_s:,.0f} tok/s"
+    return f"{format_rate(per_s)} tok/s"
 
 
 def number(value: float) -> str:

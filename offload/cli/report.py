@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import offload
 from offload.cli.decode import Run
-from offload.cli.view import figure, plan_json, streams
+from offload.cli.view import plan_json, streams
 from offload.models.load import Prepared
 from offload.scheduler.plan import Plan
-from offload.units import format_bytes
+from offload.units import format_bytes, format_rate
 
 RESIDENT = (
     "everything was resident: nothing was streamed, so this says nothing about streaming from disk"
@@ -56,7 +56,7 @@ def prediction_parts(measured_tok_s: float | None, plan: Plan) -> list[str]:
     if plan.predicted_pass_s is None or plan.predicted_pass_s.mid <= 0:
         return []
     predicted = 1 / plan.predicted_pass_s.mid
-    said = f"predicted {figure(predicted)} tok/s"
+    said = f"predicted {format_rate(predicted)} tok/s"
     if measured_tok_s is not None:
         said += f", measured {measured_tok_s / predicted - 1:+.0%}"
     return [said]
@@ -230,4 +230,4 @@ def tokens_text(n: int) -> str:
 
 def rate_text(value: float | None) -> str:
     """Tokens per second; a dash where nothing was measured."""
-    return "-" if value is None else f"{figure(value)} tok/s"
+    return "-" if value is None else f"{format_rate(value)} tok/s"

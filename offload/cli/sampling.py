@@ -58,11 +58,14 @@ class Sampling:
             return {}
         import torch
 
+        from offload.models.sampling import check_settings
+
         settings.temperature = self.temp
         # 0 and not None: transformers would fill a top-k of 50 in.
         settings.top_k = self.top_k or settings.top_k or 0
         settings.top_p = self.top_p or settings.top_p or 1.0
         settings.min_p = settings.min_p if self.min_p is None else self.min_p
+        check_settings(settings)
         seed = secrets.randbits(32) if self.seed is None else self.seed
         torch.manual_seed(seed)
         return {

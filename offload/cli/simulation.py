@@ -26,7 +26,7 @@ from offload.scheduler.plan import Home, Plan
 from offload.scheduler.planner import make_plan
 from offload.scheduler.policy import DEFAULT
 from offload.scheduler.timeline import PASSES, Span, Timeline, arrange
-from offload.units import format_bytes, format_count
+from offload.units import format_bytes, format_count, format_rate
 
 SETTLING = 16
 """Tokens before those that are measured: the experts in the slots become those that are used."""
@@ -282,7 +282,11 @@ def prediction(found: Forecast, timeline: Timeline) -> list[tuple[str, ...]]:
     speed, p = found.tokens_per_s, found.pass_s
     what = "per token" if found.tokens == 1 else "first token after"
     lines: list[tuple[str, ...]] = [
-        ("speed", f"{speed.mid:.3g} tok/s", f"{speed.low:.3g} to {speed.high:.3g}"),
+        (
+            "speed",
+            f"{format_rate(speed.mid)} tok/s",
+            f"{format_rate(speed.low)} to {format_rate(speed.high)}",
+        ),
         (
             what,
             describe.seconds(p.mid),

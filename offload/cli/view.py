@@ -17,7 +17,7 @@ from offload.scheduler import describe
 from offload.scheduler.explain import WARNING
 from offload.scheduler.forecast import Forecast
 from offload.scheduler.plan import Home, Interval, Plan
-from offload.units import format_bytes
+from offload.units import format_bytes, format_rate
 
 
 def streams(plan: Plan) -> bool:
@@ -93,12 +93,12 @@ def show_summary(console: Console, prepared: Prepared) -> None:
         console.print(_indented(line))
     if plan.predicted_pass_s is not None:
         rate = tokens_per_s(plan.predicted_pass_s)
-        bound = "" if not plan.bound_pass_s else f", bound {figure(1 / plan.bound_pass_s)}"
+        bound = "" if not plan.bound_pass_s else f", bound {format_rate(1 / plan.bound_pass_s)}"
         lane = f" set by {plan.bottleneck}" if plan.bottleneck else ""
         console.print(
             _indented(
-                f"predicted {figure(rate['mid'])} tok/s ({figure(rate['low'])} to "
-                f"{figure(rate['high'])}){bound}{lane}, "
+                f"predicted {format_rate(rate['mid'])} tok/s ({format_rate(rate['low'])} to "
+                f"{format_rate(rate['high'])}){bound}{lane}, "
                 f"{format_bytes(plan.streamed_bytes_per_pass)} per token from disk"
             )
         )
@@ -107,11 +107,6 @@ def show_summary(console: Console, prepared: Prepared) -> None:
             console.print(_indented(Text(sentence, "yellow")))
     for sentence in prepared.notes:
         console.print(_indented(Text.assemble(("note: ", "dim"), sentence)))
-
-
-def figure(value: float) -> str:
-    """Three digits, and no exponent."""
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def tokens_per_s(pass_s: Interval) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload.io.pack_manifest import JOURNAL
 from offload.io.safetensors import CheckpointIndex
 from offload.models.sources import CheckpointMap, SourceMap
 
@@ -58,6 +59,11 @@ def read_config(directory: Path) -> Any:
     try:
         raw = json.loads(file.read_text())
     except FileNotFoundError:
+        if (directory / JOURNAL).exists():
+            raise CheckpointError(
+                f"{directory} is a packed model that is not finished: give 'offload pack' the same "
+                f"source and directory again, and it goes on where it was"
+            ) from None
         raise CheckpointError(f"{directory} has no config.json: not a model directory") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
@@ -81,13 +87,18 @@ def read_config(directory: Path) -> Any:
             f"use a family that transformers ships"
         )
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        message = str(error).strip().splitlines()
+        # The first line may be a heading of the second, which says what is wrong.
+        message = " ".join(str(error).strip().splitlines()[:2])
         raise UnsupportedModelError(
             f"transformers cannot make a config of {file} (model_type {kind!r}): "
-            f"{message[0] if message else type(error).__name__}"
+            f"{message or type(error).__name__}"
         ) from error
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise CheckpointError(f"{file} says num_hidden_layers {layers}: a model has 1 or more")
+    return config
 
 
 def model_class(config: Any) -> type:
@@ -183,9 +194,10 @@ def instantiate(config: Any, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
     try:
         with ContextManagers(cls.get_init_context(dtype, False, False, None)):
             model = cls(config)
-    except (ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever a family's code makes of a config's values
         raise UnsupportedModelError(
-            f"transformers cannot build {cls.__name__} from this config: {error}"
+            f"transformers cannot build {cls.__name__} from this config: "
+            f"{type(error).__name__}: {error}"
         ) from error
     with contextlib.suppress(ImportError):
         from transformers.modeling_utils import patch_output_recorders

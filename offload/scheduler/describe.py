@@ -8,7 +8,7 @@ from typing import NamedTuple
 from offload.blocks import BlockKind, Tier
 from offload.scheduler.forecast import Forecast
 from offload.scheduler.plan import Home, Plan
-from offload.units import format_bytes
+from offload.units import format_bytes, format_rate
 
 _TIER = {Tier.DISK: "disk", Tier.RAM: "RAM", Tier.DEVICE: "device"}
 
@@ -95,7 +95,7 @@ def prompt(found: Forecast) -> list[Row]:
         ),
         Row(
             "prompt",
-            f"{speed.mid:.3g} tok/s",
+            f"{format_rate(speed.mid)} tok/s",
             f"set by {found.bottleneck}: {lanes(found)}",
         ),
     ]
@@ -140,7 +140,7 @@ def _place(plan: Plan, block: str, home: Home) -> str:
 
 
 def _rate(seconds: float) -> str:
-    return f"{1 / seconds:.3g}" if seconds > 0 else "unlimited"
+    return format_rate(1 / seconds) if seconds > 0 else "unlimited"
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

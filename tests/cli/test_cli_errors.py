@@ -110,6 +110,23 @@ def unknown_family(directory: Path) -> None:
     edit_config(directory, model_type="no_such_family")
 
 
+def no_layers(directory: Path) -> None:
+    edit_config(directory, num_hidden_layers=0, layer_types=[])
+
+
+def padding_beyond(directory: Path) -> None:
+    edit_config(directory, pad_token_id=10**6)
+
+
+def layers_as_text(directory: Path) -> None:
+    edit_config(directory, num_hidden_layers="8")
+
+
+def killed_pack(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    (directory / "pack.journal").write_text("{}")
+
+
 def encoder(directory: Path) -> None:
     edit_config(directory, architectures=["Qwen3Model"])
 
@@ -131,6 +148,10 @@ def encoder(directory: Path) -> None:
         (config_no_json, ["config.json"]),
         (unknown_family, ["no_such_family"]),
         (encoder, ["Qwen3Model", "cannot generate"]),
+        (no_layers, ["num_hidden_layers 0: a model has 1 or more"]),
+        (padding_beyond, ["cannot build", "Padding_idx must be within num_embeddings"]),
+        (layers_as_text, ["num_hidden_layers", "expected int, got str"]),
+        (killed_pack, ["is not finished: give 'offload pack' the same source and directory again"]),
     ],
 )
 def test_a_checkpoint_that_is_not_right(
@@ -152,6 +173,35 @@ def test_a_broken_chat_template(cli: Cli, dense: Path, tmp_path: Path) -> None:
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
     refused(cli("generate", "-m", broken, "-p", "x"), "no such role", "--raw")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("flags", [(), ("--temp", 1)])
+def test_logits_that_are_no_numbers(
+    cli: Cli, bare: Path, value: float, flags: tuple[Any, ...]
+) -> None:
+    data = bytearray(weights(bare).read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    norm = json.loads(data[8 : 8 + length])["model.norm.weight"]
+    assert norm["dtype"] == "BF16"
+    begin, end = (8 + length + at for at in norm["data_offsets"])
+    data[begin:end] = struct.pack("<f", value)[2:] * ((end - begin) // 2)
+    weights(bare).write_bytes(data)
+    refused(cli("generate", "-m", bare, *IDS, *flags), "the logits of the token after 3 are")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flag"), [({"top_k": -3}, "--top-k"), ({"top_p": "high"}, "--top-p")]
+)
+def test_generation_settings_that_are_nothing(
+    cli: Cli, bare: Path, wrong: dict[str, Any], flag: str
+) -> None:
+    (bare / "generation_config.json").write_text(json.dumps(wrong))
+    name, value = next(iter(wrong.items()))
+    said = f"generation_config.json says {name} {value!r}"
+    refused(cli("generate", "-m", bare, *IDS, "--temp", 1), said, f"give {name} yourself")
+    good = (flag, 1)
+    assert cli("generate", "-m", bare, *IDS, "--temp", 1, *good).code == 0
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])
