@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import BinaryIO, Literal, cast
 
 from offload.blocks import ALIGN
 from offload.errors import ClosedError, StoreError
@@ -26,6 +26,20 @@ from offload.units import format_bytes
 log = logging.getLogger(__name__)
 
 Mode = Literal["direct", "buffered"]
+
+
+def open_to_read(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """``open(path, "rb")`` of what is meant to be a file: a named pipe, where that would wait for
+    somebody to write, is empty.
+
+    Raises:
+        OSError: as ``open``.
+    """
+    opened = open(  # noqa: SIM115
+        path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+    )
+    return cast(BinaryIO, opened)
+
 
 REFUSALS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What filesystems answer to O_DIRECT: tmpfs of old kernels, some FUSE and network ones."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offload.errors import CheckpointError
+from offload.io.files import open_to_read
 from offload.io.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = ["GGUFFile", "GGUFTensor", "read_gguf"]
@@ -131,7 +132,7 @@ def _fail(file: str, why: str) -> NoReturn:
 
 def _open(file: Path) -> tuple[GGUFHeader, int]:
     try:
-        with open(file, "rb", buffering=_BUFFER) as f:
+        with open_to_read(file, _BUFFER) as f:
             stat = os.fstat(f.fileno())
             return read_header(str(file), f, stat.st_size), stat.st_mtime_ns
     except OSError as e:

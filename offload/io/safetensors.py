@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from offload.blocks import DTYPE_BYTES
 from offload.errors import CheckpointError
+from offload.io.files import open_to_read
 from offload.io.pack_manifest import JOURNAL, MANIFEST, bundle_name, no_pack
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
     """
     name = os.fspath(path)
     try:
-        with open(path, "rb") as f:
+        with open_to_read(path) as f:
             file_size = os.fstat(f.fileno()).st_size
             if file_size < 8:
                 _fail(name, f"{file_size} bytes are too few for a safetensors file (at least 8)")

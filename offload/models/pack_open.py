@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from offload.errors import OffloadError
+from offload.io.files import open_to_read
 from offload.io.gguf_header import MAGIC
 from offload.models.pack_source import Source
 
@@ -15,7 +16,7 @@ def is_gguf(path: str | Path) -> bool:
     if file.suffix.lower() == ".gguf":
         return not file.is_dir()
     try:
-        with open(file, "rb") as f:
+        with open_to_read(file) as f:
             return f.read(len(MAGIC)) == MAGIC
     except OSError:
         return False  # whoever opens it says why it cannot be

@@ -333,3 +333,10 @@ def test_a_pack_without_its_manifest_is_not_called_pickled(tmp_path: Path) -> No
     (tmp_path / "pack.journal").write_text("{}")
     with pytest.raises(CheckpointError, match="is an unfinished pack; run 'offload pack'"):
         CheckpointIndex.open(tmp_path)
+
+
+def test_a_named_pipe_is_no_file_to_wait_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "model.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match="0 bytes are too few for a safetensors file"):
+        read_header(pipe)
