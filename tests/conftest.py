@@ -8,12 +8,17 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from hypothesis.internal.conjecture import engine
 
 # Of five minutes by default, which is a test's time limit: that ends the process, and nobody learns
 # what failed. An example that is not the smallest says more.
 assert engine.MAX_SHRINKING_SECONDS > 60
 engine.MAX_SHRINKING_SECONDS = 60
+
+# By default an example that takes 200 ms is a failure: on a busy machine any does.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

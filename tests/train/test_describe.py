@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from offload.train.describe import _time
 from offload.train.rates import _real, made_up
-from offload.units import format_count
+from offload.units import format_count, format_rate
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,14 @@ from offload.units import format_count
 )  # fmt: skip
 def test_counts_have_three_digits(count: int, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(0.00123, "0.00123"), (9.876, "9.88"), (999.4, "999"), (999.6, "1,000"), (1163.2, "1,163")],
+)
+def test_rates_have_no_exponent(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
 
 
 @pytest.mark.parametrize(
