@@ -28,6 +28,8 @@ class HostStream:
 
     def __init__(self, name: str, shared: Shared) -> None:
         self.name = name
+        self.copied_bytes = 0
+        """Of all copies that were queued."""
         self._shared = shared
 
     def record(self) -> Event:
@@ -78,6 +80,8 @@ class SimStream:
         jitter_s: float = 0.0,
     ) -> None:
         self.name = name
+        self.copied_bytes = 0
+        """Of all copies that were queued."""
         self._shared = shared
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
@@ -121,6 +125,7 @@ class SimStream:
                 into = Region(dst.memory, dst.offset, src.nbytes)
                 self._shared.races.touch(self.name, into, "w", f"copy from {of}")
             event = self._new_event()
+            self.copied_bytes += src.nbytes
             self._submit(_Op(self._shared.clock.now(), copy=(dst, src), event=event))
         return event
 

@@ -20,6 +20,7 @@ from offload.train.footprint import TrainFootprint, measure_training
 from offload.train.head_find import HeadForm, find_head
 from offload.train.keeping import KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout, lay_out
+from offload.train.link import Visited, link_of
 from offload.train.loop import HEAD_ROWS
 from offload.train.lora import Adapters, inject
 from offload.train.needs import (
@@ -36,7 +37,7 @@ from offload.train.needs import (
 from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
 from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan
-from offload.train.predicting import Prediction, StepRates, predict
+from offload.train.predicting import PHASES, Prediction, StepRates, predict
 from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
 from offload.train.updates import Updater
 
@@ -107,6 +108,13 @@ def choose(
     device, working = _device_tier(
         meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows)
     )
+    link = None
+    if device is not None:
+        link = link_of(
+            layout, device, _visits(layout, modules, footprint),
+            passes=1 if vertical > 1 else options.grad_accum, micro_batches=options.grad_accum,
+            routed=touched_shares(meta, layout, options, micro_batches=1),
+        )  # fmt: skip
     inputs = KeptInputs(
         sizes=input_sizes(layout, modules, footprint), at_once=vertical,
         micro_batches=options.grad_accum,
@@ -139,6 +147,7 @@ def choose(
         fixed=fixed, kinds=Updater.kinds(layout, options.states), grad_dtype=grad_dtype,
         fetched_bytes=fetched, rows=rows, sliced=head_in_slices(layout, form, head, options),
         updated=touched_shares(meta, layout, options) if options.skip_untouched_experts else {},
+        copies={} if link is None else link.copies,
     )  # fmt: skip
     passes = 1 if vertical > 1 else options.grad_accum
     always = frozenset[int]() if adapters is None else adapters.blocks(layout)
@@ -153,19 +162,23 @@ def choose(
         if base is None and device is None:
             buffers = candidates[-1].placement.buffers
             candidates += plans_keeping(make, needs, graphs, buffers=buffers)
+    if device is not None and link is not None:
+        moved = {phase: link.bytes_of(i) for i, phase in enumerate(PHASES)}
+        candidates = [
+            replace(p, placement=replace(p.placement, device=device), link=moved)
+            for p in candidates
+        ]
     rates = rates_of(Shape(layout, modules, form, tables))
     plan, prediction = candidates[0], None
     if rates is not None and base is not None:
         rates = rates.with_work(base.unpack_seconds(layout, options.grad_accum, passes))
     if rates is not None:
         predictions = [
-            predict(p, layout, needs, rates, clipping=clipping, backwards=passes)
+            predict(p, layout, needs, rates, clipping=clipping, backwards=passes, link=link)
             for p in candidates
         ]
         i = best(candidates, predictions)
         plan, prediction = candidates[i], predictions[i]
-    if device is not None:
-        plan = replace(plan, placement=replace(plan.placement, device=device))
     return Chosen(
         adapters=adapters, form=form, layout=layout, plan=plan, prediction=prediction,
         grad_dtype=grad_dtype,
@@ -196,6 +209,22 @@ def _device_tier(
     )
     work = working(True) + probabilities
     return plan_device(layout, gpu, units, up=up, down=down, work=work), working(False)
+
+
+def _visits(
+    layout: TrainLayout, modules: Sequence[Any], footprint: TrainFootprint
+) -> dict[int, Visited]:
+    """What each unit moves when it runs on a device, but for its weights. By formula where it was
+    not measured: an input, and a result of its size."""
+    like = footprint.boundary_bytes // max(1, len(modules))
+    sizes: list[Sequence[int]] = [footprint.arguments, footprint.results, footprint.inputs]
+    if not all(sizes):
+        sizes = [[n] * len(modules) for n in (like + footprint.shared_bytes, like, like)]
+    found = {
+        id(module): Visited(arguments=a, results=r, inputs=n)
+        for module, a, r, n in zip(modules, *sizes, strict=True)
+    }
+    return {u.index: found[id(u.module)] for u in layout.units if id(u.module) in found}
 
 
 def _router_bytes(meta: OnMeta, options: TrainOptions) -> tuple[int, int]:

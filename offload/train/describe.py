@@ -39,7 +39,7 @@ def describe(run: Run) -> list[str]:
         + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else "")
         + (f", {format_bytes(plan.inputs_bytes)} of inputs" if plan.inputs_bytes else ""),
         f"step    reads {format_bytes(plan.read_bytes)}, writes "
-        f"{format_bytes(plan.written_bytes)}; the run writes "
+        f"{format_bytes(plan.written_bytes)}{_copied(plan)}; the run writes "
         f"{format_bytes(plan.written_bytes * run.total)}",
     ]
     if options.skip_untouched_experts:
@@ -56,6 +56,15 @@ def describe(run: Run) -> list[str]:
 def _device(run: Run) -> str:
     kind = check_device(run.options).kind
     return "simulated, beside --ram in this machine's memory: " if kind == "sim" else ""
+
+
+def _copied(plan: TrainPlan) -> str:
+    if not plan.link:
+        return ""
+    return (
+        f", copies {format_bytes(plan.up_bytes)} to the device and {format_bytes(plan.down_bytes)} "
+        f"back"
+    )
 
 
 def stays_text(layout: TrainLayout, plan: TrainPlan) -> str:
@@ -79,7 +88,7 @@ def seconds_text(found: Prediction) -> str:
         for phase, lanes in found.lanes.items()
         for most in (max(lanes.values(), default=0.0),)
     )
-    return f"{found.seconds:.2f} s a step ({phases})"
+    return f"{found.seconds:.2f} s a step ({phases}); the busiest lane is {found.busiest}"
 
 
 def _time(seconds: float) -> str:

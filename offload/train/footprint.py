@@ -7,6 +7,7 @@ model really calls it with, and every storage that exists at a time is counted.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ class TrainFootprint:
     """Of each unit, bytes of its input if that can leave RAM until backward; else 0."""
     graphs: tuple[int, ...] = ()
     """Of each unit, bytes that autograd keeps of its forward for backward."""
+    arguments: tuple[int, ...] = ()
+    """Of each unit, bytes of all tensors that it is called with."""
+    results: tuple[int, ...] = ()
+    """Of each unit, bytes of all tensors that it returns."""
 
 
 def measure_training(
@@ -88,6 +93,8 @@ def unit_calls(
     if masked:
         mask = torch.ones((rows, 1, length, length), dtype=torch.bool, device="meta")
         given["attention_mask"] = mask
+        if "position_ids" in inspect.signature(type(model).forward).parameters:
+            given["position_ids"] = torch.zeros_like(ids)  # each row's own
     else:
         # With a cache transformers asks no values whether rows are packed; units never get it.
         given["use_cache"] = True
@@ -134,8 +141,10 @@ def _measure(
         shared: dict[int, int] = {}
         inputs: dict[int, int] = {}
         peak = 0
-        seen: dict[Any, tuple[int, int]] = {}
+        seen: dict[Any, tuple[int, int, int]] = {}
         graphs: dict[int, int] = {}
+        arguments: dict[int, int] = {}
+        results: dict[int, int] = {}
         for unit in units:
             if id(unit) not in calls:
                 continue
@@ -152,6 +161,8 @@ def _measure(
                 seen[key] = _unit_peak(unit, leaves, spec, weights)
             peak = max(peak, seen[key][0])
             graphs[id(unit)] = seen[key][1]
+            arguments[id(unit)] = sum(t.nbytes for t in tensors)
+            results[id(unit)] = seen[key][2]
     return TrainFootprint(
         unit_bytes=peak + _expert_bytes(model, rows * length),
         boundary_bytes=sum(kept.values()),
@@ -163,13 +174,16 @@ def _measure(
         measured=True,
         inputs=tuple(inputs.get(id(unit), 0) for unit in units),
         graphs=tuple(graphs.get(id(unit), 0) for unit in units),
+        arguments=tuple(arguments.get(id(unit), 0) for unit in units),
+        results=tuple(results.get(id(unit), 0) for unit in units),
     )
 
 
 def _unit_peak(
     unit: nn.Module, leaves: list[Any], spec: Any, weights: set[int]
-) -> tuple[int, int]:  # fmt: skip
-    """(most bytes of forward and backward, bytes that are kept between the two)"""
+) -> tuple[int, int, int]:  # fmt: skip
+    """(most bytes of forward and backward, bytes that are kept between the two, bytes that it
+    returns)"""
     inputs = [
         x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
         for x in leaves
@@ -184,6 +198,7 @@ def _unit_peak(
         with torch.enable_grad(), watch:
             out, _ = tree_flatten(unit(*args, **kwargs))
             graph = watch.live()
+            returned = sum(x.nbytes for x in out if isinstance(x, torch.Tensor))
             outs = [x for x in out if isinstance(x, torch.Tensor) and x.requires_grad]
             grads = [torch.empty_like(x) for x in outs]
             if outs:  # none of a frozen embedding's
@@ -191,7 +206,7 @@ def _unit_peak(
     finally:
         for handle in handles:
             handle.remove()
-    return watch.peak, graph
+    return watch.peak, graph, returned
 
 
 def _forget_rows(rows: RowGradient) -> None:

@@ -125,11 +125,14 @@ def product_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
     return kernel_bytes(specs, 3 * tokens, ram)
 
 
-def touched_shares(meta: OnMeta, layout: TrainLayout, options: TrainOptions) -> dict[int, float]:
+def touched_shares(
+    meta: OnMeta, layout: TrainLayout, options: TrainOptions, micro_batches: int | None = None
+) -> dict[int, float]:
     """Block of an expert -> how likely a step's tokens reach it, T tokens that each choose k of E
-    evenly: 1 - (1 - k/E)^T. Routers that are not even reach fewer."""
+    evenly: 1 - (1 - k/E)^T. Routers that are not even reach fewer. ``micro_batches``: of so many,
+    not of a whole step."""
     top = expert_top_k(meta.model.config.get_text_config())
-    tokens = options.batch_size * options.seq_len * options.grad_accum
+    tokens = options.batch_size * options.seq_len * (micro_batches or options.grad_accum)
     return {
         block: 1.0 - (1.0 - min(1.0, top / len(ids))) ** tokens
         for unit in layout.units

@@ -82,6 +82,7 @@ class Outlook:
             "step": {
                 "seconds": found.seconds, "phases": dict(found.phases),
                 "lanes": {phase: dict(lanes) for phase, lanes in found.lanes.items()},
+                "busiest": found.busiest,
                 "read_bytes": plan.read_bytes, "written_bytes": plan.written_bytes,
             },
         }  # fmt: skip

@@ -6,6 +6,11 @@ for its update of the step before, so a step begins with what the disk needs for
 (*fill*), which no sum over a lane shows; the head's update is needed behind forward only. While
 both lanes work each is slower than alone: they share cores and memory (``Beside``, measured).
 
+With a device two more: the link up and the link down. Weights go up ahead, one unit at a time, as
+far as there are slots; a unit's arguments, and experts, go up while nothing computes, behind what
+is on its way; results come down before the next unit begins, and gradients beside the backward that
+makes them, which ends when all have come.
+
 Pure: seconds in, seconds out.
 """
 
@@ -46,6 +51,17 @@ class UnitSeconds:
     input_away: float = 0.0
     input_back: float = 0.0
     gradient_bytes: int = 0
+    up_forward: float = 0.0
+    """Copying weights to the device, ahead."""
+    up_backward: float = 0.0
+    enter_forward: float = 0.0
+    """Copying to the device what compute waits for."""
+    enter_backward: float = 0.0
+    leave_forward: float = 0.0
+    """Copying back what the next unit waits for."""
+    leave_backward: float = 0.0
+    gradients_down: float = 0.0
+    """Copying gradients back beside backward."""
 
 
 Name = tuple[str, int, int]
@@ -61,7 +77,7 @@ class _Task:
 
 def pace(
     units: Sequence[UnitSeconds], *, deferred: bool, ahead: int, beside: Beside,
-    gradient_limit: int | None = None,
+    gradient_limit: int | None = None, slots: int = 1,
 ) -> tuple[float, float]:  # fmt: skip
     """(seconds of forward, seconds of backward) of a step among others like it.
 
@@ -72,51 +88,135 @@ def pace(
         ahead: units whose weights are read before they are needed, at most.
         gradient_limit: of updates inside backward: computing waits while more gradients than these
             bytes wait for theirs.
+        slots: units whose weights are on the device at a time.
     """
-    compute: list[_Task] = []
-    updates: list[_Task] = []
-    fetches: list[_Task] = []
-    leaving: list[_Task] = []
-    coming: list[_Task] = []
     last = len(units) - 1
     holds = _holds(units, gradient_limit) if not deferred else {}
+    lanes = _Lanes()
     for k in range(STEPS):
         for u, unit in enumerate(units):
-            needs = [("fetch forward", k, u)]
-            if unit.forward:
-                needs.append(("update", k - 1, u))
-            compute.append(_Task(("forward", k, u), unit.forward, tuple(needs)))
-            turn = _before_forward(k, u, ahead, last)
-            fetches.append(_Task(("fetch forward", k, u), unit.fetch_forward, (turn,)))
-            leaving.append(_Task(("away", k, u), unit.input_away, (("forward", k, u),)))
+            lanes.forward(k, u, unit, _before_forward(k, u, ahead, last),
+                          _through(*_before_forward(k, u, slots - 1, last)))  # fmt: skip
         for u in reversed(range(len(units))):
             unit = units[u]
-            needs = [("fetch backward", k, u), ("back", k, u)]
-            if not unit.forward:
-                needs.append(("update", k - 1, u))
-            if u in holds:
-                needs.append(("update", k, holds[u]))
-            compute.append(_Task(("backward", k, u), unit.backward, tuple(needs)))
-            soon = _before_backward(k, u, ahead, last)
-            fetches.append(_Task(("fetch backward", k, u), unit.fetch_backward, (soon,)))
+            held = [("update", k, holds[u])] if u in holds else []
+            lanes.backward(k, u, unit, held, _before_backward(k, u, ahead, last),
+                           _through(*_before_backward(k, u, slots - 1, last)))  # fmt: skip
             soon = _before_backward(k, u, INPUTS_AHEAD, last)
-            coming.append(_Task(("back", k, u), unit.input_back, (("away", k, u), soon)))
-            leaving.append(_Task(("spill", k, u), unit.spill, (("backward", k, u),)))
+            lanes.coming.append(_Task(("back", k, u), unit.input_back, (("away", k, u), soon)))
+            lanes.leaving.append(_Task(("spill", k, u), unit.spill, _through(BACKWARD, k, u)))
             if not deferred:
-                updates.append(_Task(("update", k, u), unit.update, (("backward", k, u),)))
+                needs = _through(BACKWARD, k, u)
+                lanes.updates.append(_Task(("update", k, u), unit.update, needs))
         if deferred:
-            end = ("backward", k, 0)  # the norm is known, and with it the clip factor
-            updates += [
-                _Task(("update", k, u), unit.update, (end, ("spill", k, u)))
+            end = _through(BACKWARD, k, 0)  # the norm is known, and with it the clip factor
+            lanes.updates += [
+                _Task(("update", k, u), unit.update, (*end, ("spill", k, u)))
                 for u, unit in enumerate(units)
             ]
-    ends = _run(compute, [coming, fetches, updates, leaving], beside)
-    begin, turn_at, end_at = (
-        ends[name]
-        for name in (("backward", STEPS - 2, 0), ("forward", STEPS - 1, last),
-                     ("backward", STEPS - 1, 0))
-    )  # fmt: skip
-    return turn_at - begin, end_at - turn_at
+    ends = _run(lanes, beside)
+
+    def end_of(phase: str, step: int, unit: int) -> float:
+        return max(ends.get(name, 0.0) for name in _through(phase, step, unit))
+
+    begin = end_of(BACKWARD, STEPS - 2, 0)
+    turn = end_of(FORWARD, STEPS - 1, last)
+    return turn - begin, end_of(BACKWARD, STEPS - 1, 0) - turn
+
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+def _through(phase: str, step: int, unit: int) -> tuple[Name, ...]:
+    """What ends a unit's run: it has computed, and what it leaves behind has come down."""
+    names: tuple[Name, ...] = ((phase, step, unit), (f"leave {phase}", step, unit))
+    return (*names, ("gradients", step, unit)) if phase == BACKWARD else names
+
+
+class _Lanes:
+    """What each lane has to do, in order. Of the disk and of the link the first queue whose first
+    task can begin is served."""
+
+    def __init__(self) -> None:
+        self.compute: list[_Task] = []
+        self.coming: list[_Task] = []
+        self.fetches: list[_Task] = []
+        self.updates: list[_Task] = []
+        self.leaving: list[_Task] = []
+        self.entering: list[_Task] = []
+        self.rising: list[_Task] = []
+        self.down: list[_Task] = []
+        self.falling: list[_Task] = []
+
+    @property
+    def queues(self) -> list[list[list[_Task]]]:
+        """By lane: compute, the disk, the link up, the link down."""
+        return [
+            [self.compute], [self.coming, self.fetches, self.updates, self.leaving],
+            [self.entering, self.rising], [self.down, self.falling],
+        ]  # fmt: skip
+
+    def forward(
+        self, k: int, u: int, unit: UnitSeconds, read: Name, slot: tuple[Name, ...]
+    ) -> None:
+        """``read``, ``slot``: what ends before the unit's weights are read, and go up."""
+        before = _through(FORWARD, k, u - 1) if u else _through(BACKWARD, k - 1, 0)
+        needs = [("fetch forward", k, u), *before]
+        if unit.forward:
+            needs.append(("update", k - 1, u))
+        self._device(FORWARD, k, u, needs, slot, unit.up_forward, unit.enter_forward)
+        self.compute.append(_Task((FORWARD, k, u), unit.forward, tuple(needs)))
+        self._leave(FORWARD, k, u, unit.leave_forward)
+        self.fetches.append(_Task(("fetch forward", k, u), unit.fetch_forward, (read,)))
+        self.leaving.append(_Task(("away", k, u), unit.input_away, ((FORWARD, k, u),)))
+
+    def backward(
+        self,
+        k: int,
+        u: int,
+        unit: UnitSeconds,
+        held: list[Name],
+        read: Name,
+        slot: tuple[Name, ...],
+    ) -> None:
+        """``held``: more that it waits for; otherwise as ``forward``."""
+        # Of the last unit forward is what comes before; there is no unit behind it.
+        before = (*_through(FORWARD, k, u), *_through(BACKWARD, k, u + 1))
+        needs = [("fetch backward", k, u), ("back", k, u), *before, *held]
+        if not unit.forward:
+            needs.append(("update", k - 1, u))
+        self._device(BACKWARD, k, u, needs, slot, unit.up_backward, unit.enter_backward)
+        self.compute.append(_Task((BACKWARD, k, u), unit.backward, tuple(needs)))
+        self._leave(BACKWARD, k, u, unit.leave_backward)
+        if unit.gradients_down:
+            task = _Task(("gradients", k, u), unit.gradients_down, tuple(needs))
+            self.falling.append(task)
+        self.fetches.append(_Task(("fetch backward", k, u), unit.fetch_backward, (read,)))
+
+    def _device(
+        self,
+        phase: str,
+        k: int,
+        u: int,
+        needs: list[Name],
+        slot: tuple[Name, ...],
+        up: float,
+        enter: float,
+    ) -> None:
+        """Copies up before a unit runs, which ``needs`` gets."""
+        if up:
+            fetched = [n for n in needs if n[0].startswith(("fetch", "update"))]
+            rise: Name = f"up {phase}", k, u
+            self.rising.append(_Task(rise, up, (*slot, *fetched)))
+            needs.append(rise)
+        if enter:
+            name: Name = f"enter {phase}", k, u
+            self.entering.append(_Task(name, enter, tuple(needs)))
+            needs.append(name)
+
+    def _leave(self, phase: str, k: int, u: int, seconds: float) -> None:
+        if seconds:
+            self.down.append(_Task((f"leave {phase}", k, u), seconds, ((phase, k, u),)))
 
 
 def _before_forward(step: int, unit: int, ahead: int, last: int) -> Name:
@@ -148,54 +248,52 @@ def _holds(units: Sequence[UnitSeconds], limit: int | None) -> dict[int, int]:
     return out
 
 
-def _run(
-    compute: Sequence[_Task], queues: Sequence[Sequence[_Task]], beside: Beside
-) -> dict[Name, float]:
-    """When each task ends. The disk takes the first queue whose first task can begin."""
-    waiting = deque(compute)
-    lines = [deque(queue) for queue in queues]
-    # What a step needs of one that is not simulated is there.
-    left = {task.name for queue in (compute, *queues) for task in queue}
+@dataclass(slots=True)
+class _Lane:
+    """One thing at a time."""
+
+    queues: list[deque[_Task]]
+    name: Name | None = None
+    """Of what is under way."""
+    left: float = 0.0
+    """Seconds of it, as if there were nothing else."""
+
+
+def _run(lanes: _Lanes, beside: Beside) -> dict[Name, float]:
+    """When each task ends."""
+    every = [_Lane([deque(queue) for queue in queues]) for queues in lanes.queues]
+    compute, disk, _, down = every
+    # What a step needs of one that is not simulated, or that takes no copies, is there.
+    left = {task.name for lane in every for queue in lane.queues for task in queue}
     ends: dict[Name, float] = {}
     now = 0.0
-    computes: list[_Task] = []
-    moves: list[_Task] = []
-    to_compute = to_move = 0.0
 
-    def ready(line: deque[_Task]) -> bool:
-        return bool(line) and left.isdisjoint(line[0].needs)
+    def begin(lane: _Lane) -> None:
+        for queue in lane.queues:
+            if queue and left.isdisjoint(queue[0].needs):
+                task = queue.popleft()
+                lane.name, lane.left = task.name, task.seconds
+                return
 
-    while waiting or computes:
-        if not computes and ready(waiting):
-            computes = [waiting.popleft()]
-            to_compute = computes[0].seconds
-        if not moves:
-            line = next((line for line in lines if ready(line)), None)
-            if line is not None:
-                moves = [line.popleft()]
-                to_move = moves[0].seconds
-        if not computes and not moves:
-            raise AssertionError(f"{waiting[0].name} waits for what never comes")
-        both = bool(computes and moves and to_compute > 0 and to_move > 0)
-        slow_c, slow_m = (beside.compute, beside.disk) if both else (1.0, 1.0)
-        spent = min(
-            *([to_compute * slow_c] if computes else []),
-            *([to_move * slow_m] if moves else []),
-            float("inf"),
-        )
+    # What the last unit leaves comes down behind it; whatever else is left is a later step's.
+    while any(lane.name is not None or any(lane.queues) for lane in (compute, down)):
+        for lane in every:
+            if lane.name is None:
+                begin(lane)
+        busy = [lane for lane in every if lane.name is not None]
+        if not busy:
+            first = next(queue[0].name for lane in every for queue in lane.queues if queue)
+            raise AssertionError(f"{first} waits for what never comes")
+        both = compute.left > 0 and disk.left > 0
+        slow = {id(compute): beside.compute, id(disk): beside.disk} if both else {}
+        spent = min(lane.left * slow.get(id(lane), 1.0) for lane in busy)
         now += spent
-        if computes:
-            to_compute -= spent / slow_c
-            if to_compute <= 1e-12:
-                left.discard(computes[0].name)
-                ends[computes[0].name] = now
-                computes = []
-        if moves:
-            to_move -= spent / slow_m
-            if to_move <= 1e-12:
-                left.discard(moves[0].name)
-                ends[moves[0].name] = now
-                moves = []
+        for lane in busy:
+            lane.left -= spent / slow.get(id(lane), 1.0)
+            if lane.left <= 1e-12 and lane.name is not None:
+                left.discard(lane.name)
+                ends[lane.name] = now
+                lane.name, lane.left = None, 0.0
     return ends
 
 

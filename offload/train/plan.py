@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from offload.blocks import DTYPE_BYTES, align_up
 from offload.errors import PlanError
-from offload.train.layout import TrainLayout
+from offload.train.layout import Block, TrainLayout
 from offload.train.opening import CHUNK_BYTES, STAGING_CHUNKS, Placement
 from offload.train.tiles import SlotKind
 from offload.units import format_bytes
@@ -42,6 +42,9 @@ class Needs:
     """Of fused experts that a unit needs beside its own weights: two at a time."""
     updated: Mapping[int, float] = field(default_factory=dict)
     """Block -> share of the steps that update it, where that is not all of them."""
+    copies: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Block -> times that it goes to a device in a step's forward and backward, if its unit runs
+    there: RAM needs it for that only (``link.Link.copies``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class TrainPlan:
     """Of inputs that a step writes there, and reads again."""
     inputs_text: str = ""
     """What became of them, and why."""
+    link: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Phase -> bytes copied to the device and back in a step; empty: there is none."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -75,6 +80,15 @@ class TrainPlan:
     @property
     def written_bytes(self) -> int:
         return sum(written for _, written in self.phases.values())
+
+    @property
+    def up_bytes(self) -> int:
+        """To the device, each step."""
+        return sum(up for up, _ in self.link.values())
+
+    @property
+    def down_bytes(self) -> int:
+        return sum(down for _, down in self.link.values())
 
     @property
     def ram_bytes(self) -> int:
@@ -275,6 +289,16 @@ def _spread(layout: TrainLayout) -> list[int]:
     return order
 
 
+def weight_reads(
+    needs: Needs, block: Block, *, clipping: bool, backwards: int
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes that a block's weights are read with in a step's forward and backward, if they do not
+    stay in RAM. A deferred update leaves behind what the first forward computes with."""
+    there, back = needs.copies.get(block.index, (float(backwards), float(backwards)))
+    there = max(0.0, there - (clipping and block.trained))
+    return round(there * block.nbytes), round(back * block.nbytes)
+
+
 def traffic(
     layout: TrainLayout, needs: Needs, placement: Placement, *, clipping: bool, backwards: int
 ) -> dict[str, tuple[int, int]]:
@@ -289,8 +313,9 @@ def traffic(
     for block in layout.blocks:
         b = block.index
         if b not in placement.pinned:
-            weights["backward"] += backwards * block.nbytes
-            weights["forward"] += (backwards - (clipping and block.trained)) * block.nbytes
+            there, back = weight_reads(needs, block, clipping=clipping, backwards=backwards)
+            weights["forward"] += there
+            weights["backward"] += back
         if not block.trained:
             continue
         copy = block.nbytes if needs.kinds[block.dtype].first_state else 0

@@ -6,15 +6,20 @@ Pure: numbers in, numbers out. Each unit's traffic follows from where its blocks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from offload.blocks import align_up
 from offload.train.layout import TrainLayout
+from offload.train.link import Link, UnitLink
 from offload.train.pace import Beside, UnitSeconds, pace
-from offload.train.plan import Needs, TrainPlan, grad_bytes, slot_bytes
+from offload.train.plan import Needs, TrainPlan, grad_bytes, slot_bytes, weight_reads
 
 PHASES = ("forward", "backward")
+
+UP, DOWN = "link up", "link down"
+"""Lanes of a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,10 @@ class StepRates:
     """Bytes per second of states that updates read and write with nothing beside them; None: as the
     disk's."""
     beside: Beside = field(default_factory=Beside)
+    up: float = math.inf
+    """Bytes per second of copies to the device."""
+    down: float = math.inf
+    """Of copies back."""
 
     @property
     def compute(self) -> dict[str, float]:
@@ -64,12 +73,22 @@ class Prediction:
     def seconds(self) -> float:
         return sum(self.phases.values())
 
+    @property
+    def busiest(self) -> str:
+        """The lane that works most of a step: what a faster machine would be faster by."""
+        total = {lane: 0.0 for lanes in self.lanes.values() for lane in lanes}
+        for lanes in self.lanes.values():
+            for lane, seconds in lanes.items():
+                total[lane] += seconds
+        return max(total, key=lambda lane: total[lane])
+
 
 def predict(
     plan: TrainPlan, layout: TrainLayout, needs: Needs, rates: StepRates, *, clipping: bool,
-    backwards: int = 1,
+    backwards: int = 1, link: Link | None = None,
 ) -> Prediction:  # fmt: skip
-    """A step of ``plan``; arguments as of ``make_plan``."""
+    """A step of ``plan``; arguments as of ``make_plan``. ``link``: what goes to a device and comes
+    back, if layers run on one."""
     place = plan.placement
     ring = place.weights_bytes - sum(layout.blocks[b].nbytes for b in place.pinned)
     per_unit = [
@@ -77,6 +96,8 @@ def predict(
         for unit in layout.units
     ]
     units = _units(plan, layout, needs, rates, ring, clipping=clipping, backwards=backwards)
+    if link is not None:
+        units = [_on_link(unit, link.units.get(u), rates) for u, unit in enumerate(units)]
     seconds = pace(
         units, deferred=clipping, beside=rates.beside,
         ahead=max(1, ring // max(1, *per_unit) - 1), gradient_limit=place.gradient_bytes,
@@ -94,6 +115,9 @@ def predict(
             "ssd": read / rates.disk_read + written / rates.disk_write,
             "update": update_bytes / rates.update if here else 0.0,
         }
+        if link is not None:
+            up, down = link.bytes_of(PHASES.index(phase))
+            lanes[phase] |= {UP: up / rates.up, DOWN: down / rates.down}
     return Prediction(phases=dict(zip(PHASES, seconds, strict=True)), lanes=lanes)
 
 
@@ -115,8 +139,9 @@ def _units(
         for b in blocks:
             block = layout.blocks[b]
             if b not in place.pinned:
-                backward[u] += backwards * block.nbytes
-                forward[u] += (backwards - (clipping and block.trained)) * block.nbytes
+                there, back = weight_reads(needs, block, clipping=clipping, backwards=backwards)
+                forward[u] += there
+                backward[u] += back
             if not block.trained:
                 continue
             share = needs.updated.get(b, 1.0)
@@ -157,6 +182,20 @@ def _units(
     return out
 
 
+def _on_link(unit: UnitSeconds, link: UnitLink | None, rates: StepRates) -> UnitSeconds:
+    """With the copies of a unit that runs on a device."""
+    if link is None:
+        return unit
+    enter = [(a + b) / rates.up for a, b in zip(link.arguments, link.experts, strict=True)]
+    leave, last = link.results, link.last_gradient
+    return replace(
+        unit, up_forward=link.weights[0] / rates.up, up_backward=link.weights[1] / rates.up,
+        enter_forward=enter[0], enter_backward=enter[1], leave_forward=leave[0] / rates.down,
+        leave_backward=(leave[1] + last) / rates.down,
+        gradients_down=(link.gradients - last) / rates.down,
+    )  # fmt: skip
+
+
 def _moving(read: int, written: int, rates: StepRates) -> float:
     """Seconds of a block's states through the update lane."""
     if rates.lane is not None:
@@ -172,4 +211,4 @@ def _drop(amounts: list[int], order: Iterable[int], nbytes: int) -> None:
         nbytes -= taken
 
 
-__all__ = ["Beside", "Prediction", "StepRates", "predict"]
+__all__ = ["DOWN", "UP", "Beside", "Prediction", "StepRates", "predict"]

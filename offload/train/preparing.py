@@ -27,7 +27,7 @@ from offload.train.checks import (
     check_options,
     state_directory,
 )
-from offload.train.choosing import choose
+from offload.train.choosing import Shape, choose
 from offload.train.commits import check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
@@ -44,6 +44,8 @@ from offload.train.packed_base import (
     choose_base,
     refuse_full,
 )
+from offload.train.predicting import StepRates
+from offload.train.rates import copy_rates
 from offload.train.result import adapter_directory, last_output
 from offload.train.run import Run
 from offload.train.schedule import Schedule
@@ -196,22 +198,25 @@ def _plan(
         gc.collect()
         return max(0, current_rss() - baseline) + (8 << 20)
 
+    device = check_device(options)
+
+    def rates_of(shape: Shape) -> StepRates | None:
+        found = step_rates(
+            meta, shape.layout, shape.modules, shape.form, options, states, shape.tables
+        )
+        if found is None or device.kind == "cpu":
+            return found
+        up, down = copy_rates(device)
+        return replace(found, up=up, down=down)
+
     chosen = choose(
         meta, options, ram=ram, versions=state_versions(options, states, total), notes=notes,
         process_bytes=process_bytes, base=base, more={"trace": reserve} if reserve else {},
-        gpu=budget(check_device(options), options.gpu, ram),
-        rates_of=lambda shape: step_rates(
-            meta, shape.layout, shape.modules, shape.form, options, states, shape.tables
-        ),
+        gpu=budget(device, options.gpu, ram), rates_of=rates_of,
     )  # fmt: skip
     if options.ram is None:
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
-        )
-    if chosen.plan.placement.device is not None:
-        notes.append(
-            "the predicted time counts no copies to and from the device, and reads of weights that "
-            "stay there"
         )
     run = Run(
         meta,

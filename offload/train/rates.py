@@ -7,6 +7,7 @@ writes at once, as updates do. What the two cost each other is ``beside``'s.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -28,6 +29,8 @@ from offload.io.files import DirectFile
 from offload.io.memory import Staging
 from offload.io.private import nameless_file, reserve
 from offload.models.params import parameters
+from offload.runtime.choice import Choice, link_rates, make_device
+from offload.runtime.device import Region, Stream
 from offload.train.footprint import any_unit_calls
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import ResidentHead, head_loss
@@ -38,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 SAMPLES, SAMPLE_S = 5, 0.6
 """A unit is timed so often at most, and no more than twice for longer than so many seconds."""
+
+COPIED_BYTES = 16 << 20
+"""Of a copy over a device's link that is timed."""
 
 ROUTER_ELEMENTS = 2**21
 """The largest matrix that is filled with random numbers: routers are no larger."""
@@ -187,6 +193,35 @@ def _time_head(form: HeadForm, dtype: torch.dtype, tokens: int) -> float:
     labels = torch.zeros(tokens, dtype=torch.int64)
     (seconds,) = timed(lambda: head_loss(hidden, labels, head, scale=1.0, transform=form.transform))
     return seconds * form.vocabulary / rows
+
+
+def copy_rates(choice: Choice) -> tuple[float, float]:
+    """Bytes per second to a device and back: those that it simulates, or measured.
+
+    Raises:
+        OffloadError: the file of rates cannot be used.
+    """
+    if choice.rates is not None:
+        return link_rates(choice.rates)
+    device = make_device(choice, 2 * COPIED_BYTES)
+    with contextlib.closing(device):
+        host = device.host_memory(COPIED_BYTES, "sample")
+        there = device.device_memory(COPIED_BYTES, "sample")
+        here, away = (Region(memory, 0, COPIED_BYTES) for memory in (host, there))
+
+        def rate(to: Region, of: Region, stream: Stream) -> float:
+            times = []
+            for _ in range(SAMPLES):
+                began = time.perf_counter()
+                device.copy(to, of, stream).wait()
+                times.append(time.perf_counter() - began)
+            return COPIED_BYTES / min(times)
+
+        device.touch("host", here, "w")
+        device.h2d.wait(device.signal("host"))
+        up = rate(away, here, device.h2d)
+        device.d2h.wait(device.h2d.record())
+        return up, rate(here, away, device.d2h)
 
 
 def disk_mix(

@@ -75,27 +75,77 @@ def test_inputs_come_back_in_time_or_not() -> None:
     assert step(units) == pytest.approx((4.0, 9.0))  # the last unit's has to go and to come
 
 
+def on_link(n: int = 4, **more: float) -> list[UnitSeconds]:
+    return [UnitSeconds(forward=1.0, backward=3.0, **more) for _ in range(n)]
+
+
+def test_weights_go_up_behind_computing_if_there_is_a_slot_to_take_them() -> None:
+    """With one slot a copy begins when the unit before is through, with two while it runs."""
+    units = on_link(up_forward=1.0, up_backward=1.0)
+    assert step(units, slots=1) == pytest.approx((8.0, 16.0))
+    forward, backward = step(units, slots=2)
+    assert forward == pytest.approx(
+        4.0 + 1.0
+    )  # the first one's waits for the last backward: its update
+    assert backward == pytest.approx(12.0)
+
+
+def test_a_link_slower_than_computing_is_the_bottleneck() -> None:
+    units = on_link(up_forward=5.0, up_backward=5.0)
+    assert sum(step(units, slots=2)) == pytest.approx(40.0, rel=0.1)
+
+
+def test_weights_go_up_when_their_update_is_through() -> None:
+    units = on_link(1, up_forward=2.0, update=4.0)
+    assert step(units, slots=2) == pytest.approx((4.0 + 2.0 + 1.0, 3.0))
+
+
+def test_computing_waits_for_arguments_and_results() -> None:
+    units = on_link(enter_forward=0.5, leave_forward=0.25, enter_backward=1.0, leave_backward=0.5)
+    assert step(units) == pytest.approx((4 * 1.75, 4 * 4.5))
+
+
+def test_arguments_go_behind_the_weights_that_are_on_their_way() -> None:
+    """And before those that are not."""
+    units = [
+        UnitSeconds(forward=1.0, backward=1.0, enter_forward=0.5),
+        UnitSeconds(forward=1.0, backward=1.0, enter_forward=0.5, up_forward=2.5),
+    ]
+    assert step(units, slots=2)[0] == pytest.approx(2.5 + 0.5 + 1.0 + 0.5 + 1.0 - 1.0)
+
+
+def test_gradients_come_down_beside_their_backward() -> None:
+    assert step(on_link(gradients_down=2.0)) == pytest.approx((4.0, 12.0))
+    assert step(on_link(gradients_down=5.0)) == pytest.approx((4.0, 20.0))
+
+
 SECONDS = st.floats(0, 4).map(lambda s: round(s, 2))
 UNITS = st.lists(
     st.builds(
         UnitSeconds, forward=SECONDS, backward=SECONDS, update=SECONDS, fetch_forward=SECONDS,
         fetch_backward=SECONDS, spill=SECONDS, input_away=SECONDS, input_back=SECONDS,
-        gradient_bytes=st.integers(0, 9),
+        gradient_bytes=st.integers(0, 9), up_forward=SECONDS, up_backward=SECONDS,
+        enter_forward=SECONDS, enter_backward=SECONDS, leave_forward=SECONDS,
+        leave_backward=SECONDS, gradients_down=SECONDS,
     ),
     min_size=1, max_size=6,
 )  # fmt: skip
 
 
-@given(UNITS, st.booleans(), st.integers(1, 3), st.none() | st.integers(0, 20))
+@given(UNITS, st.booleans(), st.integers(1, 3), st.none() | st.integers(0, 20), st.integers(1, 4))
 def test_no_lane_is_faster_than_its_work(
-    units: list[UnitSeconds], deferred: bool, ahead: int, limit: int | None
+    units: list[UnitSeconds], deferred: bool, ahead: int, limit: int | None, slots: int
 ) -> None:
     """A step is at least its computing, and at most everything one after the other."""
-    found = pace(units, deferred=deferred, ahead=ahead, beside=Beside(), gradient_limit=limit)
+    found = pace(
+        units, deferred=deferred, ahead=ahead, beside=Beside(), gradient_limit=limit, slots=slots
+    )
     computing = sum(u.forward for u in units), sum(u.backward for u in units)
     assert all(a >= b - 1e-6 for a, b in zip(found, computing, strict=True))
     everything = sum(
         u.update + u.fetch_forward + u.fetch_backward + u.spill + u.input_away + u.input_back
+        + u.up_forward + u.up_backward + u.enter_forward + u.enter_backward + u.leave_forward
+        + u.leave_backward + u.gradients_down
         for u in units
-    )
+    )  # fmt: skip
     assert sum(found) <= sum(computing) + 2 * everything + 1e-6

@@ -1,0 +1,280 @@
+"""What a step moves over the link between RAM and a device: bytes of each unit, by direction.
+
+Pure: numbers in, numbers out. Which weights go up again follows from a replay of what
+``device_weights`` does: slots keep what is needed next (Belady), an update drops what it changes,
+and a frozen base that has room goes up once and in no step. Arguments go up and results come down
+at every visit, gradients of weights behind each backward.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.blocks import DTYPE_BYTES
+from offload.train.device_plan import DevicePlacement
+from offload.train.layout import TrainLayout, TrainUnit
+
+FORWARD, BACKWARD = 0, 1
+
+STEPS = 2
+"""Replayed: the first leaves on the device what later steps find there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visited:
+    """Bytes that one visit of a unit moves besides weights."""
+
+    arguments: int
+    results: int
+    """Of what it returns; as many of the gradients that come back."""
+    inputs: int
+    """Of its arguments, those whose gradients come down."""
+
+
+@dataclass(slots=True, kw_only=True)
+class UnitLink:
+    """Bytes of a unit in a step, each in forward and in backward."""
+
+    weights: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Up, ahead of their use."""
+    experts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Up, when they are asked for."""
+    arguments: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Up: what it is called with; in backward the gradients of what it returned, too."""
+    results: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Down: what it returns; in backward the gradients of its inputs."""
+    gradients: float = 0.0
+    """Down, of its weights, while backward computes."""
+    last_gradient: float = 0.0
+    """Of these, what is made last in each backward: nothing is left to compute beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A step's copies."""
+
+    units: Mapping[int, UnitLink]
+    copies: Mapping[int, tuple[float, float]]
+    """Block -> times that it goes up in forward and in backward, those of units on the device."""
+
+    def bytes_of(self, phase: int) -> tuple[int, int]:
+        """(up, down) in ``FORWARD`` or ``BACKWARD``."""
+        up = down = 0.0
+        for unit in self.units.values():
+            up += unit.weights[phase] + unit.experts[phase] + unit.arguments[phase]
+            down += unit.results[phase] + (unit.gradients if phase == BACKWARD else 0.0)
+        return round(up), round(down)
+
+
+def link_of(
+    layout: TrainLayout, place: DevicePlacement, visits: Mapping[int, Visited], *, passes: int,
+    micro_batches: int, routed: Mapping[int, float] = {},
+) -> Link:  # fmt: skip
+    """What a step of ``micro_batches`` moves.
+
+    Args:
+        visits: by unit.
+        passes: times that weights are asked for forward and backward in a step.
+        routed: block of a fused expert -> how likely a micro-batch reaches it; else certain.
+    """
+    here = [layout.units[u] for u in sorted(place.units)]
+    trained = [u.index for u in layout.units if _trains(layout, u)]
+    first = min(trained, default=len(layout.units))  # nothing goes back below it
+    turns = _turns([u.index for u in here], first, passes)
+    replay = _Replay(layout, place, turns, micro_batches // passes, routed)
+    for _ in range(STEPS):
+        replay.step()
+    out: dict[int, UnitLink] = {}
+    for unit in here:
+        found = out[unit.index] = UnitLink()
+        for phase in (FORWARD, BACKWARD):
+            found.weights[phase] = replay.nbytes(unit.blocks, phase)
+            fused = (b for ids in unit.experts.values() for b in ids)
+            found.experts[phase] = replay.nbytes(list(fused), phase)
+        visit = visits.get(unit.index, Visited(arguments=0, results=0, inputs=0))
+        found.arguments[FORWARD] = float(micro_batches * visit.arguments)
+        found.results[FORWARD] = float(micro_batches * visit.results)
+        if unit.index < first:
+            continue
+        found.arguments[BACKWARD] = float(micro_batches * (visit.arguments + visit.results))
+        found.results[BACKWARD] = float(micro_batches * visit.inputs * (unit.index > first))
+        sizes = _gradients(layout, unit, routed)
+        found.gradients = micro_batches * sum(sizes)
+        found.last_gradient = micro_batches * sizes[0] if sizes else 0.0
+    return Link(units=out, copies={b: (f, g) for b, (f, g) in replay.times.items()})
+
+
+def _trains(layout: TrainLayout, unit: TrainUnit) -> bool:
+    mine = (*unit.blocks, *(b for ids in unit.experts.values() for b in ids))
+    return any(layout.blocks[b].trained for b in mine)
+
+
+def _gradients(layout: TrainLayout, unit: TrainUnit, routed: Mapping[int, float]) -> list[float]:
+    """Bytes of each gradient of a backward, those of the first weights last."""
+    return [
+        piece.count * DTYPE_BYTES[block.dtype] * routed.get(block.index, 1.0)
+        for b in (*unit.blocks, *(b for ids in unit.experts.values() for b in ids))
+        for block in (layout.blocks[b],)
+        if block.trained
+        for piece in block.pieces
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A use of a unit."""
+
+    unit: int
+    phase: int
+    last: bool
+    """Nothing uses it in this step any more: its update follows."""
+    farthest: tuple[tuple[int, int], ...]
+    """(index of its next use, of the step after from its length on; unit), the last one first."""
+
+
+def _turns(units: Sequence[int], first: int, passes: int) -> list[_Turn]:
+    """A step's uses of units, in order."""
+    back = [u for u in reversed(units) if u >= first]
+    uses = [(u, p) for p, some in ((FORWARD, units), (BACKWARD, back)) for u in some] * passes
+    n = len(uses)
+    when: dict[int, int] = {}
+    farthest: list[tuple[tuple[int, int], ...]] = [()] * n
+    # Backwards through two cycles: in the second round it is known when each is used next.
+    for i in reversed(range(2 * n)):
+        if i < n:
+            farthest[i] = tuple(sorted(((at, u) for u, at in when.items()), reverse=True))
+        when[uses[i % n][0]] = i
+    final = {u: i for i, (u, _) in enumerate(uses)}
+    return [
+        _Turn(u, phase, final[u] == i, farthest[i]) for i, (u, phase) in enumerate(uses)
+    ]  # fmt: skip
+
+
+class _Slots:
+    """Slots of one kind, and what is in them: lists of keys by unit, in ascending order."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self.there: dict[int, list[int]] = {}
+
+    def has(self, unit: int, key: int) -> bool:
+        return key in self.there.get(unit, ())
+
+    def put(self, unit: int, key: int, farthest: Sequence[tuple[int, int]]) -> int | None:
+        """Make it be there; the key that made room."""
+        gone = None
+        if self.free:
+            self.free -= 1
+        else:
+            gone = self.there[next(u for _, u in farthest if self.there.get(u))].pop()
+        insort(self.there.setdefault(unit, []), key)
+        return gone
+
+    def drop(self, unit: int) -> list[int]:
+        """All of a unit's, and say what they were."""
+        gone = self.there.pop(unit, [])
+        self.free += len(gone)
+        return gone
+
+
+class _Replay:
+    """Steps of ``DeviceWeights``, without time."""
+
+    def __init__(
+        self, layout: TrainLayout, place: DevicePlacement, turns: Sequence[_Turn], visits: int,
+        routed: Mapping[int, float],
+    ) -> None:  # fmt: skip
+        """``visits``: micro-batches that visit a unit at each of its turns."""
+        self._layout = layout
+        self._turns = turns
+        self._visits = visits
+        self._routed = routed
+        self._units = _Slots(place.slots)
+        self._experts = _Slots(place.expert_slots)
+        self._stale: set[int] = set()
+        """Units whose trained blocks are to come again."""
+        self._come: dict[int, float] = {}
+        """Trained expert in a slot -> how likely it has come since its update."""
+        self.times: dict[int, list[float]] = {}
+
+    def nbytes(self, blocks: Collection[int], phase: int) -> float:
+        """Of these, that went up in the last step."""
+        return sum(self.times[b][phase] * self._layout.blocks[b].nbytes for b in blocks)
+
+    def step(self) -> None:
+        self.times = {
+            b: [0.0, 0.0]
+            for turn in self._turns
+            for unit in (self._layout.units[turn.unit],)
+            for b in (*unit.blocks, *(e for ids in unit.experts.values() for e in ids))
+        }
+        for i, turn in enumerate(self._turns):
+            unit = self._layout.units[turn.unit]
+            self._acquire(turn, unit)
+            self._ahead(i, turn)
+            for _ in range(self._visits):
+                for ids in unit.experts.values():
+                    self._run_experts(turn, ids)
+            if turn.last:
+                self._update(unit)
+
+    def _acquire(self, turn: _Turn, unit: TrainUnit) -> None:
+        blocks = unit.blocks
+        if not self._units.has(unit.index, 0):
+            self._units.put(unit.index, 0, turn.farthest)
+        elif unit.index in self._stale:
+            blocks = [b for b in blocks if self._layout.blocks[b].trained]
+        else:
+            return
+        self._stale.discard(unit.index)
+        for b in blocks:
+            self.times[b][turn.phase] += 1.0
+
+    def _ahead(self, i: int, now: _Turn) -> None:
+        """Weights go up while a unit runs that stays where it is, in the place of what is needed
+        later than they are; not before their update."""
+        slots, n = self._units, len(self._turns)
+        for j in range(i + 1, i + n + 1):
+            turn = self._turns[j % n]
+            unit = self._layout.units[turn.unit]
+            if slots.has(unit.index, 0):
+                continue
+            idle = (x for x in now.farthest if x[1] != now.unit and slots.there.get(x[1]))
+            victim = None if slots.free else next(idle, (0, -1))
+            if victim is not None and victim[0] <= j:
+                return
+            if j >= n and any(self._layout.blocks[b].trained for b in unit.blocks):
+                return
+            self._acquire(_Turn(turn.unit, turn.phase, turn.last, (victim or (0, -1),)), unit)
+
+    def _run_experts(self, turn: _Turn, ids: Sequence[int]) -> None:
+        # Backward runs the layer again, and goes back through it.
+        order = ids if turn.phase == FORWARD else [*ids, *reversed(ids)]
+        for b in order:
+            share = self._routed.get(b, 1.0)
+            if not self._experts.has(turn.unit, b):
+                gone = self._experts.put(turn.unit, b, turn.farthest)
+                if gone is not None:
+                    del self._come[gone]
+                self.times[b][turn.phase] += share
+                self._come[b] = share if self._layout.blocks[b].trained else 1.0
+            elif turn.phase == FORWARD:  # in backward it is what forward was routed to
+                missing = share * (1.0 - self._come[b])
+                self.times[b][FORWARD] += missing
+                self._come[b] += missing
+
+    def _update(self, unit: TrainUnit) -> None:
+        trained = [self._layout.blocks[b].trained for b in unit.blocks]
+        if all(trained):
+            self._units.drop(unit.index)
+        elif any(trained) and self._units.has(unit.index, 0):
+            self._stale.add(unit.index)
+        fused = [b for ids in unit.experts.values() for b in ids]
+        if fused and self._layout.blocks[fused[0]].trained:
+            for b in self._experts.drop(unit.index):
+                del self._come[b]
+
+
+__all__ = ["BACKWARD", "FORWARD", "Link", "UnitLink", "Visited", "link_of"]
