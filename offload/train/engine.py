@@ -1,9 +1,7 @@
 """The training engine: a model whose weights, gradients and optimizer states stream.
 
 It stands between a model's own code and the lanes. ``Segment``s tell it which unit runs; it puts
-weights in place, takes gradients away, and turns a step into updates that run behind the next
-forward, block by block in its order (*deferred*), or inside backward as soon as a block's gradients
-are complete (without clipping, whose factor is known only at the end).
+weights in place and takes gradients away. What becomes of those is ``stepping``'s.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +24,14 @@ from offload.train.device_tier import DeviceTier, Homes
 from offload.train.device_values import Copy
 from offload.train.grads import Gradients
 from offload.train.inputs import Kept, SpilledInputs
-from offload.train.layout import Block, Piece, TrainLayout
+from offload.train.layout import Block, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.row_grads import taking_rows
 from offload.train.saved_places import SavedPlaces
 from offload.train.segments import Segment, same_random_numbers
-from offload.train.steps import Clock, Group, NotFinite, StepResult
-from offload.train.updates import Job, Updater
-from offload.train.vertical import Rounds
+from offload.train.stepping import Stepping
+from offload.train.steps import Group, NotFinite, StepResult
+from offload.train.updates import Updater
 from offload.train.visits import AT_HOME, Visit
 from offload.train.weights import Entry, Shared, Weights
 
@@ -53,7 +51,7 @@ class _Running:
     ends: list[Callable[[], Any]] = field(default_factory=list)
 
 
-class Engine:
+class Engine(Stepping):
     """See the module. One training thread at a time; the lanes are the engine's own."""
 
     def __init__(
@@ -61,23 +59,9 @@ class Engine:
         gradients: Gradients, updater: Updater, shared: Shared, tier: DeviceTier | None = None,
     ) -> None:  # fmt: skip
         """``tier``: the device that layers run on; None: everything runs in RAM."""
+        homes = Homes(weights, gradients, tier)
+        super().__init__(layout, order, weights, gradients, updater, shared, homes)
         self.model = model
-        self.homes = Homes(weights, gradients, tier)
-        self.layout = layout
-        self.order = order
-        self.weights = weights
-        self.gradients = gradients
-        self.updater = updater
-        self.shared = shared
-        self.clock = Clock()
-        self.steps: dict[str, int] = {}
-        """Steps that each parameter has taken."""
-        self.in_backward: Callable[[Piece], Group] | None = None
-        """Set: update inside backward, with these hyper-parameters."""
-        self.torn = False
-        """Whether updates of a step have begun that is not taken (yet): only inside backward."""
-        self.last_micro_batch = True
-        """Whether gradients of this backward complete the step."""
         self.micro = 0
         """The number of this micro-batch in its step, in the usual order."""
         self.visit: Visit = AT_HOME
@@ -85,9 +69,6 @@ class Engine:
         self.random_key: Callable[[int, int], int] | None = None
         """Set: seed torch's generator for each unit's forward by (micro-batch, unit), so that
         dropout is the same in any order of micro-batches. None: torch's own sequence."""
-        self.rounds: Rounds | None = None
-        """Set: micro-batches run in turns, unit by unit; weights stay until the last one is
-        through."""
         self.on_backward: Callable[[], Any] | None = None
         """Set: called in backward before a unit runs in it, and before a gradient outside of units
         is taken. For loops that do not say which backward is the last."""
@@ -96,22 +77,12 @@ class Engine:
         self.hollow: dict[str, torch.Tensor] = {}
         self.params: dict[str, nn.Parameter] = {}
         self._running = [_Running() for _ in layout.units]
-        self._left = self._uses()
         self._pieces: dict[str, tuple[int, int]] = {
             piece.param: (block.index, i)
             for block in layout.blocks
             for i, piece in enumerate(block.pieces)
             if piece.expert is None
         }
-        self.skip_untouched = False
-        """Set: a step leaves alone the fused experts that no token of its micro-batches (padding
-        counts) was routed to: no update, no decay, no traffic. Lazy Adam, as
-        ``torch.optim.SparseAdam``: their moments stay as they are and do not decay, and the bias
-        correction of their next update is that of all steps of the fused parameter, not of their
-        own. Not what the resident optimizer does, whose gradient for them is zero."""
-        self._experts_taken = 0
-        self.gradient_limit: int | None = None
-        """Bytes of gradients that may wait for updates inside backward before backward waits."""
         self.extra: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         """Set: losses that units add when they are run again (routers')."""
         self.table_rows: Callable[[int, int, int], torch.Tensor | None] | None = None
@@ -284,10 +255,6 @@ class Engine:
         with self.shared.changed:
             self.order.forget()
 
-    def _last_in_round(self) -> bool:
-        rounds = self.rounds
-        return rounds is None or rounds.index + 1 >= rounds.size
-
     def on_unit_end(self, unit: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """Call ``call`` whenever the unit's weights are about to leave; returns what undoes it."""
         self._running[unit].ends.append(call)
@@ -333,140 +300,6 @@ class Engine:
             if isinstance(key, int):
                 torch.manual_seed(key)
             yield
-
-    def _uses(self) -> list[int]:
-        """For each block, by how many units its gradients are added to in one backward."""
-        return [len(users) for users in self.layout.users]
-
-    def backward_done(self, unit: int) -> None:
-        """Called when a unit's gradients of one micro-batch are all there."""
-        self.homes.land()
-        blocks = [b for b in self._blocks_of(unit) if self.layout.blocks[b].trained]
-        if self.rounds is not None:
-            if not self._last_in_round():
-                return  # the next micro-batch adds to them at once
-        elif not self.last_micro_batch:
-            for block in blocks:
-                self.gradients.park(block)
-            return
-        complete = []
-        for block in blocks:
-            self._left[block] -= 1
-            if self._left[block] > 0:
-                self.gradients.park(block)
-            else:
-                self.gradients.seal(block)
-                complete.append(block)
-        self._update_now(complete)
-
-    def _blocks_of(self, unit: int) -> Iterator[int]:
-        spec = self.layout.units[unit]
-        yield from spec.blocks
-        for ids in spec.experts.values():
-            yield from ids
-
-    # -- steps ----------------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        """Wait for the updates of what is used outside of all units."""
-        began = time.perf_counter()
-        with self.shared.changed:
-            rest = set(self.layout.rest)
-            self.shared.wait_for(lambda: not rest & self.weights.stale, "the first updates")
-        spent = time.perf_counter() - began
-        self.clock.waiting += spent
-        self.clock.updates += spent
-
-    def end_backward(self) -> None:
-        """Backward is through: seal what no unit has sealed (parameters outside of units, units
-        that did not run)."""
-        self._left = self._uses()
-        if not self.last_micro_batch:
-            return
-        late = [b for b in self.gradients.blocks() if not self.gradients.sealed(b)]
-        for block in late:
-            self.gradients.seal(block)
-        self._update_now(late)
-
-    def _update_now(self, blocks: Collection[int]) -> None:
-        if self.in_backward is not None:
-            self.torn = True
-            self._update([b for b in blocks if self.gradients.pieces(b)], self.in_backward, 1.0)
-            limit = self.gradient_limit
-            if limit is not None:
-                with self.shared.changed, self.weights.idle():
-                    self.shared.wait_for(
-                        lambda: self.gradients.leaving_bytes() <= limit, "updates inside backward"
-                    )
-
-    def step(self, group_of: Callable[[Piece], Group], max_norm: float = 0.0) -> StepResult:
-        """Take a step with the gradients of the backward passes since the last one.
-
-        With ``max_norm`` > 0 gradients are multiplied by max_norm / (norm + 1e-6) where that is
-        below 1, as ``torch.nn.utils.clip_grad_norm_`` does. All hyper-parameters are read now; the
-        updates run when they run.
-
-        Raises:
-            NotFinite: the norm is not a finite number. Nothing is updated.
-        """
-        norm = self.gradients.norm()
-        if not math.isfinite(norm):
-            bad = self.gradients.first_bad()
-            raise NotFinite(f"the gradient norm is {norm}" + (f" (first in {bad})" if bad else ""))
-        clip = 1.0
-        if max_norm > 0:
-            clip = min(1.0, max_norm / (norm + 1e-6))
-        if self.in_backward is None:
-            self._update(self.gradients.blocks(), group_of, clip)
-        self.gradients.clear_sums()
-        self.torn = False
-        with self.shared.changed:
-            self.order.end_step()
-        if not self.skip_untouched:
-            return StepResult(norm, clip)
-        taken, self._experts_taken = self._experts_taken, 0
-        return StepResult(norm, clip, taken, len(self._trained_experts) - taken)
-
-    def _update(
-        self, blocks: Collection[int], group_of: Callable[[Piece], Group], clip: float
-    ) -> None:
-        if self.skip_untouched:
-            touched = sorted(blocks)
-            self._experts_taken += len(self._trained_experts.intersection(touched))
-        else:
-            touched = self._with_siblings(blocks)
-        jobs, taken = [], set()
-        for index in touched:
-            block = self.layout.blocks[index]
-            have = self.gradients.pieces(index)
-            steps = {}
-            for i, piece in enumerate(block.pieces):
-                if i not in have and piece.expert is None:
-                    continue
-                taken.add(piece.param)
-                factor = clip * self.gradients.factor(index, i)
-                steps[i] = group_of(piece).step(self.steps.get(piece.param, 0) + 1, factor)
-            self.gradients.hand_over(index)
-            jobs.append(Job(index, steps))
-        for name in taken:
-            self.steps[name] = self.steps.get(name, 0) + 1
-        self.updater.schedule(jobs)
-
-    @functools.cached_property
-    def _trained_experts(self) -> frozenset[int]:
-        blocks = self.layout.blocks
-        groups = [ids for unit in self.layout.units for ids in unit.experts.values()]
-        return frozenset(b for ids in groups for b in ids if blocks[b].trained)
-
-    def _with_siblings(self, blocks: Collection[int]) -> list[int]:
-        """With an expert go all experts of its layer: of a fused parameter the resident optimizer
-        has a gradient of zeros for those that no token went to, and their moments decay."""
-        out = set(blocks)
-        for unit in self.layout.units:
-            for ids in unit.experts.values():
-                if not out.isdisjoint(ids):
-                    out.update(ids)
-        return sorted(out)
 
     def drain(self) -> None:
         """Wait until everything is updated and written."""
