@@ -113,7 +113,7 @@ class Typist:
         """Until it ends by itself; returns its exit code."""
         while self._read():
             pass
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=240)
 
     def _read(self) -> bool:
         ready, _, _ = select.select([self._master], [], [], 120)

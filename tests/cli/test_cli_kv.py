@@ -108,7 +108,7 @@ def test_no_file_is_left(dense: Path, tmp_path: Path, signum: int, code: int) ->
         assert spilling.stdout is not None
         assert spilling.stdout.read(1)
         spilling.send_signal(signum)
-        _, err = spilling.communicate(timeout=60)
+        _, err = spilling.communicate(timeout=240)
     assert spilling.returncode == code, err
     assert "Traceback" not in err
     assert list(disk.iterdir()) == []

@@ -243,7 +243,7 @@ def test_one_process_at_a_time(tmp_path: Path, io: tuple[Engine, Staging]) -> No
     fill(first)
     made = first.commit({})
     first.close()
-    thread.join(timeout=60)
+    thread.join(timeout=240)
     assert found == [made]
     assert read(tmp_path / "p", io) == [content(i) for i in range(len(SIZES))]
 

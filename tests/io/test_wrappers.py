@@ -278,7 +278,7 @@ def test_two_chunks_returned_at_once_serve_two() -> None:
         staging._free.extend(taken)
         staging._changed.notify_all()
     for _ in threads:
-        assert served.acquire(timeout=10)
+        assert served.acquire(timeout=30)
     for t in threads:
         t.join(timeout=30)
     staging.close()

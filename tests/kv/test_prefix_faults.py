@@ -279,7 +279,7 @@ def test_killed_in_a_write(tmp_path: Path) -> None:
     for how, left in (("kill-write", 0), ("kill-before", 1), ("kill-after", 1)):
         directory = tmp_path / how
         process = start(directory, how)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
         assert process.returncode == -signal.SIGKILL
         found = list(directory.rglob("*.kv*"))
         assert len(found) == left, found
@@ -310,7 +310,7 @@ def test_two_processes_on_one_directory(tmp_path: Path) -> None:
         process.stdin.write("\n")
         process.stdin.flush()
     for process in both:
-        shown.append(process.communicate(timeout=100)[0])
+        shown.append(process.communicate(timeout=240)[0])
         assert process.returncode == 0
     assert sum(int(text) for text in shown) > 0
     kept = sum(p.stat().st_size for p in tmp_path.rglob("*.kv"))

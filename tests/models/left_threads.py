@@ -9,9 +9,9 @@ from collections.abc import Collection
 
 
 def threads_left(before: Collection[threading.Thread]) -> list[str]:
-    """Names of the threads alive that were not there ``before``; 10 s for others' to end."""
+    """Names of the threads alive that were not there ``before``; a minute for others' to end."""
     new = [thread for thread in threading.enumerate() if thread not in before]
     for thread in new:
         if not thread.name.startswith("offload-"):
-            thread.join(timeout=10)
+            thread.join(timeout=60)
     return [thread.name for thread in new if thread.is_alive()]

@@ -89,7 +89,7 @@ def read_all(model: PackedModel, *, verify: bool = True) -> dict[str, bytes]:
         for name in store.ids():
             spec = store.spec(name)
             with AlignedBuffer(spec.slot_nbytes) as buf:
-                store.read_into(name, buf).result(timeout=60)
+                store.read_into(name, buf).result(timeout=240)
                 out[name] = bytes(buf[: spec.nbytes])
     return out
 

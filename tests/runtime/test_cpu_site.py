@@ -162,7 +162,7 @@ def test_both_sites_are_at_work_at_once() -> None:
     met: list[str] = []
 
     def meet(site: str) -> None:
-        meeting.wait(timeout=20)
+        meeting.wait(timeout=60)
         met.append(site)
 
     with it.open() as executor:

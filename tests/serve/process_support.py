@@ -57,7 +57,7 @@ class Server:
     def until(self, what: str, count: int) -> None:
         """Until ``stats`` says so of the requests."""
         pause = threading.Event()
-        for _ in range(600):
+        for _ in range(2000):
             if self.stats()["requests"][what] == count:
                 return
             pause.wait(0.1)

@@ -26,7 +26,7 @@ from offload.serve.prompts import Prompts
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_moe"
 CONTEXT, CHUNK, PARALLEL = 160, 16, 3
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def open_streaming(**more: Any) -> Any:

@@ -21,7 +21,7 @@ from offload.train.layout import TrainLayout
 from offload.train.opening import Placement
 from offload.train.updates import Job
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 BUFFERS = 8
 
 
