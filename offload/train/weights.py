@@ -131,9 +131,11 @@ class Weights:
                     held[block] = self._hold(block)
                 self.pump()
                 for block, entry in held.items():
-                    while entry is None:
+                    # While others were waited for there may have come room for it, and what would
+                    # have told of more be through.
+                    while entry is None and (entry := self._hold(block)) is None:
                         self._await(block)
-                        entry = held[block] = self._hold(block)
+                    held[block] = entry
                     self._until_ready(entry)
             except BaseException:
                 for entry in held.values():
