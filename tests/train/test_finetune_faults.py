@@ -34,6 +34,7 @@ from offload.io.tile_directory import TileSyscalls
 from offload.io.tile_store import TileStore
 from offload.train import commits, opening, source
 from offload.train.engine import NotFinite
+from offload.train.run import Run
 
 STEPS = 4
 
@@ -77,6 +78,7 @@ class Fault:
         self.skip = skip
         self.armed = False
         self.hits = 0
+        self.run: Run | None = None
         self._lock = threading.Lock()
 
     def __call__(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,13 +93,22 @@ class Fault:
 
         return call
 
+    def watch(self, run: Run) -> None:
+        """Have everything of the run on the disk, and know it."""
+        everything_on_disk(run)
+        self.run = run
+
     def after(self, step: int) -> Log:
-        """A listener that arms it behind ``step``."""
+        """A listener that arms it behind ``step``, when a commit of a step before is durable."""
 
         def arm(done: int) -> None:
-            self.armed = self.armed or done == step
+            if done == step:
+                if self.run is not None:
+                    self.run._commits.end(log)
+                self.armed = True
 
-        return Log(arm)
+        log = Log(arm)
+        return log
 
 
 def with_store(patch: pytest.MonkeyPatch, **calls: Any) -> None:
@@ -134,7 +145,7 @@ def test_a_call_on_the_tiles_fails(
         with_store(patch, **{call: fault(getattr(TileSyscalls(), call))})
         log = fault.after(2)
         with pytest.raises(StoreError) as raised:
-            train(options, log, change=everything_on_disk)
+            train(options, log, change=fault.watch)
     assert fault.hits
     assert os.strerror(code) in str(raised.value)
     assert not (tmp_path / "out").exists()
