@@ -18,6 +18,7 @@ from run_support import (
     everything_on_disk,
     not_warmed,
     options_for,
+    planned_once,
     train,
     weights_of,
     write_data,
@@ -151,7 +152,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    monkeypatch.setattr("offload.train.preparing.warm_training", not_warmed)
+    planned_once(monkeypatch)
 
 
 @pytest.mark.usefixtures("quick")
