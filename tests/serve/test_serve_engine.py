@@ -38,14 +38,23 @@ def several(model: Any, alone: Alone) -> Iterator[Engine]:
     engine.close()
 
 
-def test_answers_are_those_of_each_alone(several: Engine, alone: Alone) -> None:
+@pytest.fixture
+def waiting(model: Any, alone: Alone) -> Iterator[Engine]:
+    """As ``several``, not started: what is asked of it before begins together."""
+    engine = make_engine(model, alone.tokenizer)
+    yield engine
+    engine.close()
+
+
+def test_answers_are_those_of_each_alone(waiting: Engine, alone: Alone) -> None:
     """More requests than run at once, prompts of one piece and of several, greedy and sampled."""
     asked: list[tuple[list[int], dict[str, Any], Listener]] = []
     for i in range(8):
         ids = alone.ids(TEXTS[i % len(TEXTS)])
         how = {} if i % 2 else {"temp": 0.9, "top_p": 0.9, "seed": i}
         wish = request(ids, 12, sampling=Sampling(**how), ignore_eos=False)
-        asked.append((ids, how, Listener(several, wish)))
+        asked.append((ids, how, Listener(waiting, wish)))
+    waiting.start()
     results = [listener.result() for *_, listener in asked]
     # Only now: torch's random numbers are the whole process's.
     for (ids, how, _), (text, end) in zip(asked, results, strict=True):
@@ -54,7 +63,7 @@ def test_answers_are_those_of_each_alone(several: Engine, alone: Alone) -> None:
         assert text == alone.answer(ids, 12, **how)
         assert isinstance(end, Ended)
         assert end.prompt_tokens == len(ids)
-    stats = several.stats()
+    stats = waiting.stats()
     assert stats["requests"]["completed"] == 8
     assert stats["weights"]["disk_read_bytes"] > 0
     assert stats["passes"] < 8 * 12  # shared
