@@ -145,6 +145,7 @@ def facts_of(meta: MetaModel, options: Options) -> dict[str, Any]:
         "options": chosen,
         "versions": [_version(n) for n in ("offload", "torch", "transformers", "numba")],
         "machine": machine(),
+        "kernels": _kernels() if meta.index is None else "",
     }
 
 
@@ -175,6 +176,14 @@ def machine() -> list[str]:
         ",".join(sorted(features())),
         hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
     ]
+
+
+def _kernels() -> str:
+    """Of the kernels that compute packed models: what they round may change between two builds of
+    one version."""
+    from offload.cpu_ops.tags import sources_digest
+
+    return sources_digest()
 
 
 def _version(package: str) -> str:
