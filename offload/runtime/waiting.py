@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from offload.errors import ClosedError, DeviceError, StoreError, WatchdogError
@@ -19,6 +21,7 @@ class Waiting:
         changed: notified whenever something has finished.
         progress: completions of any kind.
         closed: nothing is waited for any more.
+        left_behind: this is a fork's child, and whoever would move anything is in the parent.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class Waiting:
         self.changed = threading.Condition(threading.RLock())
         self.progress = 0
         self.closed = False
+        self.left_behind = False
+        _ALIVE.add(self)
         self._shield, self._watchdog_s = shield, watchdog_s
         self._story, self._in_flight = story, in_flight
         self._failures: dict[str, BaseException] = {}
@@ -44,6 +49,11 @@ class Waiting:
 
     def check_open(self) -> None:
         """Raises ClosedError."""
+        if self.left_behind:
+            raise ClosedError(
+                "this model was opened by the parent process, and its threads stayed there; load "
+                "it in the process that runs it"
+            )
         if self.closed:
             raise ClosedError("this model has been closed; load it again")
 
@@ -93,5 +103,16 @@ class Waiting:
                 story = self._story(block).replace(f"failed: {error}", "failed")
                 raise kind(f"{error} (block {block}; {story})") from error
 
+
+_ALIVE: weakref.WeakSet[Waiting] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a child: say so where somebody would wait, instead of after the watchdog's minutes."""
+    for waiting in list(_ALIVE):
+        waiting.left_behind = waiting.closed = True
+
+
+os.register_at_fork(after_in_child=_forked)
 
 __all__ = ["Waiting"]

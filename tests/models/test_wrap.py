@@ -324,3 +324,32 @@ def test_other_kinds_of_numbers_and_paths(tmp_path: Path) -> None:
     options: dict[str, Any] = {"context": numpy.int64(64), "device": torch.device("cpu")}
     model = offload.wrap(mlp()[0], ram=2.0**26, disk=os.fsencode(tmp_path), **options)
     offload.unwrap(model)
+
+
+FORKED = """
+import os, sys, warnings
+import torch
+import offload
+from offload.errors import ClosedError
+warnings.simplefilter("ignore")  # of a fork beside threads, which is what this is about
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(32)])
+x = torch.randn(3, 256)
+with torch.no_grad():
+    want = model(x)
+    offload.wrap(model, ram="4MiB")
+    child = os.fork()
+    if child == 0:
+        try:
+            model(x)
+        except ClosedError as error:
+            model.offload.close()
+            os._exit(7 if "load it in the process that runs it" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert torch.equal(model(x), want)
+"""
+
+
+def test_a_forks_child_is_told_that_the_threads_are_elsewhere() -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=120, env=env)
