@@ -264,7 +264,8 @@ def expert_layout_of(group: PackedGroup, module: Any) -> ExpertLayout:
     if gate.format != up.format:
         raise UnsupportedModelError(
             f"{group.name}: the gate is in {gate.format} and the up in {up.format}; the kernel "
-            f"takes both in one format"
+            f"takes both in one format: use a file that has them so, or the unquantised checkpoint "
+            f"with --quant q4"
         )
     glu, alpha, limit = find_glu(module, gate.shape[0])
     offset = {name: part.offset for name, part in parts.items()}

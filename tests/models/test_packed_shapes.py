@@ -8,8 +8,12 @@ import pytest
 import torch
 from equivalence import reference
 from families import tiny_config, write
+from gguf import GGMLQuantizationType as Kind
+from gguf_cases import tiny
+from gguf_fixtures import write_gguf
 
 import offload
+from offload.errors import UnsupportedModelError
 
 IDS = torch.arange(5, 29)[None]
 
@@ -81,3 +85,11 @@ def test_padding_that_generate_sees_in_the_prompt(tmp_path: Path) -> None:
         assert torch.equal(model.generate(ids, **asked), want)
     finally:
         model.offload.close()
+
+
+def test_a_gate_and_an_up_of_two_formats_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    kinds = {"ffn_up_exps.weight": Kind.Q8_0}
+    write_gguf(file, tiny("qwen3_moe"), Kind.Q4_0, kinds=kinds)
+    with pytest.raises(UnsupportedModelError, match=r"gate is in q4_0 and the up in q8_0.* use a"):
+        offload.load(file, ram="256MiB", context=48)
