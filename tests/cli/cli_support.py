@@ -48,10 +48,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 @contextmanager
-def process(*words: object) -> Iterator[subprocess.Popen[str]]:
-    """A command in a process of its own, killed if it still runs afterwards."""
+def process(*words: object, first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, which runs ``first`` before; killed if it still runs
+    afterwards."""
     started = subprocess.Popen(
-        [sys.executable, "-c", START, *map(str, words)],
+        [sys.executable, "-c", first + START, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

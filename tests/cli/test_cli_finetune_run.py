@@ -297,10 +297,19 @@ def test_a_model_that_is_no_language_model(
 # -- signals and processes ------------------------------------------------------------------
 
 
+UNMEASURED = """
+from offload.runtime.rss import current_rss
+from offload.train import preparing
+preparing.warm_training, preparing.step_rates = lambda *_: current_rss(), lambda *_: None
+"""
+"""What ``planned_once`` does, for a process of its own: neither warm up nor measure rates."""
+
+
 @contextmanager
 def started(model: Path, data: Path, place: Path, *more: object) -> Iterator[Any]:
     """A process that trains for long and has taken a step."""
-    with process(*words_for(model, data, place, *more, steps=100000)) as training:
+    words = words_for(model, data, place, *more, steps=100000)
+    with process(*words, first=UNMEASURED) as training:
         assert training.stderr is not None
         seen = []
         for line in training.stderr:
