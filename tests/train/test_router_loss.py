@@ -12,12 +12,11 @@ from engine_support import batch, engine_of
 from equivalence import reference
 from fake_card import FakeCard
 from families import write
-from run_support import not_warmed, options_for, train, weights_of, write_data, write_model
+from run_support import options_for, planned_once, train, weights_of, write_data, write_model
 from test_device import everything_else_on_disk
 
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
-from offload.train import preparing
 from offload.train.router_loss import RouterLoss
 
 
@@ -115,7 +114,7 @@ ONE_LAYER = {**LORA, "lora_targets": r"model\.layers\.1\.mlp\.experts\..*"}
 def test_a_run_on_a_device_is_the_run_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    planned_once(monkeypatch)
     model = write_model(tmp_path / "model", "qwen3_moe")
     data = write_data(tmp_path / "data.jsonl")
     found = []
