@@ -5,7 +5,7 @@ gradient norms, evaluation losses, weights, masters and moments. Of the product 
 clipping, accumulation, method, order and what happens between steps (1,152 cases) every pair of
 values of two of them is tested on tiny models, every triple in the sweep, and there every pair on
 the trained example, too: what two or three choices can break together shows in some case. Outside
-of the sweep a case is as many steps as make 40 micro-batches, and the trained example six.
+of the sweep a case is as many steps as make 30 micro-batches, and the trained example six.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from equivalence import reference
 from families import randomise
 from lora_support import pinned
 from run_oracle import Golden, assert_same_output, assert_same_states, golden
-from run_support import Log, not_warmed, options_for, write_data, write_model
+from run_support import Log, options_for, planned_once, write_data, write_model
 
-from offload.train import preparing
 from offload.train.engine import Group
 from offload.train.optimizer import AdamW
 from offload.train.oracle import Oracle
 from offload.train.preparing import prepare
 from offload.train.run import Run
 
-STEPS, MICRO_BATCHES = 20, 40
+STEPS, MICRO_BATCHES = 20, 30
 ENCODER_STEPS = 8
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny_moe"
@@ -105,9 +104,7 @@ def oracle_key(case: Case) -> Any:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither warming nor measuring: the placement is given."""
-    monkeypatch.setattr(preparing, "warm_training", not_warmed)
-    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
+    planned_once(monkeypatch)
 
 
 @pytest.fixture(scope="module")
