@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dropin_support import PLACES, batches, close, resident, streamed
+from engine_support import every_pair
 from families import write
 
 import offload
@@ -83,10 +84,10 @@ def test_clipping_is_torchs_own(tiny: Any, place: str, foreach: bool | None) -> 
     compare(tiny(), place, foreach=foreach)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "clip", "accumulate", "place"),
+    every_pair(["qwen3_moe", "gpt2"], [0.0, 0.5], [1, 3], PLACES),
+)
 def test_accumulation_and_schedules(
     tiny: Any, family: str, place: str, accumulate: int, clip: float
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dropin_support import PLACES, Rows, close, resident, streamed
+from engine_support import every_pair
 from families import write
 
 from offload.errors import OffloadError
@@ -76,9 +77,12 @@ def train(model: Any, args: Any, *, ours: bool, resume: Any = None, **more: Any)
     return trainer
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("how", [{}, {"gradient_accumulation_steps": 3}, {"max_grad_norm": 0.0}])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+HOWS: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 3}, {"max_grad_norm": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "place"), every_pair(["llama", "qwen3_moe"], HOWS, PLACES)
+)
 def test_trainer(tiny: Any, tmp_path: Path, family: str, place: str, how: dict[str, Any]) -> None:
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, **how)
     wanted = resident(tiny(family))
