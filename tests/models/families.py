@@ -112,7 +112,7 @@ CORE = (
     "granitemoe", "hunyuan_v1_moe", "jetmoe", "llama4_text", "minimax", "mixtral", "olmoe",
     "phimoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
-"""Tested at every budget on every device."""
+"""Tested at every budget on every device, here or in the sweep."""
 
 FLOAT32_ONLY = frozenset({"xlnet"})
 """Families whose own code mixes in float32: transformers cannot run them in bfloat16."""

@@ -73,8 +73,18 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_moe"])
+def _generations() -> list[Any]:
+    """(family, way, device): every way with every family and on both devices, but not all of them
+    together: the other half is for the sweep."""
+    return [
+        pytest.param(family, way, device, marks=[pytest.mark.sweep] * ((i + j + k) % 2))
+        for i, family in enumerate(["qwen3", "gpt_oss", "qwen3_moe"])
+        for j, way in enumerate(WAYS)
+        for k, device in enumerate(["cpu", "sim"])
+    ]
+
+
+@pytest.mark.parametrize(("family", "way", "device"), _generations())
 def test_generation(checkpoint: Checkpoint, family: str, way: str, device: str) -> None:
     directory = checkpoint(family).directory
     want = WAYS[way](reference(directory, torch.bfloat16))
