@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Literal
 
 from offload.blocks import ALIGN
 from offload.errors import ClosedError, StoreError
@@ -35,10 +35,9 @@ def open_to_read(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
     Raises:
         OSError: as ``open``.
     """
-    opened = open(  # noqa: SIM115
+    return open(
         path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
     )
-    return cast(BinaryIO, opened)
 
 
 REFUSALS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
