@@ -42,6 +42,7 @@ from offload.cpu_ops.prompt_bodies import (
 )
 from offload.cpu_ops.routing_choice import MOST_GROUPS
 from offload.cpu_ops.tags import tag
+from offload.errors import OffloadError
 
 CHUNK = 512
 """Tokens that go through attention, or a feed-forward part, together."""
@@ -83,6 +84,8 @@ class Room:
     def __init__(self, plans: Iterable[LayerPlan], rows: int, capacity: int) -> None:
         """``capacity``: of the cache, in tokens."""
         self.rows = rows
+        self.workers = threads.count()
+        """Threads that it has scratch memory for."""
         self._buffers = {
             name: aligned((nbytes,), np.uint8)
             for name, nbytes in _room_parts(plans, rows, capacity).items()
@@ -95,6 +98,14 @@ class Room:
 
     def address(self, name: str) -> int:
         return address_of(self._buffers[name])
+
+    def scratch(self) -> int:
+        """Address of the threads' own. Raises OffloadError: there are more of them than before."""
+        if threads.count() > self.workers:
+            raise OffloadError(
+                f"buffers made for {self.workers} threads are used by {threads.count()}"
+            )
+        return self.address("workers")
 
 
 def _room_parts(plans: Iterable[LayerPlan], rows: int, capacity: int) -> dict[str, int]:
@@ -201,7 +212,7 @@ class PromptAttention(_Rows):
         ]
         self._run(self._heads)
         a[Rows.OUTPUT] = address_of(q)  # free again
-        a[Rows.SCRATCH] = room.address("workers")
+        a[Rows.SCRATCH] = room.scratch()
         a[Rows.WORKER_BYTES] = _partial_bytes(plan, cache.capacity)
         self._run(self._attend)
         self._linear(plan.o, Common.D, q, normed, self._isa)
@@ -269,7 +280,7 @@ class PromptRouter(_Rows):
             np.empty((tokens, plan.top_k), np.float32),
         )
         self._norm(x_TH, normed_TH)
-        a[Rows.SCRATCH] = room.address("workers")
+        a[Rows.SCRATCH] = room.scratch()
         a[Rows.WORKER_BYTES] = _choice_bytes(plan.gate.rows)
         for first in range(0, tokens, room.rows):
             n = min(room.rows, tokens - first)

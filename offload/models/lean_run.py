@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.cpu_ops import threads
 from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter, scratch_need
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import FORMATS, Format, get_format
@@ -246,7 +247,7 @@ class _Rooms:
         """For ``tokens`` or fewer at a time."""
         room, self._free = self._free, None
         rows = min(tokens, CHUNK)
-        if room is None or room.rows < rows:
+        if room is None or room.rows < rows or room.workers < threads.count():
             room = Room(self._plans, rows, self._capacity)
         try:
             yield room
@@ -324,7 +325,7 @@ class _Step:
         """
         assert self.rooms is not None
         self._ready(store)
-        out = torch.empty_like(hidden, dtype=torch.float32).copy_(hidden)
+        out = torch.empty(hidden.shape).copy_(hidden.detach())
         x_TH = out[0].numpy()
         if positions is None:
             first = store.length(self.attention.layer)
@@ -349,8 +350,11 @@ class _Step:
 
     def sees_all(self, cache: LeanCache, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a call hides from each token nothing but what comes later, and what is out of
-        the layer's window."""
+        the layer's window, and gives each one position."""
         cache.check_live()
+        positions = kwargs.get("position_ids")
+        if positions is not None and positions.numel() != hidden.shape[1]:
+            return False
         return is_causal(
             kwargs.get("attention_mask"), hidden.shape[1],
             cache.store.length(self.attention.layer), self.attention.plan.window,

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_lean import CONFIGS, LeanModel, model_of
+from test_lean import CONFIGS, LeanModel, model_of, plan_of
 from test_packed_run import IDS, LEAN, least, load, packed
 
+from offload.cpu_ops import threads
 from offload.cpu_ops.attention import BLOCK
+from offload.cpu_ops.prompt import Room
+from offload.errors import OffloadError
 from offload.models import lean_run
 
 STEPS = 50
@@ -136,6 +139,59 @@ def test_who_wants_more_of_a_prompt_gets_it(tmp_path: Path, prompts: list[int]) 
             close = (own - plain.logits).abs().amax((0, 2)) < 1e-4
             assert close[:4].all()
             assert not close[4]
+    finally:
+        model.offload.close()
+
+
+def test_threads_may_change_between_prompts(tmp_path: Path, prompts: list[int]) -> None:
+    """Each thread has memory of its own: more of them need more. The bits stay."""
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q4")
+    model, before = load(pack_dir), threads._threads
+    found = []
+    try:
+        with torch.no_grad():
+            for count in (1, 3, 2):
+                threads.setup(count)
+                found.append(model(IDS, past_key_values=model.offload.new_cache()).logits)
+        assert prompts
+        assert all(torch.equal(logits, found[0]) for logits in found)
+    finally:
+        threads._threads = before
+        model.offload.close()
+    plans = [lean.plan for lean in (plan_of(layer) for layer in model_of("qwen3_moe").layers)]
+    threads.setup(1)
+    try:
+        room = Room(plans, 4, 8)
+        room.scratch()
+        threads.setup(2)
+        with pytest.raises(OffloadError, match="made for 1 threads are used by 2"):
+            room.scratch()
+    finally:
+        threads._threads = before
+
+
+def test_hidden_states_of_any_layout(tmp_path: Path, prompts: list[int]) -> None:
+    """And positions that are not one for each token are left to the layer's own code."""
+    _, pack_dir = packed("llama", tmp_path, "q4")
+    model = load(pack_dir)
+    make, layer = model.offload.new_cache, model.base_model.layers[0]
+    try:
+        x = torch.randn(1, model.config.hidden_size, 6).transpose(1, 2)
+        assert not x.is_contiguous()
+        with torch.no_grad():
+            out = layer(x, past_key_values=make())
+            assert torch.equal(out, layer(x.contiguous(), past_key_values=make()))
+            assert len(prompts) == 2
+            positions = torch.arange(6)[None]
+            same = layer(x, past_key_values=make(), position_ids=positions)
+            assert torch.equal(out, same)
+            rotary = model.base_model.rotary_emb(x, positions)
+            own = layer(
+                x, past_key_values=make(), position_ids=positions.expand(3, -1),
+                position_embeddings=rotary,
+            )  # fmt: skip
+        assert len(prompts) == 3
+        assert (own - out).abs().max() < 1e-3 * out.abs().max()
     finally:
         model.offload.close()
 
