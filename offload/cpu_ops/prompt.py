@@ -275,10 +275,8 @@ class PromptRouter(_Rows):
     ) -> tuple[npt.NDArray[np.int64], Floats]:
         """Fills ``normed``; returns ids int64 [T, k], best first, and weights float32 [T, k]."""
         plan, a, tokens = self._plan, self._a, len(x_TH)
-        ids, weights = (
-            np.empty((tokens, plan.top_k), np.int64),
-            np.empty((tokens, plan.top_k), np.float32),
-        )
+        ids = np.empty((tokens, plan.top_k), np.int64)
+        weights = np.empty((tokens, plan.top_k), np.float32)
         self._norm(x_TH, normed_TH)
         a[Rows.SCRATCH] = room.scratch()
         a[Rows.WORKER_BYTES] = _choice_bytes(plan.gate.rows)

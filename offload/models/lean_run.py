@@ -59,6 +59,9 @@ TOLERANCE = 1e-4
 _HIDDEN = -1e30
 """What masks add to scores that are hidden is below."""
 
+_MASK_ROWS = 64
+"""Of a mask that are looked at in one go."""
+
 _MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 
 
@@ -69,15 +72,25 @@ class LeanModel:
     layers: dict[str, Lean]
     why_not: str = ""
 
+    @property
+    def plans(self) -> list[LayerPlan]:
+        """Of the layers, in order."""
+        return [lean.plan for lean in self.layers.values()]
+
+    @property
+    def runs_prompts(self) -> bool:
+        """Whether prompts take the kernels too; if not, they run as they are."""
+        return bool(self.layers) and all(fits(plan) for plan in self.plans)
+
     def scratch_bytes(self, capacity: int) -> int:
         """Of kernels, for ``capacity`` cached tokens."""
-        return max((scratch_need(lean.plan, capacity) for lean in self.layers.values()), default=0)
+        return max((scratch_need(plan, capacity) for plan in self.plans), default=0)
 
     def prompt_bytes(self, tokens: int, capacity: int) -> int:
         """Of a prompt's pass through a layer: buffers, its input, its output, and between them the
         experts' input and output. 0 if prompts run as they are."""
-        plans = [lean.plan for lean in self.layers.values()]
-        if not plans or not all(fits(plan) for plan in plans):
+        plans = self.plans
+        if not self.runs_prompts:
             return 0
         rows = 4 * plans[0].attention.hidden * tokens
         return room_bytes(plans, min(tokens, CHUNK), capacity) + 4 * rows
@@ -127,8 +140,9 @@ def prove_lean(model: Any, lean: LeanModel) -> LeanModel:
 
 def lean_kernels(lean: LeanModel) -> list[Kernel]:
     """What the layers run on, and before them their twins."""
-    plans = [found.plan for found in lean.layers.values()]
-    found = [kernel for plan in plans for kernel in (*layer_kernels(plan), *twin_kernels(plan))]
+    found = [
+        kernel for plan in lean.plans for kernel in (*layer_kernels(plan), *twin_kernels(plan))
+    ]
     return list(dict.fromkeys([*found, *program_kernels()])) if found else []
 
 
@@ -164,9 +178,8 @@ class LeanRun:
         self._free = [self._store]
         self._most = caches
         self._caches: list[LeanCache] = []
-        plans = [found.plan for found in lean.layers.values()]
-        scratch = Scratch.of(plans, capacity)
-        rooms = _Rooms(plans, capacity) if all(fits(plan) for plan in plans) else None
+        scratch = Scratch.of(lean.plans, capacity)
+        rooms = _Rooms(lean.plans, capacity) if lean.runs_prompts else None
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
         steps: list[tuple[Any, _Step]] = []
@@ -414,14 +427,25 @@ def is_causal(mask: Any, tokens: int, cached: int, window: int) -> bool:
         return False
     if mask.numel() != tokens * length:
         return False
-    back = torch.arange(cached, length)[:, None] - torch.arange(length)
-    seen = back >= 0
+    given_TL = mask.reshape(tokens, length)
+    columns_L = torch.arange(length, dtype=torch.int32)
+    # Of all rows at once the temporaries would be several times the mask, outside any budget.
+    return all(
+        _rows_causal(given_TL[t : t + _MASK_ROWS], columns_L, cached + t, window)
+        for t in range(0, tokens, _MASK_ROWS)
+    )
+
+
+def _rows_causal(given_RL: torch.Tensor, columns_L: torch.Tensor, first: int, window: int) -> bool:
+    """``is_causal`` of rows whose first token has ``first`` before it."""
+    rows_R1 = torch.arange(first, first + len(given_RL), dtype=torch.int32)[:, None]
+    seen_RL = columns_L <= rows_R1
     if window:
-        seen &= back < window
-    given = mask.reshape(tokens, length)
-    if mask.dtype == torch.bool:
-        return torch.equal(given, seen)
-    return bool(((given == 0) == seen).all() and ((given < _HIDDEN) != seen).all())
+        seen_RL &= columns_L > rows_R1 - window
+    if given_RL.dtype == torch.bool:
+        return torch.equal(given_RL, seen_RL)
+    right_RL = ((given_RL == 0) == seen_RL) & ((given_RL < _HIDDEN) != seen_RL)
+    return bool(right_RL.all())
 
 
 def _restore(module: Any, name: str, before: Any) -> None:

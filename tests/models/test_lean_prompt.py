@@ -213,3 +213,25 @@ def test_masks_that_hide_what_attention_hides(dtype: torch.dtype, cached: int, w
         other = mask.clone()
         other[at] = not other[at] if dtype == torch.bool else -1.0
         assert not lean_run.is_causal(other, tokens, cached, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("window", [0, 50])
+def test_every_row_of_a_long_mask_is_looked_at_in_little_memory(
+    dtype: torch.dtype, window: int
+) -> None:
+    cached, tokens = 300, 2000
+    back = torch.arange(cached, cached + tokens)[:, None] - torch.arange(cached + tokens)
+    seen = (back >= 0) & ((back < window) | (window == 0))
+    mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -3e38)
+    mask = mask[None, None]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        assert lean_run.is_causal(mask, tokens, cached, window)
+    taken = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < taken < seen.numel(), "temporaries as large as the mask"
+    for row, column in ((tokens - 1, cached + tokens - 1), (tokens - 40, 0), (777, cached + 700)):
+        other = mask.clone()
+        hidden = not bool(seen[row, column])
+        here = hidden if dtype == torch.bool else 0.0 if hidden else -3e38
+        other[0, 0, row, column] = here
+        assert not lean_run.is_causal(other, tokens, cached, window)
