@@ -147,8 +147,8 @@ class Warm:
 
     ``layer_s``, ``expert_s``: the time that one layer (without its experts) and one routed expert
     take when there is next to nothing to compute, that is, Python, dispatch and the books of what
-    is where. ``fixed_s``: what
-    ``generate`` adds to each token besides the layers. Zero where there was no toy.
+    is where. ``fixed_s``: what ``generate`` adds to each token besides the layers. Zero where there
+    was no toy.
     """
 
     baseline_rss: int

@@ -13,19 +13,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
 import torch
 
 from offload.blocks import Tier
-from offload.errors import ClosedError, WatchdogError
-from offload.io.store import DEMAND, Span, Store
+from offload.io.store import Span, Store
 from offload.runtime.cpu_site import CpuSite, Ground, Work
 from offload.runtime.device import Device
 from offload.runtime.interrupts import Shield
 from offload.runtime.order import OrderWatcher
 from offload.runtime.road import Conducting, Road
+from offload.runtime.rows import RowReader
 from offload.runtime.stats import Stats
 from offload.runtime.timeline import Recorder, Story
 from offload.runtime.transfers import Places, Transfers
@@ -34,7 +33,6 @@ from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.residency import Fetch, Instruction, Residency
 from offload.scheduler.split import Schedule
-from offload.scheduler.timeline import READ
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +76,10 @@ class Executor:
         self._transfers = Transfers(
             plan, store, device, changed=self._changed, stats=self.stats, finished=self._finish,
             story=story, recorder=recorder,
+        )  # fmt: skip
+        self._rows = RowReader(
+            plan, store, self._transfers, self._waiting, self.stats, watchdog_s=watchdog_s,
+            recorder=recorder, story=self.story,
         )  # fmt: skip
         self._cpu: CpuSite | None = None
         try:
@@ -401,35 +403,8 @@ class Executor:
 
     def read_rows(self, block: str, spans: Sequence[Span], buffer: memoryview) -> None:
         """Fill ``buffer`` with parts of a block, from host memory if it is pinned there (rows of an
-        embedding). Under the lock: ``close()`` in another thread takes the memory away."""
-        with self._changed:
-            self._waiting.check_open()
-            self.stats.host_waits["token"] += 1
-            if block in self.plan.tiers[Tier.RAM].pinned:
-                there = self._transfers.lease(block, Tier.RAM).view
-                for src, dst, nbytes in spans:
-                    buffer[dst : dst + nbytes] = there[src : src + nbytes]
-                return
-        began = time.perf_counter()
-        if self.story is not None:
-            self.story.waits(f"rows of {block}")
-        reading = self.store.read_spans_into(block, spans, buffer, priority=DEMAND)
-        try:
-            receipt = reading.result(timeout=self._watchdog_s)
-        except TimeoutError:
-            raise WatchdogError(
-                f"{len(spans)} rows of {block} have not been read for {self._watchdog_s:.0f} s"
-            ) from None
-        except CancelledError:
-            raise ClosedError(f"closed while rows of {block} were read") from None
-        with self._changed:
-            self._transfers.count(receipt)
-            self.stats.row_reads += len(spans)
-            ended = time.perf_counter()
-            self.stats.stall_s += ended - began
-            if self._recorder is not None and self.story is not None:
-                self._recorder.add(READ, block, began, ended, receipt.payload_bytes)
-                self.story.goes_on()
+        embedding). Raises as ``RowReader.read``."""
+        self._rows.read(block, spans, buffer)
 
     # -- inspection -----------------------------------------------------------------------
 

@@ -69,15 +69,26 @@ def test_bits_of_layer_by_layer(family: str, tmp_path: Path, runs: list[int]) ->
         model.offload.close()
 
 
-def _layers_stay(pack_dir: Path, ram: int) -> bool:
+def pinned(pack_dir: Path, ram: int, *, experts: bool) -> bool:
+    """Whether all experts, or all of the layers but experts, are pinned under a budget in bytes."""
     model = load(pack_dir, ram)
     try:
         plan, cut = model.offload.plan, model.offload.attachment.cut
-        pinned = plan.tiers[plan.compute_tier].pinned
-        layers = [b for b in plan.blocks if "layers" in b and not cut.blocks[b].group]
-        return all(b in pinned for b in layers)
+        there = plan.tiers[plan.compute_tier].pinned
+        of_layers = [b for b in plan.blocks if "layers" in b]
+        return all(b in there for b in of_layers if bool(cut.blocks[b].group) == experts)
     finally:
         model.offload.close()
+
+
+def budgets_about(pack_dir: Path, *, experts: bool) -> tuple[int, int]:
+    """The largest budget, in bytes, with which they are not all ``pinned``, and the smallest with
+    which they are, to within 2 KiB."""
+    low, high = least(pack_dir), 2**30
+    while high - low > 2048:
+        ram = (low + high) // 2
+        low, high = (low, ram) if pinned(pack_dir, ram, experts=experts) else (ram, high)
+    return low, high
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
@@ -88,11 +99,8 @@ def test_experts_that_come_and_go(family: str, tmp_path: Path, runs: list[int]) 
     expected = whole.generate(IDS, **KW)
     whole.offload.close()
     del runs[:]
-    low, high = least(pack_dir), 2**30
-    while high - low > 4096:  # the smallest budget with which all but experts stays
-        ram = (low + high) // 2
-        low, high = (low, ram) if _layers_stay(pack_dir, ram) else (ram, high)
-    model = load(pack_dir, high)
+    _, enough = budgets_about(pack_dir, experts=False)
+    model = load(pack_dir, enough)
     try:
         got = model.generate(IDS, **KW)
         assert model.offload.stats()["misses"] > 0
@@ -121,11 +129,8 @@ def test_experts_that_are_there_are_not_asked_for(
     expected = whole.generate(IDS, **long)
     uses = whole.offload.stats()["hits"]
     whole.offload.close()
-    low, high = least(pack_dir), 2**30
-    while high - low > 2048:  # the largest budget that does not hold all experts
-        ram = (low + high) // 2
-        low, high = (ram, high) if _streams(pack_dir, ram) else (low, ram)
-    model = load(pack_dir, low, guess=guess)
+    short, _ = budgets_about(pack_dir, experts=True)
+    model = load(pack_dir, short, guess=guess)
     try:
         layers, executor = len(model.base_model.layers), model.offload.executor
         del runs[:]
@@ -143,24 +148,11 @@ def test_experts_that_are_there_are_not_asked_for(
         model.offload.close()
 
 
-def _streams(pack_dir: Path, ram: int) -> bool:
-    model = load(pack_dir, ram)
-    try:
-        plan, cut = model.offload.plan, model.offload.attachment.cut
-        pinned = plan.tiers[plan.compute_tier].pinned
-        return any(b not in pinned for b in plan.blocks if cut.blocks[b].group)
-    finally:
-        model.offload.close()
-
-
 def test_an_expert_that_leaves_stops_the_program(tmp_path: Path, runs: list[int]) -> None:
     """Taken out between two tokens, it is read again, and nothing but its layer is asked."""
     _, pack_dir = packed("qwen3_moe", tmp_path, "q4")
-    low, high = least(pack_dir), 2**30
-    while high - low > 2048:
-        ram = (low + high) // 2
-        low, high = (ram, high) if _streams(pack_dir, ram) else (low, ram)
-    whole, model = load(pack_dir), load(pack_dir, low)
+    short, _ = budgets_about(pack_dir, experts=True)
+    whole, model = load(pack_dir), load(pack_dir, short)
     long: dict[str, Any] = {**KW, "max_new_tokens": 24}
     try:
         expected = whole.generate(IDS, **long)
