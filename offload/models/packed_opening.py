@@ -140,12 +140,13 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         )
         if card is not None:
             card.take(meta.model, attachment.on_detach)
-        make_cache = end_cache = None
+        make_cache = end_cache = run = None
         if prepared.lean.layers:
             tokens = max(options.context, options.prompt_tokens or 0)
             run = LeanRun(meta.model, prepared.lean, attachment, tokens, options.sequences)
             make_cache, end_cache = run.new_cache, run.release
-            take_over(meta.model, list(prepared.lean.layers), make_cache, attachment, run.program)
+            with executor.rehearsal():
+                take_over(meta.model, list(prepared.lean.layers), make_cache, attachment, run.token)
     except BaseException:
         if recorder is not None:
             recorder.abandon()
@@ -169,6 +170,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         notes=(*prepared.notes, *device.notes),
         make_cache=make_cache,
         end_cache=end_cache,
+        lean=run,
     )
     finish_model(model, meta.directory)
     serve_blocks(prepared, model, handle)

@@ -2,7 +2,8 @@
 
 An encoder runs once and then the decoder goes round alone; a shared block runs between the
 layers. When the prediction fails at the same unit twice, what ran in between is the cycle to look
-ahead in from now on.
+ahead in from now on. If that was a part that happened to run twice (a head that somebody tried),
+all the rest is unexpected, and shows as the cycle at its own second time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class OrderWatcher:
 
     def __init__(self, planned_steps: int) -> None:
         self._recent: deque[tuple[str, tuple[str, ...]]] = deque(maxlen=4 * planned_steps + 8)
-        self._lost_at: tuple[str, int] | None = None
+        self._lost_at: dict[str, int] = {}
+        """Where each unit was last unexpected, in units seen before."""
         self._seen = 0
 
     def note(self, unit: str, blocks: Sequence[str], *, expected: bool) -> Trace | None:
@@ -31,11 +33,10 @@ class OrderWatcher:
         """
         cycle = None
         if not expected:
-            if self._lost_at is not None and self._lost_at[0] == unit:
-                length = self._seen - self._lost_at[1]
-                if 0 < length <= len(self._recent):
-                    cycle = list(self._recent)[-length:]
-            self._lost_at = None if cycle else (unit, self._seen)
+            length = self._seen - self._lost_at.get(unit, self._seen)
+            if 0 < length <= len(self._recent):
+                cycle = list(self._recent)[-length:]
+            self._lost_at[unit] = self._seen
         self._recent.append((unit, tuple(blocks)))
         self._seen += 1
         if cycle is None:

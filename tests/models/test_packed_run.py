@@ -362,3 +362,23 @@ def test_a_flipped_byte_is_named(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="damaged"):
         load(pack_dir)
     assert bundle.stat().st_size == len(data)
+
+
+def test_opening_does_not_teach_another_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head runs twice before the first token: to see that a token may go without the model's
+    own forward. Weights are read ahead in the planned order all the same."""
+    _, pack_dir = packed("llama", tmp_path, "q4")
+    with caplog.at_level("INFO"):
+        model = load(pack_dir, least(pack_dir))
+        try:
+            plan, streams = model.offload.plan, model.offload.executor._residency._streams
+            assert len(plan.trace) > 2
+            for _ in range(2):
+                assert [s.unit for s in streams.trace.steps] == [s.unit for s in plan.trace]
+                model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        finally:
+            model.offload.close()
+    assert "single tokens go through the model's own forward" not in caplog.text
+    assert "the order of use changed" not in caplog.text
