@@ -10,8 +10,9 @@ pass reads serve all sequences. This is the zig-zag block schedule of FlexGen (S
 sequences that come and go at every pass.
 
 Within a MoE layer the places are its experts, in ascending order: what is read is the union of what
-the sequences are routed to, each expert once. Linear layers are places, too: those who decode are
-multiplied there in one go, if that gives each the bits it would get alone (``joined``).
+the sequences are routed to, each expert once. Linear layers are places, too, or packed models'
+whole layers: those who decode are computed there in one go, if that gives each the bits it would
+get alone (``joined``).
 
 The road left: one padded batch. Its kernels have other shapes and so other rounding, a sequence's
 answer would depend on its neighbours, and the longest would hold up all.
@@ -28,7 +29,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from offload.batch.joined import Joins
+from offload.batch.joined import Joins, Product
 from offload.batch.order import Order
 from offload.batch.sequence import Cancelled, Sequence
 from offload.batch.shared import EXPERT, RUN, Held, SharedLayer, SharedUnits
@@ -53,7 +54,8 @@ class Counters:
         passes: rounds over the model; each reads what streams once.
         forwards: forward passes of sequences in them.
         rows: tokens that they read.
-        joined: rows of linear layers that were multiplied in one go with others'.
+        joined: rows that were computed in one go with others', at linear layers, or at whole ones
+            and at all layers where a packed model's tokens go through them without their modules.
         stops: places at which sequences have waited for each other.
     """
 
@@ -277,13 +279,13 @@ class Conductor:
             self._resume(sequence)
 
     def _multiply(self, waiting: list[Sequence]) -> None:
-        module = waiting[0].payload[0]
-        most = self._joins.at_once(module, len(self._sequences))
+        product: Product = waiting[0].payload[0]
+        most = product.at_once(len(self._sequences))
         for first in range(0, len(waiting), most):
             some = waiting[first : first + most]
             try:
                 with torch.no_grad():
-                    found = self._joins.multiply(module, [s.payload[1] for s in some])
+                    found = product.multiply([s.payload[1] for s in some])
             except Exception as error:  # noqa: BLE001  theirs to handle
                 self._fail(some, error)
                 continue
@@ -377,15 +379,14 @@ class Conductor:
     def read_rows(self, block: str, spans: Listing[Span], buffer: memoryview) -> None:
         self._wait(ROWS, block, (block, spans, buffer))
 
-    def _join(self, name: str, module: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """A layer is about to multiply ``x``: its product, or None: it is to do so itself."""
+    def _join(self, product: Product, row: Any) -> Any:
+        """A sequence is about to compute with ``row``: what comes of it, or None: as if alone."""
         if not self.conducts():
             return None
-        visit = self._count(name)  # also of who multiplies alone: it says which run this is
-        if len(self._sequences) < 2 or not self._joins.joins(module, x):
+        visit = self._count(product.name)  # also of who is alone: it says which run this is
+        if len(self._sequences) < 2 or not product.takes(row):
             return None
-        product: torch.Tensor = self._wait(JOIN, name, (module, x), visit)
-        return product
+        return self._wait(JOIN, product.name, (product, row), visit)
 
     def _count(self, name: str) -> int:
         """How often the running sequence has come there in this pass."""

@@ -276,6 +276,13 @@ class AttentionHalf(Region):
         """
         if cache is self.cache:
             return
+        self.check_cache(cache)
+        self.cache = cache
+        for a in self._all:
+            a[Attention.KEYS], a[Attention.VALUES] = cache.places(self.layer)
+
+    def check_cache(self, cache: KvCache) -> None:
+        """Raises OffloadError: it has another shape than the first one."""
         mine = self.cache
         if (cache.heads, cache.dim, cache.capacity, cache.kind) != (
             mine.heads, mine.dim, mine.capacity, mine.kind
@@ -284,9 +291,6 @@ class AttentionHalf(Region):
                 f"this layer reads caches of {mine.heads} heads of {mine.dim} and {mine.capacity} "
                 f"tokens, and got {cache.heads} of {cache.dim} and {cache.capacity}"
             )
-        self.cache = cache
-        for a in self._all:
-            a[Attention.KEYS], a[Attention.VALUES] = cache.places(self.layer)
 
     def __call__(self, x: Floats, position: int | None = None) -> Floats:
         """Add to ``x`` [H] and store the token's key and value. Returns ``x``.

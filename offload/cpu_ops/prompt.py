@@ -1,4 +1,4 @@
-"""A prompt's tokens through the parts of a decoder layer, by the kernels that decode.
+"""Many tokens through the parts of a decoder layer, by the kernels that decode one.
 
     T tokens, H hidden size, E experts, k of them chosen
 
@@ -9,13 +9,16 @@ residuals are one pass over rows in buffers that stay (``Room``), and every toke
 what ``decode.py`` gives it alone; only ``prefill.linear``, where it prefers dequantised slabs,
 rounds otherwise. So nothing depends on how a prompt is cut, either.
 
+The tokens of several sequences, one of each, go the same way: each has a cache of its own, and the
+products are those whose rows do not depend on each other.
+
 The parts are made from those of single tokens and know where weights lie through them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +29,8 @@ from offload.cpu_ops.attention import BLOCK, GROUP, PARTIAL_EXTRA
 from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Region, TokenRouter
 from offload.cpu_ops.entries import Entry, Kernel
 from offload.cpu_ops.isa import choose
-from offload.cpu_ops.kernels import Floats, address_of, check_floats
-from offload.cpu_ops.kv_cache import KvType, aligned
+from offload.cpu_ops.kernels import Floats, address_of, check_floats, gemm
+from offload.cpu_ops.kv_cache import KvCache, KvType, aligned
 from offload.cpu_ops.layer_bodies import Attention, Common, Matrix, Mlp, Router
 from offload.cpu_ops.layer_plan import AttentionPlan, LayerPlan, MatrixPlan, MlpPlan
 from offload.cpu_ops.prefill import linear
@@ -141,9 +144,12 @@ def room_bytes(plans: Iterable[LayerPlan], rows: int, capacity: int) -> int:
 class _Rows:
     """A region's arguments for many tokens."""
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
+    def __init__(self, region: Region, *, alone: bool = False, isa: str | None = None) -> None:
+        """``alone``: every token gets the bits of single tokens, however many there are; without,
+        of formats that are faster so, many are multiplied by dequantised slabs."""
+        self._region, self._isa = region, isa
         self._a = region.wide(Rows.SIZE)
+        self._product = gemm if alone else linear
 
     def _run(self, entry: Entry) -> None:
         self._region.check_placed()
@@ -162,21 +168,20 @@ class _Rows:
         )  # fmt: skip
         self._run(_entry("add"))
 
-    def _linear(self, plan: MatrixPlan, at: int, x: Floats, out: Floats, isa: str | None) -> None:
+    def _linear(self, plan: MatrixPlan, at: int, x: Floats, out: Floats) -> None:
         weight = int(self._a[at + Matrix.WEIGHT])
-        linear(plan.format, weight, plan.rows, plan.columns, x, out, isa=isa)
+        self._product(plan.format, weight, plan.rows, plan.columns, x, out, isa=self._isa)
 
 
 class PromptAttention(_Rows):
-    """``x += attention(norm(x))`` of one layer, for the tokens of a prompt."""
+    """``x += attention(norm(x))`` of one layer, for the tokens of a prompt or of sequences."""
 
-    def __init__(self, half: AttentionHalf, *, isa: str | None = None) -> None:
-        super().__init__(half)
-        self._half, self._isa = half, isa
+    def __init__(self, half: AttentionHalf, *, alone: bool = False, isa: str | None = None) -> None:
+        super().__init__(half, alone=alone, isa=isa)
+        self._half = half
         kv = KvType(half.cache.kind).value
         self._heads, self._attend = _entry("heads", kv), _entry("attend", kv)
         self._a[Rows.WINDOW] = half.plan.window
-        self._a[Rows.TOGETHER] = _together(half.plan)
 
     def __call__(self, x_TH: Floats, positions_T: npt.NDArray[np.int64], room: Room) -> None:
         """Add to ``x`` and store the tokens' keys and values behind those in the layer's cache.
@@ -186,15 +191,42 @@ class PromptAttention(_Rows):
         Raises:
             OffloadError: the cache is full, or an address is missing.
         """
-        check_floats("x", x_TH, (len(x_TH), self._half.plan.hidden), written=True)
+        half, a = self._half, self._a
+        check_floats("x", x_TH, (len(x_TH), half.plan.hidden), written=True)
+        a[Rows.CACHES], a[Rows.TOGETHER] = 0, _together(half.plan)
+        for first in range(0, len(x_TH), room.rows):
+            some_TH = x_TH[first : first + room.rows]
+            a[Attention.LENGTH] = half.cache.make_room(half.layer, len(some_TH))
+            self._some(some_TH, positions_T[first : first + room.rows], room)
+            half.cache.advance(half.layer, len(some_TH))
+
+    def of_each(
+        self, x_TH: Floats, positions_T: npt.NDArray[np.int64], caches: Sequence[KvCache],
+        room: Room,
+    ) -> None:  # fmt: skip
+        """As a call, for the next token of each of T sequences: ``caches``, all different.
+
+        Raises:
+            OffloadError: a cache is full or of another shape, and nothing has been stored; or an
+                address is missing.
+        """
+        half, a = self._half, self._a
+        check_floats("x", x_TH, (len(caches), half.plan.hidden), written=True)
+        table_T3 = np.empty((len(caches), 3), np.int64)
+        for row, cache in zip(table_T3, caches, strict=True):
+            half.check_cache(cache)
+            row[:] = *cache.places(half.layer), cache.make_room(half.layer)
+        a[Rows.TOGETHER] = 1
         for first in range(0, len(x_TH), room.rows):
             last = first + room.rows
+            a[Rows.CACHES] = address_of(table_T3[first:])
             self._some(x_TH[first:last], positions_T[first:last], room)
+        for cache in caches:
+            cache.advance(half.layer)
 
     def _some(self, x_TH: Floats, positions_T: npt.NDArray[np.int64], room: Room) -> None:
         half, a, n = self._half, self._a, len(x_TH)
-        plan, cache = half.plan, half.cache
-        length = cache.make_room(half.layer, n)
+        plan = half.plan
         normed = room.floats("normed", n, plan.hidden)
         self._norm(x_TH, normed)
         q = room.floats("q", n, plan.q.rows)
@@ -202,8 +234,7 @@ class PromptAttention(_Rows):
         for matrix, at, out in (
             (plan.q, Common.A, q), (plan.k, Common.B, k), (plan.v, Common.C, v),
         ):  # fmt: skip
-            self._linear(matrix, at, normed, out, self._isa)
-        a[Attention.LENGTH] = length
+            self._linear(matrix, at, normed, out)
         a[Attention.Q_OUT : Attention.V_OUT + 1] = address_of(q), address_of(k), address_of(v)
         a[Attention.COS], a[Attention.SIN], a[Rows.TABLE_STRIDE] = half.rope.rows(positions_T)
         a[Rows.QUERIES] = room.address("queries")
@@ -213,19 +244,18 @@ class PromptAttention(_Rows):
         self._run(self._heads)
         a[Rows.OUTPUT] = address_of(q)  # free again
         a[Rows.SCRATCH] = room.scratch()
-        a[Rows.WORKER_BYTES] = _partial_bytes(plan, cache.capacity)
+        a[Rows.WORKER_BYTES] = _partial_bytes(plan, half.cache.capacity)
         self._run(self._attend)
-        self._linear(plan.o, Common.D, q, normed, self._isa)
+        self._linear(plan.o, Common.D, q, normed)
         self._add(normed, int(a[Common.D + Matrix.BIAS]), x_TH)
-        cache.advance(half.layer, n)
 
 
 class PromptMlp(_Rows):
     """``x += mlp(norm(x))``, or for a plan without norm ``into += mlp(x)``, for many tokens."""
 
-    def __init__(self, mlp: DenseMlp, *, isa: str | None = None) -> None:
-        super().__init__(mlp)
-        self._plan, self._isa = mlp.plan, isa
+    def __init__(self, mlp: DenseMlp, *, alone: bool = False, isa: str | None = None) -> None:
+        super().__init__(mlp, alone=alone, isa=isa)
+        self._plan = mlp.plan
 
     def __call__(self, x_TH: Floats, room: Room, into_TH: Floats | None = None) -> None:
         """``into``: given if and only if the plan has no norm; [T, H]."""
@@ -244,11 +274,11 @@ class PromptMlp(_Rows):
         else:
             inputs, into = x_TH, into_TH
         gate, up = (room.floats(name, n, plan.gate.rows) for name in ("gate", "up"))
-        self._linear(plan.gate, Common.A, inputs, gate, self._isa)
-        self._linear(plan.up, Common.B, inputs, up, self._isa)
+        self._linear(plan.gate, Common.A, inputs, gate)
+        self._linear(plan.up, Common.B, inputs, up)
         self._activate(gate, up)
         a[Rows.SHARE], a[Rows.SHARE_INPUT] = a[Mlp.SHARE], address_of(inputs)
-        self._linear(plan.down, Common.C, gate, results, self._isa)
+        self._linear(plan.down, Common.C, gate, results)
         self._add(results, int(a[Common.C + Matrix.BIAS]), into)
 
     def _activate(self, gate: Floats, up: Floats) -> None:
@@ -266,9 +296,9 @@ class PromptMlp(_Rows):
 class PromptRouter(_Rows):
     """``normed = norm(x)`` and the experts that each token goes to."""
 
-    def __init__(self, router: TokenRouter, *, isa: str | None = None) -> None:
-        super().__init__(router)
-        self._plan, self._isa = router.plan, isa
+    def __init__(self, router: TokenRouter, *, alone: bool = False, isa: str | None = None) -> None:
+        super().__init__(router, alone=alone, isa=isa)
+        self._plan = router.plan
 
     def __call__(
         self, x_TH: Floats, normed_TH: Floats, room: Room
@@ -283,7 +313,7 @@ class PromptRouter(_Rows):
         for first in range(0, tokens, room.rows):
             n = min(room.rows, tokens - first)
             logits = room.floats("logits", n, plan.gate.rows)
-            self._linear(plan.gate, Common.A, normed_TH[first : first + n], logits, self._isa)
+            self._linear(plan.gate, Common.A, normed_TH[first : first + n], logits)
             a[Rows.TOKENS], a[Rows.INPUT] = n, address_of(logits)
             a[Router.IDS], a[Router.WEIGHTS] = address_of(ids[first:]), address_of(weights[first:])
             self._run(_entry("choose"))

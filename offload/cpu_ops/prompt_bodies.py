@@ -1,4 +1,5 @@
-"""What lies between the matrices of a decoder layer, for all tokens of a prompt at once.
+"""What lies between the matrices of a decoder layer, for many tokens at once: of a prompt, or of
+several sequences.
 
     T tokens, H hidden size, G query heads per key head, D head size
 
@@ -73,6 +74,9 @@ class Rows(enum.IntEnum):
     Q_BIAS = 156
     K_BIAS = 157
     V_BIAS = 158
+    CACHES = 159
+    """int64 [T, 3], for tokens of several sequences: where each one's keys and values are, and how
+    many tokens are cached there before it; 0: all are of the cache at ``Attention.KEYS``."""
     NEXT = 160
     NEXT_WORKER = 168
     SIZE = 176
@@ -90,6 +94,28 @@ def _scratch(a: int) -> int:
     worker = fetch_add(a + 8 * Rows.NEXT_WORKER, 1)
     at: int = field(a, Rows.SCRATCH) + worker * field(a, Rows.WORKER_BYTES)
     return at
+
+
+@inline
+def _keys(a: int, t: int) -> int:
+    table: int = field(a, Rows.CACHES)
+    keys: int = field(a, Attention.KEYS) if table == 0 else field(table, 3 * t)
+    return keys
+
+
+@inline
+def _values(a: int, t: int) -> int:
+    table: int = field(a, Rows.CACHES)
+    values: int = field(a, Attention.VALUES) if table == 0 else field(table, 3 * t + 1)
+    return values
+
+
+@inline
+def _cached(a: int, t: int) -> int:
+    """Tokens of its sequence before token ``t``."""
+    table: int = field(a, Rows.CACHES)
+    before: int = field(a, Attention.LENGTH) + t if table == 0 else field(table, 3 * t + 2)
+    return before
 
 
 # The first argument is how keys and values are cached, or only names the sources in the disk
@@ -143,20 +169,20 @@ def heads_rows(kind: Any, a: int) -> None:
                 store_f32(field(a, Rows.QUERIES) + 4 * (to * dim + i), load_f32(at + 4 * i))
         for head in range(key_heads):
             at = prepare(a, k, head, k_norm, cos, sin)
-            to = (head * field(a, Attention.CAPACITY) + field(a, Attention.LENGTH) + t) * row
+            to = (head * field(a, Attention.CAPACITY) + _cached(a, t)) * row
             for i in range(dim // 16):
-                store_kv(kind, field(a, Attention.KEYS) + to, i, load_f32(at + 64 * i))
+                store_kv(kind, _keys(a, t) + to, i, load_f32(at + 64 * i))
                 value = load_f32(v + 4 * head * dim + 64 * i)
-                store_kv(kind, field(a, Attention.VALUES) + to, i, value)
+                store_kv(kind, _values(a, t) + to, i, value)
         t = _next(a)
 
 
 @inline
 def _attend(kind: Any, a: int, head: int, t0: int, count: int, partials: int) -> None:
-    """Tokens ``t0`` .. ``t0 + count`` of one key head to their outputs."""
+    """Tokens ``t0`` .. ``t0 + count``, of one sequence, of one key head to their outputs."""
     dim, group = field(a, Attention.DIM), field(a, Attention.GROUP)
     heads, window = field(a, Attention.KEY_HEADS) * group, field(a, Rows.WINDOW)
-    here, rows = field(a, Attention.LENGTH) + t0, count * group
+    here, rows = _cached(a, t0), count * group
     start, end = max(0, here + 1 - window) if window != 0 else 0, here + count
     first_block, row = start // BLOCK, dim * kv_bytes(kind)
     blocks, partial = (end + BLOCK - 1) // BLOCK - first_block, 4 * (dim + PARTIAL_EXTRA)
@@ -167,7 +193,7 @@ def _attend(kind: Any, a: int, head: int, t0: int, count: int, partials: int) ->
         at = (head * field(a, Attention.CAPACITY) + first) * row
         hidden = here + 1 - window - first if window != 0 else _NOT_HIDDEN
         attend(
-            kind, q, field(a, Attention.KEYS) + at, field(a, Attention.VALUES) + at, rows, dim,
+            kind, q, _keys(a, t0) + at, _values(a, t0) + at, rows, dim,
             last - first, bits_float(field(a, Attention.CAP)), partials + b * rows * partial,
             group, hidden, here + 1 - first,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from offload.scheduler.plan import Plan
 if TYPE_CHECKING:
     from offload.kv.tiers import KvTiers
     from offload.models.fast_check import KernelError
+    from offload.models.lean_run import LeanRun
     from offload.models.prompt_reuse import PromptReuse
 
 
@@ -47,6 +48,8 @@ class OffloadHandle:
     prompts: PromptReuse | None = None
     """Prefixes of prompts on disk, if there is a prompt cache."""
     kernel_error: KernelError | None = None
+    lean: LeanRun | None = None
+    """What runs a packed model's tokens through layers without their modules."""
 
     def new_cache(self) -> Any:
         """An empty KV cache for one sequence, to be given as ``past_key_values``; of a packed model

@@ -24,10 +24,12 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
-from offload.models.lean_program import TokenProgram
 from offload.models.shadow import shadow
 
 logger = logging.getLogger(__name__)
+
+Token = Callable[[torch.Tensor, int | None, LeanCache], torch.Tensor | None]
+"""See ``LeanRun.token``."""
 
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "return_dict"}
@@ -38,10 +40,8 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 class LeanForward:
     """``model.forward`` for one token on a ``LeanCache``; everything else goes to the model."""
 
-    def __init__(
-        self, model: Any, paths: Sequence[str], program: TokenProgram | None = None
-    ) -> None:
-        """``paths``: of the decoder layers, in order; ``program``: all of them at once.
+    def __init__(self, model: Any, paths: Sequence[str], token: Token) -> None:
+        """``paths``: of the decoder layers, in order; ``token``: all of them at once, or None.
 
         Raises:
             OffloadError: the model has no list of layers, embedding, norm or head where every
@@ -58,7 +58,7 @@ class LeanForward:
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if self._embedding is None or self._head is None:
             raise OffloadError("it has no embedding or no head")
-        self._program = program
+        self._token = token
         self._inner: Callable[..., Any] = model.forward
         self._output: Any = None
 
@@ -69,7 +69,7 @@ class LeanForward:
         ids = torch.ones((1, 1), dtype=torch.int64)
         with torch.no_grad(), _layers_replaced(model, self._parent, stand_ins):
             stock = self._inner(input_ids=ids, past_key_values=cache, use_cache=True)
-            logits = self._logits(ids, cache, None, stand_ins)
+            logits = self._logits(self._embedding(ids), cache, None, stand_ins)
         if not torch.equal(stock.logits, logits):
             raise OffloadError(
                 f"it does more around its layers than embedding, norm and head: logits differ by "
@@ -98,13 +98,12 @@ class LeanForward:
         if positions is not None and int(positions) == cache.get_seq_length():
             positions = None  # what every layer takes by itself
         with torch.no_grad():
-            program = self._program
-            if program is not None and program.fits():
-                position = None if positions is None else int(positions)
-                hidden = program(self._embedding(ids), position, cache.store)
-                logits = self._head(self._norm(hidden))
+            embedded = self._embedding(ids)
+            hidden = self._token(embedded, None if positions is None else int(positions), cache)
+            if hidden is None:
+                logits = self._logits(embedded, cache, positions, self._layers)
             else:
-                logits = self._logits(ids, cache, positions, self._layers)
+                logits = self._head(self._norm(hidden))
         return self._output(logits=logits, past_key_values=cache)
 
     def _is_plain(self, ids: Any, kwargs: dict[str, Any]) -> bool:
@@ -126,9 +125,8 @@ class LeanForward:
         return not (base._forward_hooks or base._forward_pre_hooks or torch.is_grad_enabled())
 
     def _logits(
-        self, ids: torch.Tensor, cache: LeanCache, positions: Any, layers: Sequence[nn.Module]
+        self, hidden: torch.Tensor, cache: LeanCache, positions: Any, layers: Sequence[nn.Module]
     ) -> torch.Tensor:
-        hidden = self._embedding(ids)
         for layer in layers:
             hidden = layer(hidden, past_key_values=cache, position_ids=positions)
         logits: torch.Tensor = self._head(self._norm(hidden))
@@ -140,11 +138,11 @@ def take_over(
     paths: Sequence[str],
     make_cache: Callable[[], LeanCache],
     attachment: Attachment,
-    program: TokenProgram | None = None,
+    token: Token,
 ) -> None:
     """Put a ``LeanForward`` in place, or log why not."""
     try:
-        LeanForward(model, paths, program).attach(make_cache(), attachment)
+        LeanForward(model, paths, token).attach(make_cache(), attachment)
     except (OffloadError, RuntimeError, AttributeError, TypeError, ValueError) as why:
         logger.info("single tokens go through the model's own forward: %s", why)
 

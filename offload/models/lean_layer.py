@@ -7,6 +7,7 @@ the plan and places addresses itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -71,14 +72,19 @@ class PackedLayer:
         self._plan = plan
         self._at = cache, index
 
-    def prompt(self, x_TH: Array, rows: int) -> Array:
+    def prompt(self, x_TH: Array, rows: int, caches: Sequence[KvCache] | None = None) -> Array:
         """As many calls, ``rows`` tokens at a time: the outputs in place of the inputs ``x``,
-        float32 [tokens, hidden]."""
+        float32 [tokens, hidden]. ``caches``: of each token; None: one behind the other, of the
+        layer's own."""
         cache, index = self._at
-        length = cache.length(index)
-        positions = np.arange(length, length + len(x_TH))
         room = Room([self._plan], rows, cache.capacity)
-        PromptAttention(self.attention, isa=self._isa)(x_TH, positions, room)
+        attention = PromptAttention(self.attention, isa=self._isa)
+        if caches is None:
+            length = cache.length(index)
+            attention(x_TH, np.arange(length, length + len(x_TH)), room)
+        else:
+            positions = np.array([each.length(index) for each in caches], np.int64)
+            attention.of_each(x_TH, positions, caches, room)
         if self.mlp is not None:
             PromptMlp(self.mlp, isa=self._isa)(x_TH, room)
             return x_TH

@@ -100,8 +100,17 @@ class TokenProgram:
         ]
 
     def fits(self) -> bool:
-        """Whether a token may go this way: nobody listens to the layers or has replaced one, and
-        no other sequence may run while experts are waited for."""
+        """Whether a token that is ``unwatched`` may go this way: no other sequence may run while
+        experts are waited for."""
+        return not any(layer.experts.session.shared for layer in self._fetched)
+
+    def pause(self) -> None:
+        """What callers have asked for before each layer; may raise."""
+        for pause in tuple(self._modules[0][0]._forward_pre_hooks.values()):
+            pause()
+
+    def unwatched(self) -> bool:
+        """Whether nobody listens to the layers or has replaced one."""
         if torch_modules._has_any_global_hook():
             return False
         for module, forward in self._modules:
@@ -111,7 +120,7 @@ class TokenProgram:
                 return False
             if module.__dict__.get("forward") is not forward:
                 return False
-        return not any(layer.experts.session.shared for layer in self._fetched)
+        return True
 
     def _calm(self) -> bool:
         """Whether experts are there as a rule: none was missing for a whole token."""
@@ -135,15 +144,13 @@ class TokenProgram:
 
         ``position``: for the rotation; None: as many as are cached.
         """
-        pauses = tuple(self._modules[0][0]._forward_pre_hooks.values())
         for attention in self._attention:
             attention.read(store)
             attention.begin(position)
         self._x[:] = hidden.detach().float().reshape(-1).numpy()
         at, ahead, last = 0, 0, len(self._program.steps)
         while at < last:
-            for pause in pauses:
-                pause()
+            self.pause()
             if ahead == len(self._fetched):
                 at = self._program.run(at)
             elif self._calm():

@@ -10,8 +10,7 @@ and beams run the layer as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,24 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cpu_ops import threads
 from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter, scratch_need
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import FORMATS, Format, get_format
-from offload.cpu_ops.kernels import address_of
+from offload.cpu_ops.kernels import Floats, address_of
 from offload.cpu_ops.kv_cache import KvCache
 from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.packing import pack_rows
 from offload.cpu_ops.program import program_kernels
-from offload.cpu_ops.prompt import (
-    CHUNK,
-    PromptAttention,
-    PromptMlp,
-    PromptRouter,
-    Room,
-    fits,
-    room_bytes,
-)
+from offload.cpu_ops.prompt import CHUNK, fits, room_bytes
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
@@ -45,6 +35,7 @@ from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import rope_of
+from offload.models.lean_many import Join, ManyTokens, Positions, Rooms, Row, RowLayers
 from offload.models.lean_program import TokenProgram
 from offload.models.lean_verify import twin_kernels, verify
 from offload.models.pack_reader import PackedModel
@@ -179,7 +170,7 @@ class LeanRun:
         self._most = caches
         self._caches: list[LeanCache] = []
         scratch = Scratch.of(lean.plans, capacity)
-        rooms = _Rooms(lean.plans, capacity) if lean.runs_prompts else None
+        rooms = Rooms(lean.plans, capacity) if lean.runs_prompts else None
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
         steps: list[tuple[Any, _Step]] = []
@@ -190,13 +181,19 @@ class LeanRun:
             rope = ropes[found.layer_type]
             step = _Step(layer, found, rope, self._store, i, scratch, rooms)
             before = layer.__dict__.get("forward")
-            layer.__dict__["forward"] = partial(_forward, step, layer.forward)
+            row_layers = RowLayers(path, [step], i)
+            layer.__dict__["forward"] = partial(self._layer, step, row_layers, layer.forward)
             attachment.on_detach(partial(_restore, layer, "forward", before))
             steps.append((layer, step))
+        self.join: Join | None = None
+        """Asked for every single token, while several sequences run in turns."""
+        self.joins = rooms is not None
+        """Whether it may be."""
         self.program: TokenProgram | None = None
         """All layers at once; None: some layers' weights come and go."""
         if all(step.stays for _, step in steps):
             self.program = TokenProgram(steps, first.hidden)
+        self._all_layers = RowLayers("all layers", [step for _, step in steps], 0)
         before = model.__dict__.get("generate")
         model.__dict__["generate"] = partial(self._generate, model.generate)
         attachment.on_detach(partial(_restore, model, "generate", before))
@@ -219,6 +216,44 @@ class LeanRun:
             self._caches.remove(cache)
             cache.live = False
             self._free.append(cache.store)
+
+    def token(
+        self, hidden: torch.Tensor, position: int | None, cache: LeanCache
+    ) -> torch.Tensor | None:
+        """The last layer's output for one token's ``hidden`` [1, 1, H], all layers at once; None:
+        it is to go layer by layer."""
+        program = self.program
+        if program is None or not program.unwatched():
+            return None
+        if self.join is not None:
+            program.pause()
+            joined = self.join(self._all_layers, Row(hidden, position, cache.store))
+            if joined is not None:
+                return joined
+        return program(hidden, position, cache.store) if program.fits() else None
+
+    def _layer(
+        self, step: _Step, row_layers: RowLayers, inner: Callable[..., Any],
+        hidden_states: torch.Tensor, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """A layer's forward; ``inner``: its own."""
+        cache, hidden = kwargs.get("past_key_values"), hidden_states
+        if not isinstance(cache, LeanCache) or hidden.shape[0] != 1 or hidden.dim() != 3:
+            return inner(hidden_states, *args, **kwargs)
+        positions = kwargs.get("position_ids")
+        if hidden.shape[1] == 1:
+            cache.check_live()
+            position = None if positions is None else int(positions.reshape(-1)[0])
+            if self.join is not None:
+                joined = self.join(row_layers, Row(hidden, position, cache.store))
+                if joined is not None:
+                    return joined
+            return step(hidden, position, cache.store)
+        if step.rooms is not None:
+            if not args and not torch.is_grad_enabled() and step.sees_all(cache, hidden, kwargs):
+                return step.prompt(hidden, positions, cache.store)
+            step.rooms.forget()  # the layer's own code takes as much
+        return inner(hidden_states, *args, **kwargs)
 
     def _generate(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if "past_key_values" not in kwargs and self._fits(args, kwargs):
@@ -248,36 +283,12 @@ class LeanRun:
         return single and plain and total <= self._store.capacity
 
 
-class _Rooms:
-    """Buffers for prompts, kept from layer to layer; one set, however many sequences there are."""
-
-    def __init__(self, plans: Sequence[LayerPlan], capacity: int) -> None:
-        self._plans, self._capacity = plans, capacity
-        self._free: Room | None = None
-
-    @contextmanager
-    def lent(self, tokens: int) -> Iterator[Room]:
-        """For ``tokens`` or fewer at a time."""
-        room, self._free = self._free, None
-        rows = min(tokens, CHUNK)
-        if room is None or room.rows < rows or room.workers < threads.count():
-            room = Room(self._plans, rows, self._capacity)
-        try:
-            yield room
-        finally:
-            self._free = room
-
-    def forget(self) -> None:
-        """Its memory is somebody else's."""
-        self._free = None
-
-
 class _Step:
     """One layer for one token, or for a prompt."""
 
     def __init__(
         self, layer: Any, lean: Lean, rope: Rope, store: KvCache, index: int, scratch: Scratch,
-        rooms: _Rooms | None,
+        rooms: Rooms | None,
     ) -> None:  # fmt: skip
         """``rooms``: None: prompts run as they are."""
         plan, parts = lean.plan, lean.parts
@@ -298,11 +309,8 @@ class _Step:
             self.shared = DenseMlp(plan.shared, scratch)
             self._place(self.shared, layer, parts.shared)
         self.rooms = rooms
-        if rooms is not None:
-            self._attend = PromptAttention(self.attention)
-            self._feed = None if self.mlp is None else PromptMlp(self.mlp)
-            self._route = None if self.router is None else PromptRouter(self.router)
-            self._share = None if self.shared is None else PromptMlp(self.shared)
+        self._prompts = None if rooms is None else ManyTokens(self, rooms)
+        self._rows = None if rooms is None else ManyTokens(self, rooms, alone=True)
 
     def _place(self, region: Any, layer: Any, parts: dict[str, str]) -> None:
         for slot, name in parts.items():
@@ -336,7 +344,7 @@ class _Step:
 
         ``positions``: for the rotation, [..., T]; None: those behind what is cached.
         """
-        assert self.rooms is not None
+        assert self._prompts is not None
         self._ready(store)
         out = torch.empty(hidden.shape).copy_(hidden.detach())
         x_TH = out[0].numpy()
@@ -345,21 +353,15 @@ class _Step:
             positions_T = np.arange(first, first + len(x_TH))
         else:
             positions_T = positions.reshape(-1).numpy()
-        with self.rooms.lent(len(x_TH)) as room:
-            self._attend(x_TH, positions_T, room)
-            if self._feed is not None:
-                self._feed(x_TH, room)
-            if self._route is not None:
-                normed_TH = np.empty_like(x_TH)
-                ids_Tk, weights_Tk = self._route(x_TH, normed_TH, room)
-        if self.experts is not None:
-            # While they are waited for another sequence may come, and use the buffers.
-            sum_TH = self.experts.for_prompt(ids_Tk, weights_Tk, normed_TH)
-            if self._share is not None:
-                with self.rooms.lent(len(x_TH)) as room:
-                    self._share(normed_TH, room, sum_TH)
-            out += torch.from_numpy(sum_TH)
+        self._prompts.prompt(x_TH, positions_T)
         return out.to(hidden.dtype)
+
+    def of_each(self, x_TH: Floats, positions_T: Positions, caches: Sequence[KvCache]) -> None:
+        """``x`` becomes the layer's output for the next tokens of T sequences; their keys and
+        values are added to their caches."""
+        assert self._rows is not None
+        self._place_moving()
+        self._rows.of_each(x_TH, positions_T, caches)
 
     def sees_all(self, cache: LeanCache, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a call hides from each token nothing but what comes later, and what is out of
@@ -375,6 +377,9 @@ class _Step:
 
     def _ready(self, store: KvCache) -> None:
         self.attention.read(store)
+        self._place_moving()
+
+    def _place_moving(self) -> None:
         for region, slot, module in self._moving:
             region.place(**{slot: module.packed.data_ptr()})
 
@@ -394,24 +399,6 @@ class _Step:
                 self.shared(normed, out)
             x += out
         return torch.from_numpy(x).view(hidden.shape).to(hidden.dtype)
-
-
-def _forward(
-    step: _Step, inner: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, LeanCache) or hidden_states.shape[0] != 1 or hidden_states.dim() != 3:
-        return inner(hidden_states, *args, **kwargs)
-    positions = kwargs.get("position_ids")
-    if hidden_states.shape[1] == 1:
-        cache.check_live()
-        position = None if positions is None else int(positions.reshape(-1)[0])
-        return step(hidden_states, position, cache.store)
-    if step.rooms is not None:
-        if not args and not torch.is_grad_enabled() and step.sees_all(cache, hidden_states, kwargs):
-            return step.prompt(hidden_states, positions, cache.store)
-        step.rooms.forget()  # the layer's own code takes as much
-    return inner(hidden_states, *args, **kwargs)
 
 
 def is_causal(mask: Any, tokens: int, cached: int, window: int) -> bool:

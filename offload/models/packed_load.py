@@ -223,7 +223,9 @@ def plan_packed(
                 model, pack, chosen, options, footprint,
                 cache=cache * options.sequences, prompt=read, ram=ram, kept=kept, overhead=overhead,
                 lean_bytes=decoder.scratch_bytes(max(options.context, prompt)),
-                prompt_bytes=decoder.prompt_bytes(read, max(options.context, prompt)),
+                prompt_bytes=decoder.prompt_bytes(
+                    max(read, options.sequences), max(options.context, prompt)
+                ),
                 kv=kv_plan.beside(kv, options),
             )
         }  # fmt: skip

@@ -55,7 +55,8 @@ def reserves(
 
     Args:
         lean_bytes: of kernels that compute whole layers.
-        prompt_bytes: of a prompt's pass through them, in place of the model's own activations.
+        prompt_bytes: of a prompt's pass through them, in place of the model's own activations, or
+            of a token of each sequence.
     """
     n_layers = max(1, len(chosen.units))
     largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=0)
@@ -66,7 +67,7 @@ def reserves(
     return {
         **cache_reserves(cache, n_layers, kv),
         "activations": max(activation_bytes(footprint, kv, options, prompt), prompt_bytes),
-        SCRATCH: _scratch(pack, rows) + lean_bytes,
+        SCRATCH: _scratch(pack, max(rows, options.sequences)) + lean_bytes,
         "logits": 4 * 4 * options.batch * options.sequences * vocabulary,
         "I/O staging": chunks * chunk,
         "embedding rows": max(rows, options.parked_rows(prompt)) * width * 8 + ROWS_BYTES,

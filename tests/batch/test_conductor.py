@@ -14,7 +14,7 @@ import torch
 from batch_support import CASES, Case, all_alone, opened
 
 from offload.batch.conductor import Cancelled, Conductor
-from offload.batch.joined import Joins
+from offload.batch.joined import LinearProduct
 from offload.batch.order import Order
 from offload.batch.sequence import Sequence
 from offload.cpu_ops import row_products
@@ -242,7 +242,7 @@ def test_who_joins_in_the_middle_of_a_pass_learns_no_other_order(
 ) -> None:
     """A layer that runs twice in a pass: the second time is the second stop, also of a sequence
     that was alone the first time."""
-    monkeypatch.setattr(Joins, "joins", lambda _, module, x: x.shape[-1] == x.numel())
+    monkeypatch.setattr(LinearProduct, "takes", lambda _, x: x.shape[-1] == x.numel())
     with opened(checkpoint("qwen3"), "2MiB") as model:
         twice = model.twice = torch.nn.Linear(128, 128, dtype=torch.bfloat16)
         runs: list[int] = []

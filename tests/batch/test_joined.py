@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.batch.joined import Joins
+from offload.batch.joined import Joins, LinearProduct
 from offload.cpu_ops import row_products
 
 
@@ -42,15 +42,21 @@ def _known_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_what_torch_would_not_multiply_as_it_lies_is_not_joined() -> None:
     weight = torch.ones(64, 64, dtype=torch.bfloat16)
     plain, turned = layer(weight), layer(weight.clone().T)
-    joins = Joins(nn.Sequential(plain, turned), lambda *_: None)
+    blocks: dict[tuple[Any, ...], int | None] = {}
+    upright, other = LinearProduct("a", plain, blocks), LinearProduct("b", turned, blocks)
     row = torch.ones(1, 64, dtype=torch.bfloat16)
-    assert joins.joins(plain, row)
-    assert not joins.joins(turned, row), "of the same shape, and read along the other side"
-    assert not joins.joins(plain, row.float())
-    assert not joins.joins(plain, row.repeat(2, 1)), "a prompt"
+    assert upright.takes(row)
+    assert not other.takes(row), "of the same shape, and read along the other side"
+    assert not upright.takes(row.float())
+    assert not upright.takes(row.repeat(2, 1)), "a prompt"
     with torch.autocast("cpu", torch.bfloat16):
-        assert not joins.joins(plain, row)
-    joins.close()
+        assert not upright.takes(row)
+
+
+def test_logits_of_all_are_computed_together() -> None:
+    wide = layer(torch.ones(100_000, 4))
+    assert LinearProduct("up", wide, {}).at_once(16) == 2
+    assert LinearProduct("head", wide, {}, is_head=True).at_once(16) == 16
 
 
 def test_a_layer_takes_its_input_by_name_as_ever() -> None:
@@ -63,9 +69,8 @@ def test_a_layer_takes_its_input_by_name_as_ever() -> None:
 
 
 def test_rows_begin_where_tensors_of_their_own_would() -> None:
-    joins = Joins(nn.Sequential(), lambda *_: None)
     rows = [torch.full((1, 1, 4), float(i)) for i in range(5)]
-    found = joins.multiply(PackedLinear(), rows)
+    found = LinearProduct("up", PackedLinear(), {}).multiply(rows)
     for i, one in enumerate(found):
         assert torch.equal(one, torch.full((1, 1, 8), float(i)))
         assert one.data_ptr() % 64 == 0
@@ -73,8 +78,8 @@ def test_rows_begin_where_tensors_of_their_own_would() -> None:
 
 def test_what_a_card_computes_is_not_joined() -> None:
     """Its weights are where the CPU's kernels cannot read."""
-    joins, packed = Joins(nn.Sequential(), lambda *_: None), PackedLinear()
-    row = torch.ones(1, 1, 4)
-    assert joins.joins(packed, row)
+    packed = PackedLinear()
+    product, row = LinearProduct("up", packed, {}), torch.ones(1, 1, 4)
+    assert product.takes(row)
     packed.product = lambda *_: None
-    assert not joins.joins(packed, row)
+    assert not product.takes(row)

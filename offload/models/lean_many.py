@@ -1,0 +1,155 @@
+"""Many tokens through decoder layers at once: a prompt's, or the next ones of several sequences.
+
+    T tokens, H hidden size
+
+Several sequences that decode bring one token each to every layer. One after the other, each reads
+all weights from memory again; together, weights are read once and multiplied with all rows, and
+experts once with all rows that are routed there. Every row has a cache of its own, and gets the
+bits that it gets alone (``cpu_ops.prompt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.cpu_ops import threads
+from offload.cpu_ops.kernels import Floats
+from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.layer_plan import LayerPlan
+from offload.cpu_ops.prompt import CHUNK, PromptAttention, PromptMlp, PromptRouter, Room
+from offload.models.lean_program import LayerParts
+
+Positions = npt.NDArray[np.int64]
+
+
+class Rooms:
+    """Buffers for many tokens, kept from layer to layer; one set, however many sequences there
+    are."""
+
+    def __init__(self, plans: Sequence[LayerPlan], capacity: int) -> None:
+        """``capacity``: of caches, in tokens."""
+        self._plans, self._capacity = plans, capacity
+        self._free: Room | None = None
+
+    @contextmanager
+    def lent(self, tokens: int) -> Iterator[Room]:
+        """For ``tokens`` or fewer at a time."""
+        room, self._free = self._free, None
+        rows = min(tokens, CHUNK)
+        if room is None or room.rows < rows or room.workers < threads.count():
+            room = Room(self._plans, rows, self._capacity)
+        try:
+            yield room
+        finally:
+            self._free = room
+
+    def forget(self) -> None:
+        """Its memory is somebody else's."""
+        self._free = None
+
+
+class ManyTokens:
+    """One layer. Its parts know where weights and the prompt's cache are."""
+
+    def __init__(self, parts: LayerParts, rooms: Rooms, *, alone: bool = False) -> None:
+        """``alone``: see ``cpu_ops.prompt``."""
+        self._rooms, self._experts = rooms, parts.experts
+        self._attention = PromptAttention(parts.attention, alone=alone)
+        mlp, router, shared = parts.mlp, parts.router, parts.shared
+        self._mlp = None if mlp is None else PromptMlp(mlp, alone=alone)
+        self._router = None if router is None else PromptRouter(router, alone=alone)
+        self._shared = None if shared is None else PromptMlp(shared, alone=alone)
+
+    def prompt(self, x_TH: Floats, positions_T: Positions) -> None:
+        """``x`` becomes the layer's output for tokens that follow each other in the cache that the
+        layer reads, and stores keys and values in."""
+        self._run(x_TH, lambda room: self._attention(x_TH, positions_T, room))
+
+    def of_each(self, x_TH: Floats, positions_T: Positions, caches: Sequence[KvCache]) -> None:
+        """``x`` becomes the layer's output for one token of each of T caches."""
+        self._run(x_TH, lambda room: self._attention.of_each(x_TH, positions_T, caches, room))
+
+    def _run(self, x_TH: Floats, attend: Callable[[Room], None]) -> None:
+        with self._rooms.lent(len(x_TH)) as room:
+            attend(room)
+            if self._mlp is not None:
+                self._mlp(x_TH, room)
+            if self._router is not None:
+                normed_TH = np.empty_like(x_TH)
+                ids_Tk, weights_Tk = self._router(x_TH, normed_TH, room)
+        if self._experts is not None:
+            # While they are waited for another sequence may come, and use the buffers.
+            sum_TH = self._experts.for_prompt(ids_Tk, weights_Tk, normed_TH)
+            if self._shared is not None:
+                with self._rooms.lent(len(x_TH)) as room:
+                    self._shared(normed_TH, room, sum_TH)
+            x_TH += sum_TH
+
+
+class Row(NamedTuple):
+    """The next token of a sequence."""
+
+    hidden: torch.Tensor
+    """[..., H], one row."""
+    position: int | None
+    """For the rotation; None: as many as are cached."""
+    cache: KvCache
+
+
+class RowLayer(Protocol):
+    """A layer that takes rows of several sequences; see ``ManyTokens.of_each``."""
+
+    def of_each(self, x_TH: Floats, positions_T: Positions, caches: Sequence[KvCache]) -> None: ...
+
+
+class RowLayers:
+    """Layers, one behind the other, for the next tokens of several sequences."""
+
+    def __init__(self, name: str, layers: Sequence[RowLayer], first: int) -> None:
+        """``name``: of the place where sequences wait for each other; ``first``: the first layer's
+        number in the caches."""
+        self.name = name
+        self._layers, self._first = layers, first
+
+    def takes(self, row: Row) -> bool:
+        """Whether a row may wait for others; raises OffloadError for itself: its cache is full."""
+        row.cache.make_room(self._first)
+        return True
+
+    def at_once(self, sequences: int) -> int:
+        """Rows in one go."""
+        return sequences
+
+    def multiply(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Each row's output, of its own shape and dtype."""
+        x_TH = np.stack([row.hidden.detach().float().reshape(-1).numpy() for row in rows])
+        caches = [row.cache for row in rows]
+        positions_T = np.array(
+            [
+                row.cache.length(self._first) if row.position is None else row.position
+                for row in rows
+            ],
+            np.int64,
+        )
+        for layer in self._layers:
+            layer.of_each(x_TH, positions_T, caches)
+        return [
+            torch.from_numpy(x_H.copy()).view(row.hidden.shape).to(row.hidden.dtype)
+            for x_H, row in zip(x_TH, rows, strict=True)
+        ]
+
+
+class Join(Protocol):
+    """Asked for every row while several sequences run: its product, with those of others; None: it
+    is alone, and does as ever."""
+
+    def __call__(self, layers: RowLayers, row: Row) -> torch.Tensor | None: ...
+
+
+__all__ = ["Join", "ManyTokens", "Rooms", "Row", "RowLayer", "RowLayers"]
