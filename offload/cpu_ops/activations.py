@@ -3,7 +3,9 @@
 A *record* is what one block of weights is multiplied with, in one piece:
 
 * ``q8_32``: 32 int8, float32 scale, int32 sum of the integers;
-* ``q8_256``: 256 int8, float32 scale, 16 int32 sums per 16, 8 int32 sums per 32 integers.
+* ``q8_256``: 256 int8, float32 scale, 16 int16 sums per 16, 8 int16 sums per 32 integers. Sums lie
+  in the order 0, 2, 1, 3, 4, 6, 5, 7 ...: a pair of words meets what even, or odd, bytes of a
+  register of scales become.
 
 The scale is the largest magnitude / 127, the integers are rounded to nearest, as llama.cpp's
 ``q8_0`` and ``q8_K`` do. The scale of ``q8_32`` is then rounded to the 11 bits of a float16, as
@@ -30,12 +32,12 @@ from offload.cpu_ops.vectors import (
     imax,
     int_splat,
     load_f32,
-    load_int32,
     max_lanes,
     nearest,
     splat,
     store_float,
     store_i8,
+    store_int16,
     store_int32,
     sum_lanes,
     to_int,
@@ -43,10 +45,12 @@ from offload.cpu_ops.vectors import (
 
 SCALE, SUM = 32, 36
 """Offsets in a record of ``q8_32``."""
-K_SCALE, K_SUMS16, K_SUMS32 = 256, 264, 328
+K_SCALE, K_SUMS16, K_SUMS32 = 256, 260, 292
 """Offsets in a record of ``q8_256``."""
 
-_RECORD = {Activation.Q8_32: 40, Activation.Q8_256: 360}
+_K_RECORD = 320
+"""A cache line's multiple."""
+_RECORD = {Activation.Q8_32: 40, Activation.Q8_256: _K_RECORD}
 _INFINITY = 0x7F800000
 _SMALLEST = 4e-37
 """Below it 127 / x is infinite in float32; a block that small counts as zero."""
@@ -120,19 +124,26 @@ def quantize_32(x: int, out: int) -> None:
 
 
 @inline
+def _place(i: int) -> int:
+    """Bytes before the sum of sub-block i: those of 1 and 2 of each four are exchanged."""
+    return 2 * (i // 4 * 4 + i % 2 * 2 + i // 2 % 2)
+
+
+@inline
 def quantize_256(x: int, out: int) -> None:
     bits = _largest(x, 256)
     scale, inverse = _scales(bits)
-    for i in range(16):
-        if bits >= _INFINITY:
-            store_i8(out + 16 * i, int_splat(0))
-            store_int32(out + K_SUMS16 + 4 * i, 0)
-        else:
-            q = _integers(x + 64 * i, inverse, out + 16 * i)
-            store_int32(out + K_SUMS16 + 4 * i, sum_lanes(q))
     for i in range(8):
-        pair = load_int32(out + K_SUMS16 + 8 * i) + load_int32(out + K_SUMS16 + 8 * i + 4)
-        store_int32(out + K_SUMS32 + 4 * i, pair)
+        first, second = 0, 0
+        if bits >= _INFINITY:
+            store_i8(out + 32 * i, int_splat(0))
+            store_i8(out + 32 * i + 16, int_splat(0))
+        else:
+            first = sum_lanes(_integers(x + 128 * i, inverse, out + 32 * i))
+            second = sum_lanes(_integers(x + 128 * i + 64, inverse, out + 32 * i + 16))
+        store_int16(out + K_SUMS16 + _place(2 * i), first)
+        store_int16(out + K_SUMS16 + _place(2 * i + 1), second)
+        store_int16(out + K_SUMS32 + _place(i), first + second)
     store_float(out + K_SCALE, scale)
 
 
@@ -152,7 +163,7 @@ def _per_32(fmt: Any, x: int, first: int, last: int, out: int) -> None:
 
 def _per_256(fmt: Any, x: int, first: int, last: int, out: int) -> None:
     for i in range(first, last):
-        quantize_256(x + 1024 * i, out + 360 * i)
+        quantize_256(x + 1024 * i, out + _K_RECORD * i)
 
 
 _QUANTIZERS = {

@@ -14,27 +14,19 @@ from typing import Any
 
 from numba import float32
 
-from offload.cpu_ops.activations import (
-    K_SCALE,
-    K_SUMS16,
-    K_SUMS32,
-    SCALE,
-    SUM,
-    record_bytes,
-)
+from offload.cpu_ops.activations import SCALE, SUM, record_bytes
 from offload.cpu_ops.byte_vectors import dot4, dot4_wide, look_up, wide_start
 from offload.cpu_ops.codecs import IQ4_NL_VALUES, MXFP4_VALUES
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS
+from offload.cpu_ops.k_blocks_dot import k_block, k_block_four, q6_k, q6_k_four
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     as_float,
     both,
     either,
-    fence,
     fma,
     fmul,
     iadd,
-    imul,
     int_splat,
     left,
     load_f32,
@@ -44,7 +36,6 @@ from offload.cpu_ops.vectors import (
     load_u8,
     load_u16,
     right,
-    right_signed,
     splat,
     splat_f32,
     splat_i32,
@@ -183,147 +174,16 @@ def mxfp4(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     return _add(isa, d, iadd(low, high), x, acc)
 
 
-# ---- 256 columns, activations per 256
-
-
-@inline
-def _byte(v: Any, i: int) -> Any:
-    return both(right(v, 8 * i), 255)
-
-
-@inline
-def _k_low(w: int) -> Any:
-    """Scales (or, one register on, minima) of sub-blocks 0..3, a byte each."""
-    return both(load_i32(w), 0x3F3F3F3F)
-
-
-@inline
-def _k_high(w: int, rest: Any) -> Any:
-    """Of sub-blocks 4..7: four bits in ``rest``, two above those of 0..3."""
-    return either(both(rest, NIBBLES), both(right(load_i32(w), 2), 0x30303030))
-
-
-@inline
-def _k_minima(total: Any, minima: Any, x: int) -> Any:
-    for i in range(4):
-        total = iadd(total, imul(_byte(minima, i), splat_i32(x + K_SUMS32 + 4 * i)))
-    return total
-
-
-@inline
-def _k_add(isa: Any, w: int, x: int, scaled: Any, acc: Any) -> Any:
-    """acc + s * (d * scaled - dmin * sum of minima * sums of x)"""
-    minima = _k_minima(int_splat(0), _k_low(w + 128), x)
-    rest = right(load_i32(w + 192), 4)
-    minima = _k_minima(minima, _k_high(w + 128, rest), x + 16)
-    s = splat_f32(x + K_SCALE)
-    acc = fma(to_float(scaled), fmul(_half(isa, w), s), acc)
-    minus = fmul(splat(float32(-1.0)), to_float(minima))
-    return fma(minus, fmul(_half(isa, w + 32), s), acc)
-
-
-@inline
-def _q4_k_pair(isa: Any, total: Any, scales: Any, c: int, w: int, x: int) -> Any:
-    """Two sub-blocks: eight registers of nibbles at ``w``, scales in bytes 2c and 2c + 1.
-
-    ``c`` is a constant where this is called, here and below: shifts by constants are one
-    instruction, and LLVM does not unroll a loop around so much.
-    """
-    fence()
-    low, high = int_splat(0), int_splat(0)
-    for j in range(8):
-        v = load_i32(w + 64 * j)
-        low = dot4(isa, low, both(v, NIBBLES), splat_i32(x + 4 * j))
-        high = dot4(isa, high, both(right(v, 4), NIBBLES), splat_i32(x + 4 * j + 32))
-    total = iadd(total, imul(low, _byte(scales, 2 * c)))
-    return iadd(total, imul(high, _byte(scales, 2 * c + 1)))
-
-
-def q4_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
-    total = _q4_k_pair(isa, int_splat(0), scales, 0, w + 256, x)
-    total = _q4_k_pair(isa, total, scales, 1, w + 768, x + 64)
-    total = _q4_k_pair(isa, total, more, 0, w + 1280, x + 128)
-    total = _q4_k_pair(isa, total, more, 1, w + 1792, x + 192)
-    return _k_add(isa, w, x, total, acc)
-
-
-@inline
-def _q5_k_pair(
-    isa: Any, total: Any, scales: Any, c: int, w: int, fifths: int, bit: int, x: int
-) -> Any:
-    """As ``_q4_k_pair``; bits ``bit`` and ``bit + 1`` of the bytes at ``fifths`` belong to it."""
-    fence()
-    low, high = int_splat(0), int_splat(0)
-    for j in range(8):
-        v, bits = load_i32(w + 64 * j), load_i32(fifths + 64 * j)
-        even = either(both(v, NIBBLES), _fifth(bits, bit))
-        odd = either(both(right(v, 4), NIBBLES), _fifth(bits, bit + 1))
-        low = dot4(isa, low, even, splat_i32(x + 4 * j))
-        high = dot4(isa, high, odd, splat_i32(x + 4 * j + 32))
-    total = iadd(total, imul(low, _byte(scales, 2 * c)))
-    return iadd(total, imul(high, _byte(scales, 2 * c + 1)))
-
-
-def q5_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    scales, more = _k_low(w + 64), _k_high(w + 64, load_i32(w + 192))
-    fifths = w + 256
-    total = _q5_k_pair(isa, int_splat(0), scales, 0, w + 768, fifths, 0, x)
-    total = _q5_k_pair(isa, total, scales, 1, w + 1280, fifths, 2, x + 64)
-    total = _q5_k_pair(isa, total, more, 0, w + 1792, fifths, 4, x + 128)
-    total = _q5_k_pair(isa, total, more, 1, w + 2304, fifths, 6, x + 192)
-    return _k_add(isa, w, x, total, acc)
-
-
-@inline
-def _signed_byte(v: Any, i: int) -> Any:
-    return right_signed(left(v, 24 - 8 * i), 24)
-
-
-@inline
-def _q6_k_pair(isa: Any, total: Any, part: int, scales: int, high: int, x: int, sums: int) -> Any:
-    """Two sub-blocks of 16 of a half's 128 columns: quarter ``part >> 1`` and the one two further,
-    in each the half ``part & 1``; ``part``, 0..3, is a constant.
-
-    ``scales``: two registers of signed bytes; ``high``: eight registers of upper bits, then
-    sixteen of nibbles, a quarter's in the low halves, of the one two further in the high ones.
-    """
-    fence()
-    quarter, h = part >> 1, part & 1
-    first, second = 2 * quarter + h, 2 * quarter + h + 4
-    low_dot = int_splat(-32 * load_int32(sums + 4 * first))
-    high_dot = int_splat(-32 * load_int32(sums + 4 * second))
-    for j in range(4):
-        v, up = load_i32(high + 512 + 64 * (4 * part + j)), load_i32(high + 64 * (4 * h + j))
-        low_up = left(both(right(up, 2 * quarter), 0x03030303), 4)
-        high_up = left(both(right(up, 2 * quarter + 4), 0x03030303), 4)
-        even, odd = either(both(v, NIBBLES), low_up), either(both(right(v, 4), NIBBLES), high_up)
-        low_dot = dot4(isa, low_dot, even, splat_i32(x + 16 * first + 4 * j))
-        high_dot = dot4(isa, high_dot, odd, splat_i32(x + 16 * second + 4 * j))
-    total = iadd(total, imul(low_dot, _signed_byte(load_i32(scales), first)))
-    return iadd(total, imul(high_dot, _signed_byte(load_i32(scales + 64), first)))
-
-
-@inline
-def _q6_k_half(isa: Any, total: Any, scales: int, high: int, x: int, sums: int) -> Any:
-    """128 columns."""
-    total = _q6_k_pair(isa, total, 0, scales, high, x, sums)
-    total = _q6_k_pair(isa, total, 1, scales, high, x, sums)
-    total = _q6_k_pair(isa, total, 2, scales, high, x, sums)
-    return _q6_k_pair(isa, total, 3, scales, high, x, sums)
-
-
-def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    total = _q6_k_half(isa, int_splat(0), w + 32, w + 288, x, x + K_SUMS16)
-    total = _q6_k_half(isa, total, w + 160, w + 1824, x + 128, x + K_SUMS16 + 32)
-    return fma(to_float(total), fmul(_half(isa, w), splat_f32(x + K_SCALE)), acc)
-
-
 # ---- the table
 
 
 def block_dot(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     """The function of the format; only inside kernels."""
+    raise NotImplementedError
+
+
+def block_dot_four(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
+    """As ``block_dot`` for four tokens: ``x`` and ``acc`` are tuples. Only inside kernels."""
     raise NotImplementedError
 
 
@@ -338,9 +198,27 @@ def record_stride(fmt: Any) -> int:
 
 
 _DOTS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k)
-}
+    f.__name__: f for f in (f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q6_k)
+} | {"q4_k": k_block, "q5_k": k_block}
+
+
+def _each(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
+    """LLVM loads and unpacks the weights only once."""
+    return (
+        block_dot(fmt, isa, w, x[0], acc[0]),
+        block_dot(fmt, isa, w, x[1], acc[1]),
+        block_dot(fmt, isa, w, x[2], acc[2]),
+        block_dot(fmt, isa, w, x[3], acc[3]),
+    )
+
+
+_FOURS: dict[str, Callable[..., Any]] = {
+    "q4_k": k_block_four, "q5_k": k_block_four, "q6_k": q6_k_four,
+}  # fmt: skip
+
+
+def _four(name: str) -> Callable[..., Any]:
+    return _FOURS.get(name, _each)
 
 
 def _constant(value: int) -> Callable[[Any], int]:
@@ -348,5 +226,6 @@ def _constant(value: int) -> Callable[[Any], int]:
 
 
 by_format(block_dot)(_DOTS.__getitem__)
+by_format(block_dot_four)(_four)
 by_format(block_bytes)(lambda name: _constant(TILE_ROWS * FORMATS[name].block_bytes))
 by_format(record_stride)(lambda name: _constant(record_bytes(FORMATS[name])))

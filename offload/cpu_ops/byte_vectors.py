@@ -23,6 +23,7 @@ from offload.cpu_ops.vectors import (
     _operation,
     _part,
     _v16i,
+    _v32h,
     _v64b,
     _vec,
 )
@@ -82,6 +83,23 @@ def dot4_wide(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
     if isa == "avx2":
         return _dot_avx2(b, acc, w, x, wide=True)
     return _dot_generic(b, acc, w, x)
+
+
+@_operation(I32X16, ISA, I32X16, I32X16, I32X16)
+def dot2(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
+    """acc + the sum of two products of signed words per lane, -2^15 not among them."""
+    if isa == "avx512vnni":
+        if llvm.llvm_version_info[0] >= 22:  # as in ``dot_vnni``
+            w, x = b.bitcast(w, _v32h), b.bitcast(x, _v32h)
+        return _call(b, "llvm.x86.avx512.vpdpwssd.512", _v16i, acc, w, x)
+    if isa == "avx2":
+        w, x = b.bitcast(w, _v32h), b.bitcast(x, _v32h)
+        name, half = "llvm.x86.avx2.pmadd.wd", _vec(8, _i32)
+        halves = (_call(b, name, half, _part(b, w, n, 16), _part(b, x, n, 16)) for n in (0, 16))
+        return b.add(acc, _join(b, *halves))
+    sixteen = _all(_v16i, 16)
+    low = b.mul(b.ashr(b.shl(w, sixteen), sixteen), b.ashr(b.shl(x, sixteen), sixteen))
+    return b.add(acc, b.add(low, b.mul(b.ashr(w, sixteen), b.ashr(x, sixteen))))
 
 
 @_operation(I32X16, ISA, _I)

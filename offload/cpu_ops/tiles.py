@@ -11,7 +11,7 @@ import enum
 from typing import Any
 
 from offload.cpu_ops.activations import quantize_blocks
-from offload.cpu_ops.blocks_dot import block_bytes, block_dot, record_stride
+from offload.cpu_ops.blocks_dot import block_bytes, block_dot, block_dot_four, record_stride
 from offload.cpu_ops.formats import TILE_ROWS
 from offload.cpu_ops.tags import inline, outline
 from offload.cpu_ops.vectors import (
@@ -101,22 +101,19 @@ def _streams(fmt: Any, isa: Any, w: int, blocks: int, x: int, out: int, ahead: i
 def _four(
     fmt: Any, isa: Any, w: int, blocks: int, x0: int, x1: int, x2: int, x3: int, out: int
 ) -> None:
-    """Four tokens at once; LLVM loads and unpacks the weights only once."""
-    a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    """Four tokens at once."""
+    acc = (splat(0.0), splat(0.0), splat(0.0), splat(0.0))
     for _ in range(blocks):
-        a0 = block_dot(fmt, isa, w, x0, a0)
-        a1 = block_dot(fmt, isa, w, x1, a1)
-        a2 = block_dot(fmt, isa, w, x2, a2)
-        a3 = block_dot(fmt, isa, w, x3, a3)
+        acc = block_dot_four(fmt, isa, w, (x0, x1, x2, x3), acc)
         w += block_bytes(fmt)
         x0 += record_stride(fmt)
         x1 += record_stride(fmt)
         x2 += record_stride(fmt)
         x3 += record_stride(fmt)
-    store_f32(out, a0)
-    store_f32(out + 64, a1)
-    store_f32(out + 128, a2)
-    store_f32(out + 192, a3)
+    store_f32(out, acc[0])
+    store_f32(out + 64, acc[1])
+    store_f32(out + 128, acc[2])
+    store_f32(out + 192, acc[3])
 
 
 @inline

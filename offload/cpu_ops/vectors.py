@@ -29,7 +29,7 @@ def _vec(n: int, element: Any) -> Any:
     return ir.VectorType(element, n)
 
 
-_v16i, _v16f, _v64b = _vec(16, _i32), _vec(16, _f32), _vec(64, _i8)
+_v16i, _v16f, _v32h, _v64b = _vec(16, _i32), _vec(16, _f32), _vec(32, _i16), _vec(64, _i8)
 
 
 class Vector(types.Type):  # type: ignore[misc, unused-ignore]
@@ -230,6 +230,11 @@ def prefetch(b: Any, address: Any) -> None:
     _call(b, "llvm.prefetch.p0i8", ir.VoidType(), _at(b, address, _i8), *hint)
 
 
+@_operation(types.void, _I, _I)
+def store_int16(b: Any, address: Any, value: Any) -> None:
+    b.store(b.trunc(value, _i16), _at(b, address, _i16), align=1)
+
+
 @_operation(_I, _I, _I)
 def fetch_add(b: Any, address: Any, n: Any) -> Any:
     """Add to the int64 at an address, atomically; the value before."""
@@ -341,6 +346,19 @@ def sum_lanes(b: Any, v: Any) -> Any:
 @_operation(_I, I32X16)
 def max_lanes(b: Any, v: Any) -> Any:
     return b.sext(_call(b, "llvm.vector.reduce.smax.v16i32", _i32, v), _i64)
+
+
+@_operation(I32X16, I32X16)
+def even_bytes(b: Any, v: Any) -> Any:
+    """Signed bytes 0 and 2 of each lane as its two words."""
+    eight = _all(_v32h, 8)
+    return b.bitcast(b.ashr(b.shl(b.bitcast(v, _v32h), eight), eight), _v16i)
+
+
+@_operation(I32X16, I32X16)
+def odd_bytes(b: Any, v: Any) -> Any:
+    """Signed bytes 1 and 3 of each lane as its two words."""
+    return b.bitcast(b.ashr(b.bitcast(v, _v32h), _all(_v32h, 8)), _v16i)
 
 
 # ---- floats

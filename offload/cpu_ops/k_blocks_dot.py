@@ -1,0 +1,311 @@
+"""One block of 256 columns of a packed tile times the same block of activations: K-quants.
+
+Functions as in ``blocks_dot.py``: ``(fmt, isa, w, x, acc) -> acc``, and for four tokens with tuples
+for ``x`` and ``acc``. Unpacking takes about as long as two tokens' products, so four share it. Both
+add the same integers, which are exact in any order, and then do the same float operations.
+
+``c``, ``part``, ``i`` and ``j`` are constants where they are passed: shifts by constants are one
+instruction, and LLVM does not unroll a loop around so much. A fence before every pair of sub-blocks
+keeps it from loading, and then spilling, what later ones need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32
+
+from offload.cpu_ops.activations import K_SCALE, K_SUMS16, K_SUMS32
+from offload.cpu_ops.byte_vectors import dot2, dot4
+from offload.cpu_ops.tags import by_format, inline
+from offload.cpu_ops.vectors import (
+    both,
+    either,
+    even_bytes,
+    fence,
+    fma,
+    fmul,
+    iadd,
+    imul,
+    int_splat,
+    left,
+    load_i32,
+    load_u16,
+    odd_bytes,
+    right,
+    right_signed,
+    splat,
+    splat_f32,
+    splat_i32,
+    to_float,
+    widen_f16,
+)
+
+NIBBLES = 0x0F0F0F0F
+EVEN_BYTES = 0x00FF00FF
+
+
+@inline
+def _half(isa: Any, address: int) -> Any:
+    return widen_f16(isa, load_u16(address))
+
+
+@inline
+def _zeros() -> Any:
+    return (int_splat(0), int_splat(0), int_splat(0), int_splat(0))
+
+
+@inline
+def _dots(isa: Any, acc: Any, v: Any, x: Any, at: int) -> Any:
+    """The dot products of four tokens' bytes at ``x[i] + at``."""
+    return (
+        dot4(isa, acc[0], v, splat_i32(x[0] + at)),
+        dot4(isa, acc[1], v, splat_i32(x[1] + at)),
+        dot4(isa, acc[2], v, splat_i32(x[2] + at)),
+        dot4(isa, acc[3], v, splat_i32(x[3] + at)),
+    )
+
+
+@inline
+def _pairs(isa: Any, acc: Any, v: Any, x: Any, at: int) -> Any:
+    """As ``_dots``, of two words."""
+    return (
+        dot2(isa, acc[0], v, splat_i32(x[0] + at)),
+        dot2(isa, acc[1], v, splat_i32(x[1] + at)),
+        dot2(isa, acc[2], v, splat_i32(x[2] + at)),
+        dot2(isa, acc[3], v, splat_i32(x[3] + at)),
+    )
+
+
+@inline
+def _scaled(total: Any, dots: Any, scale: Any) -> Any:
+    return iadd(total, imul(dots, scale))
+
+
+@inline
+def _scaled_four(total: Any, dots: Any, scale: Any) -> Any:
+    return (
+        _scaled(total[0], dots[0], scale),
+        _scaled(total[1], dots[1], scale),
+        _scaled(total[2], dots[2], scale),
+        _scaled(total[3], dots[3], scale),
+    )
+
+
+# ---- q4_k, q5_k: eight sub-blocks of 32 columns, each with a scale and a minimum
+
+
+@inline
+def _byte(v: Any, i: int) -> Any:
+    return both(right(v, 8 * i), 255)
+
+
+@inline
+def _k_low(w: int) -> Any:
+    """Scales (or, one register on, minima) of sub-blocks 0..3, a byte each."""
+    return both(load_i32(w), 0x3F3F3F3F)
+
+
+@inline
+def _k_high(w: int, rest: Any) -> Any:
+    """Of sub-blocks 4..7: four bits in ``rest``, two above those of 0..3."""
+    return either(both(rest, NIBBLES), both(right(load_i32(w), 2), 0x30303030))
+
+
+def k_words(fmt: Any, w: int, c: int, j: int) -> Any:
+    """Word j of sub-blocks 2c and 2c + 1, as bytes; only inside kernels."""
+    raise NotImplementedError
+
+
+def _q4_k_words(fmt: Any, w: int, c: int, j: int) -> Any:
+    v = load_i32(w + 256 + 512 * c + 64 * j)
+    return both(v, NIBBLES), both(right(v, 4), NIBBLES)
+
+
+@inline
+def _fifth(high: Any, c: int) -> Any:
+    """Bit c of every byte, as bit 4."""
+    return both(left(right(high, c), 4), 0x10101010)
+
+
+def _q5_k_words(fmt: Any, w: int, c: int, j: int) -> Any:
+    v, bits = load_i32(w + 768 + 512 * c + 64 * j), load_i32(w + 256 + 64 * j)
+    even = either(both(v, NIBBLES), _fifth(bits, 2 * c))
+    return even, either(both(right(v, 4), NIBBLES), _fifth(bits, 2 * c + 1))
+
+
+by_format(k_words)({"q4_k": _q4_k_words, "q5_k": _q5_k_words}.__getitem__)
+
+
+@inline
+def _k_pair(fmt: Any, isa: Any, total: Any, scales: Any, c: int, w: int, x: int) -> Any:
+    """Sub-blocks 2c and 2c + 1, whose scales are two bytes of ``scales``."""
+    fence()
+    low, high = int_splat(0), int_splat(0)
+    for j in range(8):
+        even, odd = k_words(fmt, w, c, j)
+        low = dot4(isa, low, even, splat_i32(x + 64 * c + 4 * j))
+        high = dot4(isa, high, odd, splat_i32(x + 64 * c + 4 * j + 32))
+    total = _scaled(total, low, _byte(scales, c % 2 * 2))
+    return _scaled(total, high, _byte(scales, c % 2 * 2 + 1))
+
+
+@inline
+def _k_pair_four(fmt: Any, isa: Any, total: Any, scales: Any, c: int, w: int, x: Any) -> Any:
+    fence()
+    low, high = _zeros(), _zeros()
+    for j in range(8):
+        fence()
+        even, odd = k_words(fmt, w, c, j)
+        low = _dots(isa, low, even, x, 64 * c + 4 * j)
+        high = _dots(isa, high, odd, x, 64 * c + 4 * j + 32)
+    total = _scaled_four(total, low, _byte(scales, c % 2 * 2))
+    return _scaled_four(total, high, _byte(scales, c % 2 * 2 + 1))
+
+
+@inline
+def _k_add(d: Any, dmin: Any, x: int, scaled: Any, minima: Any, acc: Any) -> Any:
+    """acc + s * (d * scaled - dmin * minima)"""
+    s = splat_f32(x + K_SCALE)
+    acc = fma(to_float(scaled), fmul(d, s), acc)
+    minus = fmul(splat(float32(-1.0)), to_float(minima))
+    return fma(minus, fmul(dmin, s), acc)
+
+
+def k_block(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    rest = load_i32(w + 192)
+    scales, more = _k_low(w + 64), _k_high(w + 64, rest)
+    total = _k_pair(fmt, isa, int_splat(0), scales, 0, w, x)
+    total = _k_pair(fmt, isa, total, scales, 1, w, x)
+    total = _k_pair(fmt, isa, total, more, 2, w, x)
+    total = _k_pair(fmt, isa, total, more, 3, w, x)
+    low, high, at = _k_low(w + 128), _k_high(w + 128, right(rest, 4)), x + K_SUMS32
+    minima = dot2(isa, int_splat(0), both(low, EVEN_BYTES), splat_i32(at))
+    minima = dot2(isa, minima, both(right(low, 8), EVEN_BYTES), splat_i32(at + 4))
+    minima = dot2(isa, minima, both(high, EVEN_BYTES), splat_i32(at + 8))
+    minima = dot2(isa, minima, both(right(high, 8), EVEN_BYTES), splat_i32(at + 12))
+    return _k_add(_half(isa, w), _half(isa, w + 32), x, total, minima, acc)
+
+
+def k_block_four(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
+    rest = load_i32(w + 192)
+    scales, more = _k_low(w + 64), _k_high(w + 64, rest)
+    total = _k_pair_four(fmt, isa, _zeros(), scales, 0, w, x)
+    total = _k_pair_four(fmt, isa, total, scales, 1, w, x)
+    total = _k_pair_four(fmt, isa, total, more, 2, w, x)
+    total = _k_pair_four(fmt, isa, total, more, 3, w, x)
+    low, high = _k_low(w + 128), _k_high(w + 128, right(rest, 4))
+    minima = _pairs(isa, _zeros(), both(low, EVEN_BYTES), x, K_SUMS32)
+    minima = _pairs(isa, minima, both(right(low, 8), EVEN_BYTES), x, K_SUMS32 + 4)
+    minima = _pairs(isa, minima, both(high, EVEN_BYTES), x, K_SUMS32 + 8)
+    minima = _pairs(isa, minima, both(right(high, 8), EVEN_BYTES), x, K_SUMS32 + 12)
+    d, dmin = _half(isa, w), _half(isa, w + 32)
+    return (
+        _k_add(d, dmin, x[0], total[0], minima[0], acc[0]),
+        _k_add(d, dmin, x[1], total[1], minima[1], acc[1]),
+        _k_add(d, dmin, x[2], total[2], minima[2], acc[2]),
+        _k_add(d, dmin, x[3], total[3], minima[3], acc[3]),
+    )
+
+
+# ---- q6_k: sixteen sub-blocks of 16 columns with signed scales, weights stored plus 32
+#
+# A block is d, four registers of scales and two halves of 128 columns; a half is eight registers of
+# upper bits, then sixteen of nibbles, those of a quarter of the half in the low halves of their
+# bytes, of the quarter two further in the high ones.
+
+
+@inline
+def _signed_byte(v: Any, i: int) -> Any:
+    return right_signed(left(v, 24 - 8 * i), 24)
+
+
+@inline
+def _six_words(w: int, part: int, j: int) -> Any:
+    """Word j of the two sub-blocks of ``part``, 0..7: half ``part >> 2``, quarter ``part >> 1 & 1``
+    and the one two further, in each the half ``part & 1``."""
+    high, quarter = w + 288 + 1536 * (part >> 2), part >> 1 & 1
+    v = load_i32(high + 512 + 64 * (4 * (part & 3) + j))
+    up = load_i32(high + 64 * (4 * (part & 1) + j))
+    even = both(left(right(up, 2 * quarter), 4), 0x30303030)
+    odd = both(left(right(up, 2 * quarter + 4), 4), 0x30303030)
+    return either(both(v, NIBBLES), even), either(both(right(v, 4), NIBBLES), odd)
+
+
+@inline
+def _six_scales(w: int, part: int) -> Any:
+    at = w + 32 + 128 * (part >> 2)
+    return _signed_byte(load_i32(at), part & 3), _signed_byte(load_i32(at + 64), part & 3)
+
+
+@inline
+def _q6_k_pair(isa: Any, total: Any, part: int, w: int, x: int) -> Any:
+    fence()
+    at = x + 128 * (part >> 2) + 16 * (part & 3)
+    low, high = int_splat(0), int_splat(0)
+    for j in range(4):
+        even, odd = _six_words(w, part, j)
+        low = dot4(isa, low, even, splat_i32(at + 4 * j))
+        high = dot4(isa, high, odd, splat_i32(at + 4 * j + 64))
+    first, second = _six_scales(w, part)
+    return _scaled(_scaled(total, low, first), high, second)
+
+
+@inline
+def _q6_k_pair_four(isa: Any, total: Any, part: int, w: int, x: Any) -> Any:
+    fence()
+    at = 128 * (part >> 2) + 16 * (part & 3)
+    low, high = _zeros(), _zeros()
+    for j in range(4):
+        even, odd = _six_words(w, part, j)
+        low = _dots(isa, low, even, x, at + 4 * j)
+        high = _dots(isa, high, odd, x, at + 4 * j + 64)
+    first, second = _six_scales(w, part)
+    return _scaled_four(_scaled_four(total, low, first), high, second)
+
+
+@inline
+def _q6_k_add(d: Any, x: int, total: Any, sums: Any, acc: Any) -> Any:
+    """acc + d * s * (total - 32 * sums of x, scaled)"""
+    total = iadd(total, imul(sums, int_splat(-32)))
+    return fma(to_float(total), fmul(d, splat_f32(x + K_SCALE)), acc)
+
+
+def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    total = _q6_k_pair(isa, int_splat(0), 0, w, x)
+    total = _q6_k_pair(isa, total, 1, w, x)
+    total = _q6_k_pair(isa, total, 2, w, x)
+    total = _q6_k_pair(isa, total, 3, w, x)
+    total = _q6_k_pair(isa, total, 4, w, x)
+    total = _q6_k_pair(isa, total, 5, w, x)
+    total = _q6_k_pair(isa, total, 6, w, x)
+    total = _q6_k_pair(isa, total, 7, w, x)
+    sums = int_splat(0)
+    for i in range(4):
+        scales, at = load_i32(w + 32 + 64 * i), x + K_SUMS16 + 8 * i
+        sums = dot2(isa, sums, even_bytes(scales), splat_i32(at))
+        sums = dot2(isa, sums, odd_bytes(scales), splat_i32(at + 4))
+    return _q6_k_add(_half(isa, w), x, total, sums, acc)
+
+
+def q6_k_four(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
+    total = _q6_k_pair_four(isa, _zeros(), 0, w, x)
+    total = _q6_k_pair_four(isa, total, 1, w, x)
+    total = _q6_k_pair_four(isa, total, 2, w, x)
+    total = _q6_k_pair_four(isa, total, 3, w, x)
+    total = _q6_k_pair_four(isa, total, 4, w, x)
+    total = _q6_k_pair_four(isa, total, 5, w, x)
+    total = _q6_k_pair_four(isa, total, 6, w, x)
+    total = _q6_k_pair_four(isa, total, 7, w, x)
+    sums = _zeros()
+    for i in range(4):
+        scales = load_i32(w + 32 + 64 * i)
+        sums = _pairs(isa, sums, even_bytes(scales), x, K_SUMS16 + 8 * i)
+        sums = _pairs(isa, sums, odd_bytes(scales), x, K_SUMS16 + 8 * i + 4)
+    d = _half(isa, w)
+    return (
+        _q6_k_add(d, x[0], total[0], sums[0], acc[0]),
+        _q6_k_add(d, x[1], total[1], sums[1], acc[1]),
+        _q6_k_add(d, x[2], total[2], sums[2], acc[2]),
+        _q6_k_add(d, x[3], total[3], sums[3], acc[3]),
+    )
