@@ -221,47 +221,45 @@ def _signed_byte(v: Any, i: int) -> Any:
 
 
 @inline
-def _six_words(w: int, part: int, j: int) -> Any:
-    """Word j of the two sub-blocks of ``part``, 0..7: half ``part >> 2``, quarter ``part >> 1 & 1``
-    and the one two further, in each the half ``part & 1``."""
-    high, quarter = w + 288 + 1536 * (part >> 2), part >> 1 & 1
-    v = load_i32(high + 512 + 64 * (4 * (part & 3) + j))
-    up = load_i32(high + 64 * (4 * (part & 1) + j))
-    even = both(left(right(up, 2 * quarter), 4), 0x30303030)
-    odd = both(left(right(up, 2 * quarter + 4), 4), 0x30303030)
+def _six_words(high: int, part: int, j: int) -> Any:
+    """Word j of the two sub-blocks of ``part``, 0..3, of the half at ``high``: in quarter
+    ``part >> 1`` and in the one two further, the half ``part & 1``."""
+    shift = part >> 1 << 1
+    v, up = load_i32(high + 512 + 64 * (4 * part + j)), load_i32(high + 64 * (4 * (part & 1) + j))
+    even = both(left(right(up, shift), 4), 0x30303030)
+    odd = both(left(right(up, shift + 4), 4), 0x30303030)
     return either(both(v, NIBBLES), even), either(both(right(v, 4), NIBBLES), odd)
 
 
 @inline
-def _six_scales(w: int, part: int) -> Any:
-    at = w + 32 + 128 * (part >> 2)
-    return _signed_byte(load_i32(at), part & 3), _signed_byte(load_i32(at + 64), part & 3)
+def _six_scales(scales: int, part: int) -> Any:
+    return _signed_byte(load_i32(scales), part), _signed_byte(load_i32(scales + 64), part)
 
 
 @inline
-def _q6_k_pair(isa: Any, total: Any, part: int, w: int, x: int) -> Any:
+def _q6_k_pair(isa: Any, total: Any, part: int, scales: int, high: int, x: int) -> Any:
     fence()
-    at = x + 128 * (part >> 2) + 16 * (part & 3)
-    low, high = int_splat(0), int_splat(0)
+    low_dot, high_dot = int_splat(0), int_splat(0)
     for j in range(4):
-        even, odd = _six_words(w, part, j)
-        low = dot4(isa, low, even, splat_i32(at + 4 * j))
-        high = dot4(isa, high, odd, splat_i32(at + 4 * j + 64))
-    first, second = _six_scales(w, part)
-    return _scaled(_scaled(total, low, first), high, second)
+        even, odd = _six_words(high, part, j)
+        low_dot = dot4(isa, low_dot, even, splat_i32(x + 16 * part + 4 * j))
+        high_dot = dot4(isa, high_dot, odd, splat_i32(x + 16 * part + 4 * j + 64))
+    first, second = _six_scales(scales, part)
+    return _scaled(_scaled(total, low_dot, first), high_dot, second)
 
 
 @inline
-def _q6_k_pair_four(isa: Any, total: Any, part: int, w: int, x: Any) -> Any:
+def _q6_k_pair_four(
+    isa: Any, total: Any, part: int, scales: int, high: int, x: Any, at: int
+) -> Any:
     fence()
-    at = 128 * (part >> 2) + 16 * (part & 3)
-    low, high = _zeros(), _zeros()
+    low_dot, high_dot = _zeros(), _zeros()
     for j in range(4):
-        even, odd = _six_words(w, part, j)
-        low = _dots(isa, low, even, x, at + 4 * j)
-        high = _dots(isa, high, odd, x, at + 4 * j + 64)
-    first, second = _six_scales(w, part)
-    return _scaled_four(_scaled_four(total, low, first), high, second)
+        even, odd = _six_words(high, part, j)
+        low_dot = _dots(isa, low_dot, even, x, at + 16 * part + 4 * j)
+        high_dot = _dots(isa, high_dot, odd, x, at + 16 * part + 4 * j + 64)
+    first, second = _six_scales(scales, part)
+    return _scaled_four(_scaled_four(total, low_dot, first), high_dot, second)
 
 
 @inline
@@ -272,36 +270,34 @@ def _q6_k_add(d: Any, x: int, total: Any, sums: Any, acc: Any) -> Any:
 
 
 def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    total = _q6_k_pair(isa, int_splat(0), 0, w, x)
-    total = _q6_k_pair(isa, total, 1, w, x)
-    total = _q6_k_pair(isa, total, 2, w, x)
-    total = _q6_k_pair(isa, total, 3, w, x)
-    total = _q6_k_pair(isa, total, 4, w, x)
-    total = _q6_k_pair(isa, total, 5, w, x)
-    total = _q6_k_pair(isa, total, 6, w, x)
-    total = _q6_k_pair(isa, total, 7, w, x)
+    total = int_splat(0)
+    for half in range(2):
+        scales, high, at = w + 32 + 128 * half, w + 288 + 1536 * half, x + 128 * half
+        total = _q6_k_pair(isa, total, 0, scales, high, at)
+        total = _q6_k_pair(isa, total, 1, scales, high, at)
+        total = _q6_k_pair(isa, total, 2, scales, high, at)
+        total = _q6_k_pair(isa, total, 3, scales, high, at)
     sums = int_splat(0)
     for i in range(4):
-        scales, at = load_i32(w + 32 + 64 * i), x + K_SUMS16 + 8 * i
-        sums = dot2(isa, sums, even_bytes(scales), splat_i32(at))
-        sums = dot2(isa, sums, odd_bytes(scales), splat_i32(at + 4))
+        signed, at = load_i32(w + 32 + 64 * i), x + K_SUMS16 + 8 * i
+        sums = dot2(isa, sums, even_bytes(signed), splat_i32(at))
+        sums = dot2(isa, sums, odd_bytes(signed), splat_i32(at + 4))
     return _q6_k_add(_half(isa, w), x, total, sums, acc)
 
 
 def q6_k_four(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
-    total = _q6_k_pair_four(isa, _zeros(), 0, w, x)
-    total = _q6_k_pair_four(isa, total, 1, w, x)
-    total = _q6_k_pair_four(isa, total, 2, w, x)
-    total = _q6_k_pair_four(isa, total, 3, w, x)
-    total = _q6_k_pair_four(isa, total, 4, w, x)
-    total = _q6_k_pair_four(isa, total, 5, w, x)
-    total = _q6_k_pair_four(isa, total, 6, w, x)
-    total = _q6_k_pair_four(isa, total, 7, w, x)
+    total = _zeros()
+    for half in range(2):
+        scales, high, at = w + 32 + 128 * half, w + 288 + 1536 * half, 128 * half
+        total = _q6_k_pair_four(isa, total, 0, scales, high, x, at)
+        total = _q6_k_pair_four(isa, total, 1, scales, high, x, at)
+        total = _q6_k_pair_four(isa, total, 2, scales, high, x, at)
+        total = _q6_k_pair_four(isa, total, 3, scales, high, x, at)
     sums = _zeros()
     for i in range(4):
-        scales = load_i32(w + 32 + 64 * i)
-        sums = _pairs(isa, sums, even_bytes(scales), x, K_SUMS16 + 8 * i)
-        sums = _pairs(isa, sums, odd_bytes(scales), x, K_SUMS16 + 8 * i + 4)
+        signed = load_i32(w + 32 + 64 * i)
+        sums = _pairs(isa, sums, even_bytes(signed), x, K_SUMS16 + 8 * i)
+        sums = _pairs(isa, sums, odd_bytes(signed), x, K_SUMS16 + 8 * i + 4)
     d = _half(isa, w)
     return (
         _q6_k_add(d, x[0], total[0], sums[0], acc[0]),
