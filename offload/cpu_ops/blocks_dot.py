@@ -178,12 +178,17 @@ def mxfp4(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
 
 
 def block_dot(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    """The function of the format; only inside kernels."""
+    """Of formats with small blocks; only inside kernels."""
+    raise NotImplementedError
+
+
+def large_block_dot(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
+    """Of K-quants, which also ask for a later block at ``then``; only inside kernels."""
     raise NotImplementedError
 
 
 def block_dot_four(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
-    """As ``block_dot`` for four tokens: ``x`` and ``acc`` are tuples. Only inside kernels."""
+    """Of every format, for four tokens: ``x`` and ``acc`` are tuples. Only inside kernels."""
     raise NotImplementedError
 
 
@@ -198,8 +203,8 @@ def record_stride(fmt: Any) -> int:
 
 
 _DOTS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q6_k)
-} | {"q4_k": k_block, "q5_k": k_block}
+    f.__name__: f for f in (f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4)
+}
 
 
 def _each(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
@@ -212,6 +217,7 @@ def _each(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
     )
 
 
+LARGE: dict[str, Callable[..., Any]] = {"q4_k": k_block, "q5_k": k_block, "q6_k": q6_k}
 _FOURS: dict[str, Callable[..., Any]] = {
     "q4_k": k_block_four, "q5_k": k_block_four, "q6_k": q6_k_four,
 }  # fmt: skip
@@ -226,6 +232,7 @@ def _constant(value: int) -> Callable[[Any], int]:
 
 
 by_format(block_dot)(_DOTS.__getitem__)
+by_format(large_block_dot)(LARGE.__getitem__)
 by_format(block_dot_four)(_four)
 by_format(block_bytes)(lambda name: _constant(TILE_ROWS * FORMATS[name].block_bytes))
 by_format(record_stride)(lambda name: _constant(record_bytes(FORMATS[name])))

@@ -1,8 +1,10 @@
 """One block of 256 columns of a packed tile times the same block of activations: K-quants.
 
-Functions as in ``blocks_dot.py``: ``(fmt, isa, w, x, acc) -> acc``, and for four tokens with tuples
-for ``x`` and ``acc``. Unpacking takes about as long as two tokens' products, so four share it. Both
-add the same integers, which are exact in any order, and then do the same float operations.
+For one token ``(fmt, isa, w, x, acc, then) -> acc``, where ``then`` is an address that the next
+block but a few will be read from: its lines are asked for between the products. For four tokens
+``(fmt, isa, w, x, acc) -> acc`` with tuples for ``x`` and ``acc``: unpacking takes about as long as
+two tokens' products, so four share it. Both add the same integers, which are exact in any order,
+and then do the same float operations.
 
 ``c``, ``part``, ``i`` and ``j`` are constants where they are passed: shifts by constants are one
 instruction, and LLVM does not unroll a loop around so much. A fence before every pair of sub-blocks
@@ -11,12 +13,14 @@ keeps it from loading, and then spilling, what later ones need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import float32
 
 from offload.cpu_ops.activations import K_SCALE, K_SUMS16, K_SUMS32
 from offload.cpu_ops.byte_vectors import dot2, dot4
+from offload.cpu_ops.formats import FORMATS, TILE_ROWS
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     both,
@@ -32,6 +36,7 @@ from offload.cpu_ops.vectors import (
     load_i32,
     load_u16,
     odd_bytes,
+    prefetch,
     right,
     right_signed,
     splat,
@@ -43,6 +48,12 @@ from offload.cpu_ops.vectors import (
 
 NIBBLES = 0x0F0F0F0F
 EVEN_BYTES = 0x00FF00FF
+
+
+@inline
+def _ask(address: int, lines: int) -> None:
+    for i in range(lines):
+        prefetch(address + 64 * i)
 
 
 @inline
@@ -122,6 +133,19 @@ def _q4_k_words(fmt: Any, w: int, c: int, j: int) -> Any:
     return both(v, NIBBLES), both(right(v, 4), NIBBLES)
 
 
+def quarter_bytes(fmt: Any) -> int:
+    """Of a block of 16 rows; only inside kernels."""
+    raise NotImplementedError
+
+
+def _quarter(name: str) -> Callable[[Any], int]:
+    nbytes = TILE_ROWS * FORMATS[name].block_bytes // 4
+    return lambda fmt: nbytes
+
+
+by_format(quarter_bytes)(_quarter)
+
+
 @inline
 def _fifth(high: Any, c: int) -> Any:
     """Bit c of every byte, as bit 4."""
@@ -138,9 +162,10 @@ by_format(k_words)({"q4_k": _q4_k_words, "q5_k": _q5_k_words}.__getitem__)
 
 
 @inline
-def _k_pair(fmt: Any, isa: Any, total: Any, scales: Any, c: int, w: int, x: int) -> Any:
+def _k_pair(fmt: Any, isa: Any, total: Any, scales: Any, c: int, w: int, x: int, then: int) -> Any:
     """Sub-blocks 2c and 2c + 1, whose scales are two bytes of ``scales``."""
     fence()
+    _ask(then + quarter_bytes(fmt) * c, quarter_bytes(fmt) // 64)
     low, high = int_splat(0), int_splat(0)
     for j in range(8):
         even, odd = k_words(fmt, w, c, j)
@@ -172,13 +197,13 @@ def _k_add(d: Any, dmin: Any, x: int, scaled: Any, minima: Any, acc: Any) -> Any
     return fma(minus, fmul(dmin, s), acc)
 
 
-def k_block(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+def k_block(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
     rest = load_i32(w + 192)
     scales, more = _k_low(w + 64), _k_high(w + 64, rest)
-    total = _k_pair(fmt, isa, int_splat(0), scales, 0, w, x)
-    total = _k_pair(fmt, isa, total, scales, 1, w, x)
-    total = _k_pair(fmt, isa, total, more, 2, w, x)
-    total = _k_pair(fmt, isa, total, more, 3, w, x)
+    total = _k_pair(fmt, isa, int_splat(0), scales, 0, w, x, then)
+    total = _k_pair(fmt, isa, total, scales, 1, w, x, then)
+    total = _k_pair(fmt, isa, total, more, 2, w, x, then)
+    total = _k_pair(fmt, isa, total, more, 3, w, x, then)
     low, high, at = _k_low(w + 128), _k_high(w + 128, right(rest, 4)), x + K_SUMS32
     minima = dot2(isa, int_splat(0), both(low, EVEN_BYTES), splat_i32(at))
     minima = dot2(isa, minima, both(right(low, 8), EVEN_BYTES), splat_i32(at + 4))
@@ -237,8 +262,9 @@ def _six_scales(scales: int, part: int) -> Any:
 
 
 @inline
-def _q6_k_pair(isa: Any, total: Any, part: int, scales: int, high: int, x: int) -> Any:
+def _q6_k_pair(isa: Any, total: Any, part: int, scales: int, high: int, x: int, then: int) -> Any:
     fence()
+    _ask(then + 448 * part, 7)
     low_dot, high_dot = int_splat(0), int_splat(0)
     for j in range(4):
         even, odd = _six_words(high, part, j)
@@ -269,14 +295,15 @@ def _q6_k_add(d: Any, x: int, total: Any, sums: Any, acc: Any) -> Any:
     return fma(to_float(total), fmul(d, splat_f32(x + K_SCALE)), acc)
 
 
-def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+def q6_k(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
     total = int_splat(0)
     for half in range(2):
         scales, high, at = w + 32 + 128 * half, w + 288 + 1536 * half, x + 128 * half
-        total = _q6_k_pair(isa, total, 0, scales, high, at)
-        total = _q6_k_pair(isa, total, 1, scales, high, at)
-        total = _q6_k_pair(isa, total, 2, scales, high, at)
-        total = _q6_k_pair(isa, total, 3, scales, high, at)
+        total = _q6_k_pair(isa, total, 0, scales, high, at, then)
+        total = _q6_k_pair(isa, total, 1, scales, high, at, then)
+        total = _q6_k_pair(isa, total, 2, scales, high, at, then)
+        total = _q6_k_pair(isa, total, 3, scales, high, at, then)
+        then += 1680
     sums = int_splat(0)
     for i in range(4):
         signed, at = load_i32(w + 32 + 64 * i), x + K_SUMS16 + 8 * i
