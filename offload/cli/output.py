@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
+from offload.io.whole_file import takes_bytes, whole_file
 
 
 def check_json_target(path: Path | None) -> None:
@@ -25,7 +25,12 @@ def check_target(path: Path | None, flag: str) -> None:
     """
     if path is None:
         return
-    folder = path.expanduser().resolve().parent
+    path = path.expanduser()
+    if takes_bytes(path):
+        if not os.access(path, os.W_OK):
+            raise OffloadError(f"{flag} {path} is not writable; give a file")
+        return
+    folder = path.resolve().parent
     if path.is_dir():
         raise OffloadError(f"{flag} {path} is a directory; give a file")
     if not folder.is_dir():
@@ -43,26 +48,8 @@ def write_json(path: Path | None, data: Mapping[str, Any], flag: str = "--json")
     if path is None:
         return
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    target = path.expanduser().resolve()
     try:
-        if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")  # a pipe, /dev/stderr: nothing to replace
-        else:
-            _replace(target, text)
+        with whole_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise OffloadError(f"{flag} {path} cannot be written: {error.strerror}") from error
-
-
-def _replace(target: Path, text: str) -> None:
-    # Not mkstemp: its files are 0600 whatever the user's umask says.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from offload.errors import OffloadError
+from offload.io.whole_file import PRIVATE, whole_file
 from offload.scheduler.timeline import (
     COMPUTE,
     CPU,
@@ -116,12 +115,5 @@ def _joined(spans: list[tuple[float, float]], gap: float) -> list[tuple[float, f
 
 
 def _save(path: Path, figure: object) -> None:
-    target = path.expanduser().resolve()
-    fd, temporary = tempfile.mkstemp(prefix=".trace-", suffix=".png", dir=target.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            figure.savefig(file, format="png", dpi=110)  # type: ignore[attr-defined]
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path, PRIVATE) as file:
+        figure.savefig(file, format="png", dpi=110)  # type: ignore[attr-defined]

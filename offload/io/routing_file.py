@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from offload.errors import OffloadError, StoreError
+from offload.io.whole_file import takes_bytes
 
 VERSION = 1
 NO_EXPERT = 0xFFFF
@@ -78,7 +79,11 @@ class RoutingWriter:
 
     def __init__(self, path: str | os.PathLike[str], header: RoutingHeader) -> None:
         """Raises StoreError if the file cannot be made."""
-        self.path = Path(path).expanduser().resolve()
+        self.path = Path(path).expanduser()
+        self._direct = takes_bytes(self.path)
+        """Into a pipe or device: nothing takes its place."""
+        if not self._direct:
+            self.path = self.path.resolve()
         if not header.layers or len(header.layers) != len(header.experts):
             raise ValueError("a routing needs layers, and for each its number of experts")
         if max(header.experts) >= NO_EXPERT or len(header.layers) >= _END_LAYER:
@@ -94,10 +99,13 @@ class RoutingWriter:
         if self.path.is_dir():
             raise StoreError(f"{self.path} is a directory; give a file for the routing")
         with self._told():
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(self._temporary, flags, 0o600)
+            if self._direct:
+                fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            else:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(self._temporary, flags, 0o600)
+                os.fchmod(fd, 0o600)  # of a file that a killed process with our number has left
             self._file = open(fd, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115  closed in close()
-            os.fchmod(fd, 0o600)  # of a file that a killed process with our number has left
             text = json.dumps(
                 {"layers": header.layers, "experts": header.experts, "model": header.model}
             )
@@ -136,9 +144,11 @@ class RoutingWriter:
             self._write(body)
             self._file.write(self._crc.to_bytes(4, "little"))
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if not self._direct:
+                os.fsync(self._file.fileno())
             self._file.close()
-            os.replace(self._temporary, self.path)
+            if not self._direct:
+                os.replace(self._temporary, self.path)
         self._file = None
 
     def abandon(self) -> None:
@@ -147,8 +157,9 @@ class RoutingWriter:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()  # flushes: on a full disk that fails again
-            with contextlib.suppress(OSError):
-                self._temporary.unlink()
+            if not self._direct:
+                with contextlib.suppress(OSError):
+                    self._temporary.unlink()
 
     def _write(self, *parts: bytes) -> None:
         if self._file is None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
+from offload.io.whole_file import PRIVATE, whole_file
 from offload.scheduler.timeline import (
     EXPERTS,
     H2D,
@@ -113,24 +112,15 @@ def write(path: Path, timeline: Timeline, process: str, facts: Mapping[str, Any]
     Raises:
         OffloadError: it cannot be written.
     """
-    target = path.expanduser().resolve()
     other = {**facts, "dropped_spans": timeline.dropped, "clock": "since the first span"}
     try:
-        fd, temporary = tempfile.mkstemp(prefix=".trace-", dir=target.parent)  # mode 0600
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write('{"displayTimeUnit": "ms",\n"otherData": ')
-                json.dump(other, file, allow_nan=False)
-                file.write(',\n"traceEvents": [')
-                for i, event in enumerate(events(timeline, process)):
-                    file.write(",\n" if i else "\n")
-                    file.write(json.dumps(event, allow_nan=False))
-                file.write("\n]}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(path, PRIVATE) as file:
+            facts_text = json.dumps(other, allow_nan=False)
+            file.write(f'{{"displayTimeUnit": "ms",\n"otherData": {facts_text}'.encode())
+            file.write(b',\n"traceEvents": [')
+            for i, event in enumerate(events(timeline, process)):
+                file.write(b",\n" if i else b"\n")
+                file.write(json.dumps(event, allow_nan=False).encode())
+            file.write(b"\n]}\n")
     except OSError as error:
         raise OffloadError(f"--trace {path} cannot be written: {error.strerror}") from error

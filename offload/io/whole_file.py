@@ -1,0 +1,53 @@
+"""Result files: written whole or not at all; what is no file takes the bytes as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+PRIVATE = 0o600
+
+
+def takes_bytes(path: Path) -> bool:
+    """Whether ``path`` is there and neither a file nor a directory: a pipe, a device, a shell's
+    ``>(command)``. A file put in its place would be of use to nobody, and as root the end of
+    /dev/null."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file to write to; whoever reads ``path`` sees the old one, or all of the new one.
+
+    ``mode``: of the new file, less the umask. Links are followed. After an error there is nothing
+    new.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = path.expanduser()
+    if takes_bytes(path):  # not resolved: /dev/fd/63 leads to no name
+        with path.open("wb") as file:
+            yield file
+        return
+    target = path.resolve()
+    # Not mkstemp: its files are 0600 whatever the user's umask says.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+        fd = os.open(temporary, flags, mode)
+        stack.callback(temporary.unlink, missing_ok=True)
+        with open(fd, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        stack.pop_all()
+
+
+__all__ = ["PRIVATE", "takes_bytes", "whole_file"]
