@@ -40,6 +40,13 @@ def open_to_read(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
     )
 
 
+LFS_MAGIC = b"version https://git-lfs"
+"""What git leaves in the place of a large file that was not fetched."""
+LFS_POINTER = (
+    "this is a pointer of git-lfs and not the file; fetch it (git lfs pull), or download the model "
+    "again"
+)
+
 REFUSALS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What filesystems answer to O_DIRECT: tmpfs of old kernels, some FUSE and network ones."""
 

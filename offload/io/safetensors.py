@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from offload.blocks import DTYPE_BYTES
 from offload.errors import CheckpointError
-from offload.io.files import open_to_read
+from offload.io.files import LFS_MAGIC, LFS_POINTER, open_to_read
 from offload.io.pack_manifest import JOURNAL, MANIFEST, bundle_name, no_pack
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,11 @@ def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
             file_size = os.fstat(f.fileno()).st_size
             if file_size < 8:
                 _fail(name, f"{file_size} bytes are too few for a safetensors file (at least 8)")
-            (length,) = struct.unpack("<Q", f.read(8))
+            start = f.read(len(LFS_MAGIC))
+            if start == LFS_MAGIC:
+                _fail(name, LFS_POINTER)
+            (length,) = struct.unpack("<Q", start[:8])
+            f.seek(8)
             if length > MAX_HEADER_BYTES:
                 _fail(name, f"a header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
             if 8 + length > file_size:
@@ -324,6 +328,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _nothing_found(root: Path, single: str, index: str) -> str:
+    for name in (single, index):
+        if (root / name).is_symlink():
+            return (
+                f"{root / name} is a link to {os.readlink(root / name)}, which is not there; "
+                "download the model again"
+            )
     if (root / JOURNAL).exists():
         return no_pack(root)
     if (root / MANIFEST).exists():

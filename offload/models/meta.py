@@ -135,7 +135,12 @@ def pick_dtype(dtype: str | torch.dtype | None, config: Any, index: CheckpointIn
     if isinstance(chosen, str):
         chosen = getattr(torch, chosen, None)
     if chosen not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise OffloadError(f"dtype {dtype!r} is not one of bfloat16, float16, float32, float64")
+        asked = dtype is not None and dtype != "auto"
+        said = f"dtype {dtype!r}" if asked else f"dtype {config.dtype!s} of config.json"
+        raise OffloadError(
+            f"{said} is not one of bfloat16, float16, float32, float64"
+            + ("" if asked else "; give one to compute in (--dtype)")
+        )
     return chosen
 
 

@@ -24,6 +24,7 @@ from offload.models.meta import materialise_buffers, place_rest
 from offload.models.options import Options, Progress
 from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, spill_directory
 from offload.models.routing_tap import RoutingRecorder
+from offload.models.sampling import check_tokens
 from offload.models.units import HeadSlices
 from offload.runtime import choice
 from offload.runtime.device import Device
@@ -41,6 +42,7 @@ def make_device(options: Options, capacity: int | None) -> Device:
 def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any) -> Any:
     options, meta, plan = prepared.options, prepared.meta, prepared.plan
     began = time.perf_counter()
+    finish_model(meta.model, meta.directory)  # first: a file that is wrong costs nothing yet
     # Exactly what the plan has set aside.
     chunks = options.queue_depth
     staging = Staging(chunks, plan.reserves[Tier.RAM]["I/O staging"] // chunks)
@@ -126,9 +128,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         baseline_rss=prepared.baseline_rss,
         notes=(*prepared.notes, *device.notes),
     )
-    finish_model(model, meta.directory)
-    serve_blocks(prepared, model, handle)
-    serve_prompts(prepared, model, handle)
+    serve_caches(prepared, model, handle)
     model.__dict__["offload"] = handle
     weakref.finalize(model, executor.close)
     if recorder is not None:
@@ -137,7 +137,17 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
     return model
 
 
-def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
+def serve_caches(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
+    """What the plan says of keys and values; on an error the handle is closed."""
+    try:
+        _serve_blocks(prepared, model, handle)
+        _serve_prompts(prepared, model, handle)
+    except BaseException:
+        handle.close()
+        raise
+
+
+def _serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
     """Have the model generate with keys and values in blocks, if the plan says so."""
     kv, options = prepared.kv, prepared.options
     if kv is None:
@@ -169,7 +179,7 @@ def serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
     weakref.finalize(model, tiers.close)
 
 
-def serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
+def _serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
     """Have the model generate with prefixes from the disk, if the plan says so."""
     if prepared.prompts is None:
         return
@@ -178,11 +188,7 @@ def serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> None
     options, capacity = prepared.options, None
     if handle.make_cache is not None and handle.kv is None:
         capacity = max(options.context, options.prompt_tokens or 0)
-    try:
-        prompts = PromptReuse(model, prepared.prompts, handle.new_cache, capacity)
-    except BaseException:
-        handle.close()
-        raise
+    prompts = PromptReuse(model, prepared.prompts, handle.new_cache, capacity)
     prompts.serve(handle.attachment.on_detach)
     handle.prompts = prompts
     weakref.finalize(model, prompts.prefixes.close)
@@ -198,6 +204,7 @@ def finish_model(model: Any, directory: Path) -> None:
 
     try:
         model.generation_config = GenerationConfig.from_pretrained(directory)
+        check_tokens(model.generation_config)
     except (OSError, ValueError) as error:
         raise OffloadError(f"generation_config.json of {directory.name}: {error}") from error
 

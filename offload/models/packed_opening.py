@@ -24,7 +24,7 @@ from offload.models.handle import OffloadHandle
 from offload.models.lean_forward import take_over
 from offload.models.lean_run import LeanRun
 from offload.models.meta import materialise_buffers, place_rest
-from offload.models.opening import finish_model, make_device, serve_blocks, serve_prompts
+from offload.models.opening import finish_model, make_device, serve_caches
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_card import CardExperts, PackedCard, open_card, stand_in_on
@@ -112,6 +112,7 @@ class PackedAttachment(Attachment):
 def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store: Any) -> Any:
     options, meta, plan = prepared.options, prepared.meta, prepared.plan
     began = time.perf_counter()
+    finish_model(meta.model, meta.directory)  # first: a file that is wrong costs nothing yet
     chunks = options.queue_depth
     staging = Staging(chunks, plan.reserves[Tier.RAM]["I/O staging"] // chunks)
     engine = (
@@ -172,9 +173,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         end_cache=end_cache,
         lean=run,
     )
-    finish_model(model, meta.directory)
-    serve_blocks(prepared, model, handle)
-    serve_prompts(prepared, model, handle)
+    serve_caches(prepared, model, handle)
     model.__dict__["offload"] = handle
     weakref.finalize(model, executor.close)
     if recorder is not None:

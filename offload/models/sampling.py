@@ -50,4 +50,19 @@ def check_settings(settings: Any) -> None:
             )
 
 
-__all__ = ["FiniteLogits", "check_settings"]
+def check_tokens(settings: Any) -> None:
+    """Of a ``GenerationConfig``: ids are numbers (-1 stands for none in some checkpoints).
+
+    Raises:
+        OffloadError: what the checkpoint's file says is no id.
+    """
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(settings, name, None)
+        many = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if value is not None and not all(type(i) is int for i in many):
+            raise OffloadError(
+                f"generation_config.json says {name} {value!r}, which is no token's id; correct it"
+            )
+
+
+__all__ = ["FiniteLogits", "check_settings", "check_tokens"]

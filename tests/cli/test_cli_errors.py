@@ -114,6 +114,24 @@ def no_layers(directory: Path) -> None:
     edit_config(directory, num_hidden_layers=0, layer_types=[])
 
 
+def not_fetched(directory: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 11362480\n"
+    weights(directory).write_text(pointer)
+
+
+def link_to_nothing(directory: Path) -> None:
+    weights(directory).unlink()
+    weights(directory).symlink_to("../../blobs/ab12")
+
+
+def small_floats(directory: Path) -> None:
+    edit_config(directory, dtype="float8_e4m3fn")
+
+
+def end_as_text(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, "</s>"]}')
+
+
 def padding_beyond(directory: Path) -> None:
     edit_config(directory, pad_token_id=10**6)
 
@@ -150,6 +168,10 @@ def encoder(directory: Path) -> None:
         (encoder, ["Qwen3Model", "cannot generate"]),
         (no_layers, ["num_hidden_layers 0: a model has 1 or more"]),
         (padding_beyond, ["cannot build", "Padding_idx must be within num_embeddings"]),
+        (not_fetched, ["pointer of git-lfs", "git lfs pull"]),
+        (link_to_nothing, ["is a link to ../../blobs/ab12, which is not there"]),
+        (small_floats, ["float8_e4m3fn of config.json", "--dtype"]),
+        (end_as_text, ["eos_token_id [2, '</s>']", "no token's id"]),
         (layers_as_text, ["num_hidden_layers", "expected int, got str"]),
         (killed_pack, ["is not finished: give 'offload pack' the same source and directory again"]),
     ],
