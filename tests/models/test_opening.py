@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from left_threads import threads_left
-from test_packed_run import load, packed
+from test_packed_run import packed
 
 import offload
 from offload.errors import OffloadError
@@ -21,11 +21,9 @@ def test_generation_settings_that_are_no_json(kind: str, tmp_path: Path) -> None
     (directory / "generation_config.json").write_text("{")
     (pack_dir / "generation_config.json").write_text("{")
     before = set(threading.enumerate())
+    path = pack_dir if kind == "pack" else directory
     with pytest.raises(OffloadError, match=r"generation_config.json of [mp]: "):
-        if kind == "pack":
-            load(pack_dir)
-        else:
-            offload.load(directory, ram=2**30, context=32)
+        offload.load(path, ram=2**30, context=32)
     assert not threads_left(before)
 
 
