@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from offload.errors import StoreError
 from offload.io.pack_manifest import SourceId, is_pack
+from offload.io.whole_file import PRIVATE, whole_file
 from offload.models.naming import packs_folder
+from offload.models.pack_checkpoint import EXTRA_FILES, CheckpointSource
 from offload.models.pack_reader import PackedModel
 from offload.models.pack_run import PackProgress, pack
 from offload.models.pack_source import Source
@@ -51,7 +53,32 @@ def packed(
         logger.info("packing %s into %s", source.id, path)
         _make_writable(path.parent)
         pack(source, path, quant=quant, progress=progress, wait=True)
+    elif isinstance(source, CheckpointSource):
+        _refresh(path, source.extras())
     return PackedModel.open(path, source=source.id, quant=quant)
+
+
+def _refresh(path: Path, extras: Mapping[str, bytes]) -> None:
+    """The checkpoint's tokenizer, chat template and generation settings as they are now: they are
+    corrected now and then, and weights that are the same need no other pack for it.
+
+    Raises:
+        StoreError: they differ and cannot be written.
+    """
+    try:
+        for name in EXTRA_FILES:
+            file, wanted = path / name, extras.get(name)
+            if wanted is None:
+                file.unlink(missing_ok=True)
+            elif not file.is_file() or file.read_bytes() != wanted:
+                logger.info("%s has changed since it was packed: copied to %s", name, path)
+                with whole_file(file, PRIVATE) as out:
+                    out.write(wanted)
+    except OSError as e:
+        raise StoreError(
+            f"{name} of the checkpoint has changed, and {path} cannot be: {e.strerror}; set "
+            "XDG_CACHE_HOME to another place"
+        ) from e
 
 
 def _make_writable(folder: Path) -> None:

@@ -283,6 +283,48 @@ def test_two_processes_want_the_same_pack(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_a_cached_pack_has_the_checkpoints_template_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are the same are not packed again for it; what went away is gone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write("llama", tmp_path / "m")
+    template, settings_file = tmp_path / "m" / "chat_template.jinja", "generation_config.json"
+    told: list[Path] = []
+
+    def small_files() -> dict[str, bytes]:
+        source = CheckpointSource.open(tmp_path / "m")
+        path = packed(source, "q4", announce=told.append).path
+        source.close()
+        assert read_all(PackedModel.open(path))
+        return {p.name: p.read_bytes() for p in path.iterdir() if p.stat().st_size < 4096}
+
+    template.write_text("old")
+    first = small_files()
+    assert first["chat_template.jinja"] == b"old"
+    assert small_files() == first
+    template.write_text("new")
+    (tmp_path / "m" / settings_file).write_text('{"eos_token_id": 7}')
+    second = small_files()
+    assert second["chat_template.jinja"] == b"new"
+    assert second[settings_file] == b'{"eos_token_id": 7}'
+    template.unlink()
+    assert set(second) - set(small_files()) == {"chat_template.jinja"}
+    assert len(told) == 1
+    folder, rename = told[0], os.replace
+    template.write_text("newer")
+
+    def refused(a: Any, b: Any, **more: Any) -> None:
+        if Path(b).name == template.name:
+            raise OSError(30, "Read-only file system")
+        rename(a, b, **more)
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(StoreError, match=r"chat_template.jinja of the checkpoint has changed"):
+        small_files()
+    assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
+
+
 MEMORY = """
 import resource, sys
 import numpy as np
