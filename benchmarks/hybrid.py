@@ -24,7 +24,7 @@ from offload.runtime.executor import Executor
 from offload.runtime.sim_device import SimDevice
 from offload.scheduler.costs import CostModel
 from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware, Rate
-from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
+from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan
 from offload.scheduler.simulate import simulate
 from offload.scheduler.trace import Step, Trace
@@ -88,7 +88,7 @@ def plan_of(layers: int, expert_s: float) -> tuple[Plan, CostModel]:
     costs = CostModel(
         hardware=hardware, read_latency_s=0.0, copy_latency_s=0.0, expert_overhead_s=expert_s
     )
-    activations = {EXPERT_ACTIVATIONS: 16 * 4 * WIDTH}
+    activations = {SITE_ACTIVATIONS: 16 * 4 * WIDTH}
     room = sum(activations.values())
     request = PlanRequest(
         blocks=blocks,

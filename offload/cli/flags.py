@@ -254,8 +254,8 @@ Hybrid = Annotated[
     bool | None,
     typer.Option(
         "--hybrid/--no-hybrid",
-        help="Whether the CPU computes a part of a MoE layer's experts while the card computes the "
-        "others. Default: no.",
+        help="Whether the CPU computes a part: of a MoE layer's experts while the card computes "
+        "the others, and at decode dense weights in RAM that cost more to move. Default: no.",
     ),
 ]
 ExpertPolicy = Annotated[

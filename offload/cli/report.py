@@ -72,10 +72,16 @@ class Measured(Protocol):
 
 
 def streaming_parts(run: Measured, plan: Plan) -> list[str]:
-    """What decoding took from the disk, and waited for; nothing if all was resident."""
+    """What the CPU did beside a device while decoding, what came from the disk, and what waited;
+    nothing if all was resident."""
     steps = run.decode_steps
     parts: list[str] = []
-    if not steps or not streams(plan):
+    if not steps:
+        return parts
+    for key, what in ("cpu_experts", "experts"), ("cpu_products", "products"):
+        if count := run.during_decode(key):
+            parts.append(f"{count / steps:.3g} {what}/token on the CPU")
+    if not streams(plan):
         return parts
     if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:
         parts.append(f"hits {hit:.1%}")
@@ -172,6 +178,8 @@ def figures(run: Run) -> dict[str, Any]:
         "decode_misses": int(run.during_decode("misses")),
         "decode_guessed": int(run.during_decode("guessed")),
         "decode_guessed_right": int(run.during_decode("guessed_right")),
+        "decode_cpu_experts": int(run.during_decode("cpu_experts")),
+        "decode_cpu_products": int(run.during_decode("cpu_products")),
         "decode_hit_rate": hit_rate(run.during_decode("hits"), run.during_decode("misses")),
         "decode_disk_read_bytes": int(run.during_decode("disk_read_bytes")),
         "decode_payload_read_bytes": int(run.during_decode("payload_read_bytes")),

@@ -25,13 +25,14 @@ from offload.io.store import Span
 from offload.models.absent import absent, row_table
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, ExpertSession, routing
+from offload.models.host_products import HostProducts, tokens_of
 from offload.models.hybrid import HybridExperts
 from offload.models.inputs import take_inputs
 from offload.models.params import Param
 from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.shadow import shadow
 from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
-from offload.runtime.executor import Executor
+from offload.runtime.executor import Executor, Views
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import SCORED
 
@@ -74,6 +75,10 @@ class Attachment:
             else:
                 for param in params:
                     self._remove(param)
+        self._host: HostProducts | None = None
+        if plan.sites is not None and plan.sites.blocks:
+            self._host = HostProducts(executor, plan)
+            self._host.attach(cut, self._undo)
         for unit in cut.units:
             self._hook_unit(unit)
         guesses = plan.guesses and plan.compute_tier is Tier.RAM
@@ -163,7 +168,9 @@ class Attachment:
         ]
         stand_ins = [parameters[attr] for parameters, attr, *_ in spots]
         recurrent = [m for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
-        tickets: dict[object, int] = {}  # of the runs under way: whose, and its ticket
+        # Of the runs under way: whose, its ticket, and what it has been entered with.
+        tickets: dict[object, tuple[int, tuple[str, ...]]] = {}
+        above, host = self._without_host(blocks)
         bound = 0  # the ticket whose views are in place
         executor = self.executor
 
@@ -176,7 +183,7 @@ class Attachment:
                 _refresh_flat_weights(rnn)
             tickets.clear()  # of a sequence that a Ctrl-C has ended
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal bound
             road = executor.road()
             who = road.who()
@@ -188,32 +195,44 @@ class Attachment:
                     f"{unit.name} runs in two threads at once; a streamed model runs in one thread "
                     f"at a time"
                 )
-            ticket = tickets[who] = road.enter(unit.name, blocks, unbind)
+            few = host is not None and host.takes(tokens_of((*args, *kwargs.values())))
+            needed = above if few else blocks
+            ticket = road.enter(unit.name, needed, unbind)
+            tickets[who] = ticket, needed
             if bound == ticket:
                 return  # by another sequence
             bound = ticket
-            views = {b: executor.views(b) for b in blocks}
+            views = {b: executor.views(b) for b in needed}
             for parameters, attr, block, name, grad in spots:
-                # As in the resident model: torch picks kernels by this flag, also without grad.
-                parameters[attr] = views[block][name].requires_grad_(grad)  # type: ignore[assignment]
+                if block in views:
+                    # As in the resident model: torch picks kernels by this flag, also without grad.
+                    parameters[attr] = views[block][name].requires_grad_(grad)  # type: ignore[assignment]
             for rnn in recurrent:
                 _refresh_flat_weights(rnn)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             # Also called after an error, and then possibly without an ``enter``.
             road = executor.road()
-            ticket = tickets.pop(road.who(), None)
-            if ticket is None:
+            entered = tickets.pop(road.who(), None)
+            if entered is None:
                 return
             if road is executor:
                 unbind()
-            road.leave(ticket, blocks)
+            road.leave(*entered)
 
         self._without_grad(unit.module)
         self._hooks(unit.module, enter, leave)
 
+    def _without_host(self, blocks: tuple[str, ...]) -> tuple[tuple[str, ...], HostProducts | None]:
+        """What of a unit's blocks goes up when the CPU has its part, and who has it do so; None if
+        it has none here."""
+        host = self._host
+        if host is None or host.blocks.isdisjoint(blocks):
+            return blocks, None
+        return tuple(b for b in blocks if b not in host.blocks), host
+
     def _hooks(self, module: nn.Module, before: Any, after: Any) -> None:
-        first = module.register_forward_pre_hook(before)
+        first = module.register_forward_pre_hook(before, with_kwargs=True)
         last = module.register_forward_hook(after, always_call=True)
         self._undo += [first.remove, last.remove]
 
@@ -291,16 +310,26 @@ class Attachment:
             out = x.new_empty((*x.shape[:-1], vocabulary))
             bias = module.bias
             road = executor.road()
+            host = self._host if self._host is not None and self._host.takes(rows_in) else None
+
+            def product(views: Views, x: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+                weight = views[param.name].requires_grad_(param.tensor.requires_grad)
+                return F.linear(x, weight, *beside)
+
             for (a, b), block, step, streamed in parts:
-                ticket = road.enter(step, (block,)) if streamed else 0
+                beside = () if bias is None else (bias[a:b],)
+                below = host is not None and block in host.blocks
+                needed = () if below else (block,)
+                ticket = road.enter(step, needed) if streamed else 0
                 try:
-                    weight = executor.views(block)[param.name]
-                    weight.requires_grad_(param.tensor.requires_grad)
-                    part = F.linear(x, weight, None if bias is None else bias[a:b])
+                    if host is not None and below:
+                        part = host.linear(block, product, (x, *beside), b - a)
+                    else:
+                        part = product(executor.views(block), x, *beside)
                     out[..., a:b] = part
                 finally:
                     if streamed:
-                        road.leave(ticket, (block,))
+                        road.leave(ticket, needed)
             return out
 
         self._undo.append(shadow(module, "forward", forward))

@@ -75,8 +75,9 @@ class OffloadHandle:
         ``hit_rate`` is None for a model without streamed experts. ``stall_s`` is the time that
         the computing thread waited for data. ``guessed`` experts were read before they were
         routed to, ``guessed_right`` of them then were (and count as misses). ``host_waits``: how
-        often it waited for the device, by what for. ``device_peak_bytes``: a card's, everything
-        that torch had allocated there; None where the device's memory is the CPU's.
+        often it waited for the device, by what for. ``cpu_experts``, ``cpu_products``: uses of
+        experts, and of dense weights, that the CPU computed beside a device. ``device_peak_bytes``:
+        a card's, everything that torch had allocated there; None where its memory is the CPU's.
         """
         stats = self.executor.stats
         budget = self.plan.budgets.get(Tier.RAM)
@@ -90,6 +91,7 @@ class OffloadHandle:
             "hits": stats.hits,
             "misses": stats.misses,
             "cpu_experts": stats.cpu_experts,
+            "cpu_products": stats.cpu_products,
             "guessed": stats.guessed,
             "guessed_right": stats.guessed_right,
             "stall_s": stats.stall_s,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -192,9 +192,11 @@ def per_expert(group: ExpertGroup) -> dict[str, torch.Tensor]:
     }
 
 
-def split_rows(options: Options, cut: Cut) -> int:
-    """Most tokens of a pass that both sites share; 0: the device computes all, unless asked
-    otherwise: on a card the CPU rounds otherwise than the resident model does there.
+def split_rows(options: Options, cut: Cut, apart: Collection[str] = ()) -> int:
+    """Most tokens of a pass whose experts both sites share; 0: the device computes all, unless
+    asked otherwise: on a card the CPU rounds otherwise than the resident model does there.
+
+    ``apart``: dense blocks that the CPU may have instead, see ``host_products``.
 
     Raises:
         OffloadError: asked for, and it cannot be.
@@ -202,9 +204,11 @@ def split_rows(options: Options, cut: Cut) -> int:
     if not options.hybrid:
         return 0
     if not cut.groups:
+        if apart:
+            return 0
         raise OffloadError(
-            "--hybrid cannot take effect: this model has no experts that are streamed one by one; "
-            "drop it"
+            "--hybrid cannot take effect: this model has no experts that are streamed one by one, "
+            "and no linear layers that could do with their weights elsewhere; drop it"
         )
     reason = check_apart(cut)
     if reason is None:

@@ -21,7 +21,7 @@ from offload.errors import OffloadError, PlanError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
-from offload.models import kv_plan, prompt_plan
+from offload.models import host_products, kv_plan, prompt_plan
 from offload.models.expert_groups import expert_groups
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.experts import check_expert_loop
@@ -66,7 +66,7 @@ from offload.runtime import choice
 from offload.runtime.cuda_stream import STAGING_BYTES
 from offload.runtime.heap import keep_small_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
-from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
+from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
 from offload.units import format_bytes
 
@@ -239,6 +239,7 @@ def plan_model(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
     modules = _fine_units(meta.model)
+    apart = host_products.apart_layers(meta.model, modules if options.hybrid else ())
     phases, made = placed_and_made(parameters(meta.model).values(), meta.mapping)
     if device == "cuda":
         phases = {}  # a card's tensors each start where its allocator puts them
@@ -289,15 +290,17 @@ def plan_model(
         )
         if prompts is not None:
             found[Tier.RAM] |= prompts.reserves
-        if rows and chosen.groups:
-            nbytes = activation_bytes(
-                chosen.groups, expert_top_k(meta.model.config), meta.dtype.itemsize
-            )
+        if options.hybrid:
+            nbytes = host_products.product_bytes(chosen, apart)
+            if chosen.groups:
+                top_k = expert_top_k(meta.model.config)
+                experts = activation_bytes(chosen.groups, top_k, meta.dtype.itemsize)
+                nbytes = max(nbytes, experts)
             for tier in (Tier.RAM, Tier.DEVICE):
-                found[tier][EXPERT_ACTIVATIONS] = nbytes
+                found[tier][SITE_ACTIVATIONS] = nbytes
         return found
 
-    rows = split_rows(options, chosen)
+    rows = split_rows(options, chosen, apart)
     reserves = set_aside(chosen, ram, recipes.staged)
     weights = sum(s.slot_nbytes for s in chosen.blocks.values())
     head_rows = None
@@ -315,8 +318,10 @@ def plan_model(
         """The planner's question if staging and slack were those of a budget of ``ram``."""
         aside = set_aside(chosen, ram, staged)
         return request_of(
-            meta, chosen, options, warm, budgets, aside, top, staged, policy, split_rows=rows
-        )
+            meta, chosen, options, warm, budgets, aside, top, staged, policy, split_rows=rows,
+            apart=host_products.apart_blocks(chosen, apart),
+            apart_rows=host_products.ROWS if options.hybrid else 0,
+        )  # fmt: skip
 
     try:
         plan = plan_within(ask, ram, directory.name)

@@ -70,8 +70,8 @@ class Options:
     """What makes of ``hardware`` the rates of this moment for a pack (a ``PackedModel``); called as
     soon as its kernels are compiled."""
     hybrid: bool | None = None
-    """Whether the CPU computes a part of the experts while the device computes the others.
-    None: no."""
+    """Whether the CPU computes a part: experts while the device computes others, and at decode with
+    dense weights that stay in RAM because moving them would cost more. None: no."""
     guess: bool = True
     """Whether experts may be read on a guess into disk time that nothing else can use; without,
     only experts that were routed to are ever read. The results are the same."""
@@ -171,8 +171,8 @@ class Options:
             )
         if self.hybrid and self.choice.kind == "cpu":
             raise OffloadError(
-                "--hybrid shares experts between a card and the CPU, and here the CPU has all; add "
-                "--gpu SIZE or drop it"
+                "--hybrid shares the work between a card and the CPU, and here the CPU has all; "
+                "add --gpu SIZE or drop it"
             )
         if self.kernels not in (None, "exact", "fast"):
             raise OffloadError(f"kernels {self.kernels!r} is not one of exact, fast")

@@ -21,9 +21,10 @@ from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
-from offload.models import fast_check, kv_plan
+from offload.models import fast_check, host_products, kv_plan
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import measure
+from offload.models.hybrid import split_rows
 from offload.models.lean_run import (
     LeanModel,
     detect_lean,
@@ -52,11 +53,12 @@ from offload.models.prompt_plan import plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import request_of
 from offload.models.toy import Warm, warm_up
+from offload.models.units import unit_modules
 from offload.runtime import choice
 from offload.runtime.cuda_stream import STAGING_BYTES
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
-from offload.scheduler.plan import Plan
+from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, minimum_budgets
 from offload.scheduler.policy import SCORED
 from offload.units import format_bytes
@@ -115,26 +117,26 @@ def prepare_packed(
     kind = check_device(options)
     if kind != "cpu":
         check_options(kind, options.kernels)
-    if options.hybrid:
-        raise OffloadError(
-            "--hybrid shares the experts of a checkpoint; a pack's are all computed by the device: "
-            "drop it"
-        )
     if options.dtype not in (None, "auto", "float32", "fp32", torch.float32):
         raise OffloadError(
             f"dtype {options.dtype} cannot take effect: packed weights are computed in float32"
         )
     return_large_blocks()
     pack = PackedModel.open(directory)
+    if options.hybrid and pack.experts:
+        raise OffloadError(
+            "--hybrid shares the experts of a checkpoint; a pack's are all computed by the device: "
+            "drop it"
+        )
     config = read_config(directory)
     shape = instantiate(config, torch.float32)[0]
     lean = detect_lean(shape, pack)
     # Before the process is weighed: they are the program and not the model.
     if kind != "cpu":
         lean = LeanModel({}, ON_DEVICE)
-    if kind != "cuda":
+    if kind != "cuda" or options.hybrid:
         compile_ahead([*pack_kernels(pack), *lean_kernels(lean)], compiling)
-        if options.sample is not None and options.hardware is not None:
+        if kind != "cuda" and options.sample is not None and options.hardware is not None:
             options.hardware = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)
     choice.warm_up(options.choice)
@@ -186,7 +188,12 @@ def plan_packed(
         decoder = LeanModel({}, "its routing is listened to")
     if kv is not None:
         decoder = LeanModel({}, IN_BLOCKS)
+    # Before the cut: what takes the linear layers' place computes on bytes, and not on meta.
+    apart = (
+        host_products.apart_layers(model, unit_modules(model)) if options.hybrid else frozenset()
+    )
     chosen, resident = cut_packed(model, pack)
+    split_rows(options, chosen, apart)
     kept = sum(4 * p.tensor.numel() for p in resident.values())
     grown = 0
     if options.overhead_bytes is None:
@@ -231,6 +238,9 @@ def plan_packed(
         }  # fmt: skip
         if kind != "cpu":
             found = on_device(found[Tier.RAM], chosen, pack, model.config, rows, kind)
+        if options.hybrid:
+            for reserved in found.values():
+                reserved[SITE_ACTIVATIONS] = host_products.product_bytes(chosen, apart)
         if refused is not None:
             found[Tier.RAM]["copies to the device"] = 2 * STAGING_BYTES
         if prompts is not None:
@@ -253,7 +263,11 @@ def plan_packed(
                 expert_s=0.0 if fits else DISPATCH_S,
                 layer_s=min(LEAN_S, warm.layer_s),
             )
-        return request_of(meta, chosen, options, fused, budgets, reserved, top, False, policy)
+        return request_of(
+            meta, chosen, options, fused, budgets, reserved, top, False, policy,
+            apart=host_products.apart_blocks(chosen, apart),
+            apart_rows=host_products.ROWS if options.hybrid else 0,
+        )  # fmt: skip
 
     name = model_name(pack.path)
     try:

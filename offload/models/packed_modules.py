@@ -66,6 +66,11 @@ class PackedLinear(nn.Module):
             self._on_cpu(linear, x_TK, out_TN)
         return out_TN.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
+    def multiply(self, address: int, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
+        """The product without the bias, with the weight's bytes at ``address`` in RAM. float32."""
+        sizes = self.out_features, self.in_features
+        linear(self.format, address, *sizes, x_TK.numpy(), out_TN.numpy())
+
     def rows(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Several single rows: each gets the bits that ``forward`` gives it alone. float32."""
         inputs_TK = x_TK.detach().float().contiguous()

@@ -121,6 +121,8 @@ def request_of(
     staged: bool,
     policy: tuple[str, tuple[str, ...]] = (DEFAULT, ()),
     split_rows: int = 0,
+    apart: frozenset[str] = frozenset(),
+    apart_rows: int = 0,
 ) -> PlanRequest:
     """``policy``: which experts leave, see ``offload.models.expert_options.policy_of``."""
     blocks, by_row = rows_of(chosen)
@@ -150,6 +152,8 @@ def request_of(
         expert_policy=policy[0],
         hot=policy[1],
         split_rows=split_rows,
+        apart=apart & blocks.keys(),
+        apart_rows=apart_rows,
     )
 
 

@@ -30,7 +30,7 @@ from offload.models.synth_config import read_source
 from offload.models.units import cut, unit_modules
 from offload.scheduler.costs import CostModel
 from offload.scheduler.inventory import PlanRequest
-from offload.scheduler.plan import EXPERT_ACTIVATIONS
+from offload.scheduler.plan import SITE_ACTIVATIONS
 from offload.scheduler.policy import DEFAULT
 from offload.scheduler.trace import Step, Trace
 
@@ -95,7 +95,7 @@ class Shape:
         if split_rows:
             # Float32 rows of the residual stream: down once, up for each expert.
             nbytes = 4 * self.width * split_rows * (1 + max(self.top_k.values(), default=0))
-            host[EXPERT_ACTIVATIONS] = beside[EXPERT_ACTIVATIONS] = nbytes
+            host[SITE_ACTIVATIONS] = beside[SITE_ACTIVATIONS] = nbytes
         return {Tier.RAM: host, Tier.DEVICE: beside}
 
     def request(

@@ -1,8 +1,10 @@
-"""The CPU as a second site of compute: experts whose weights stay in RAM while the device works.
+"""The CPU as a second site of compute: experts, and products with dense weights, whose weights stay
+in RAM while the device works.
 
 One thread computes, in the order of the schedule as far as weights are there. What an expert is
 applied to comes down from the device, its result goes up, and the thread that drives the device
-merges: it alone touches the device's compute stream. Nothing here decides; see ``scheduler.split``.
+merges: it alone touches the device's compute stream. A product, for which that thread could only
+wait, it computes itself. Nothing here decides; see ``scheduler.split`` and ``scheduler.sites``.
 
 Seven orders between lanes are made here, each an event with a name, and each is missed by a test
 when it is gone:
@@ -37,15 +39,15 @@ from offload.runtime.transfers import Transfers
 from offload.scheduler.residency import Instruction, Residency
 from offload.scheduler.timeline import CPU, Record
 
-Work = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""From an expert's tensors in RAM to its result there."""
+Work = Callable[..., torch.Tensor]
+"""From a block's tensors in RAM to its result there; a product's inputs come behind them."""
 
 ACTOR = "cpu"
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One expert of the running layer."""
+    """One expert of the running layer, or one product."""
 
     expert: str
     rank: int
@@ -164,6 +166,29 @@ class CpuSite:
                 self._thread = thread
             self._changed.notify_all()
 
+    def compute(
+        self, block: str, inputs: Sequence[torch.Tensor], work: Work, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """``send``, ``submit`` and ``take`` of one product, in this thread, of the dtype of its
+        first input: the device has nothing else to do.
+
+        Raises:
+            SchedulerError: more bytes than there is room for.
+            Exception: what copying, or ``work(views, *inputs)``, has raised.
+        """
+        below = self.send(inputs)
+        dtype = inputs[0].dtype
+        nbytes = math.prod(shape) * dtype.itemsize
+        task = Task(block, 0, lambda v: work(v, *below), tuple(shape), dtype,
+                    self._mirror.place(nbytes))  # fmt: skip
+        assert self._sent is not None
+        self._sent.wait()
+        with self._changed:
+            self._hold(task)
+            self._running, task.begun = task, True
+        self._perform(task)
+        return self._landed(task)
+
     def pending(self, expert: str) -> bool:
         """Whether a result is not on its way up yet. Under the lock."""
         task = self._tasks[expert]
@@ -177,9 +202,12 @@ class CpuSite:
         """
         with self._changed:  # the CPU's thread looks through the tasks for its next one
             task = self._tasks.pop(expert)
+        return self._landed(task)
+
+    def _landed(self, task: Task) -> torch.Tensor:
         if task.error is not None:
             raise task.error
-        nbytes = math.prod(task.shape) * torch.empty(0, dtype=task.dtype).element_size()
+        nbytes = math.prod(task.shape) * task.dtype.itemsize
         place = self._mirror.above(task.offset, nbytes)
         # Outside the lock: where the host is the compute stream it waits, and who ends the copy may
         # need the lock before.
@@ -232,7 +260,7 @@ class CpuSite:
             with self._changed:
                 self._running = None
                 self._fault = OffloadError(
-                    f"the thread that computes experts on the CPU has ended: {error!r}; load the "
+                    f"the thread that computes on the CPU has ended: {error!r}; load the "
                     f"model again, or without --hybrid"
                 )
                 self._fault.__cause__ = error

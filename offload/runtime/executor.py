@@ -29,7 +29,7 @@ from offload.runtime.stats import Stats
 from offload.runtime.timeline import Recorder, Story
 from offload.runtime.transfers import Places, Transfers
 from offload.runtime.waiting import Waiting
-from offload.scheduler.plan import EXPERT_ACTIVATIONS, Plan
+from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.residency import Fetch, Instruction, Residency
 from offload.scheduler.split import Schedule
@@ -85,8 +85,8 @@ class Executor:
         self._cpu: CpuSite | None = None
         try:
             self._transfers.open()
-            if plan.split is not None:
-                self._cpu = self._second_site(plan.reserves[Tier.DEVICE][EXPERT_ACTIVATIONS])
+            if plan.split is not None or plan.sites is not None:
+                self._cpu = self._second_site(plan.reserves[Tier.DEVICE][SITE_ACTIVATIONS])
         except BaseException:
             self.close()
             raise
@@ -311,6 +311,28 @@ class Executor:
         if self._cpu is None or found is None or not found.cpu:
             return None, []
         return found, self._cpu.send(activations(found.cpu))
+
+    def compute_below(
+        self, block: str, inputs: Sequence[torch.Tensor], work: Work, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """``work(views, *inputs)`` with a dense block of ``Plan.sites`` on the CPU, of the dtype of
+        the first input. The result is on the device until the next call.
+
+        Raises:
+            Exception: what computing it has raised.
+        """
+        cpu = self._cpu
+        assert cpu is not None
+        with self._shield:
+            self._waiting.check_open()
+            self.stats.cpu_products += 1
+            if self.story is not None:
+                self.story.waits(block)
+            try:
+                return cpu.compute(block, inputs, work, shape)
+            finally:
+                if self.story is not None:
+                    self.story.goes_on()
 
     def on_cpu(self, expert: str, work: Work, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Have the CPU compute an expert; ``work``: from its tensors in RAM to a result."""

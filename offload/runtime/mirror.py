@@ -26,9 +26,9 @@ class Mirror:
         self.nbytes = nbytes
         self._used = 0
         try:
-            self._host = device.host_memory(nbytes, "expert activations in RAM")
+            self._host = device.host_memory(nbytes, "activations for the CPU")
             self._memories.append(self._host)
-            self._top = device.device_memory(nbytes, "expert activations on the device")
+            self._top = device.device_memory(nbytes, "activations from the CPU")
             self._memories.append(self._top)
         except BaseException:
             self.close()
@@ -47,7 +47,7 @@ class Mirror:
         offset = self._used
         if offset + nbytes > self.nbytes:
             raise SchedulerError(
-                f"{nbytes} bytes of expert activations at {offset} exceed the {self.nbytes} that "
+                f"{nbytes} bytes of activations at {offset} exceed the {self.nbytes} that "
                 f"the plan has set aside"
             )
         self._used = align_up(offset + nbytes, TENSOR_ALIGN)

@@ -22,11 +22,13 @@ class Stats:
     guessed_right: int = 0
     cpu_experts: int = 0
     """Uses of experts that the CPU computed while the device did others."""
+    cpu_products: int = 0
+    """Products with dense weights in RAM that the CPU computed and the device did not."""
     passes: int = field(default=0)
     host_waits: Counter[str] = field(default_factory=Counter)
     """How often the computing thread waited for the device: ``routing`` (a MoE layer's, without
     which nobody knows what to read), ``token`` (rows of an embedding), ``block`` (under way),
-    ``cpu`` (an expert that the CPU computes)."""
+    ``cpu`` (what the CPU computes)."""
 
     @property
     def hit_rate(self) -> float | None:

@@ -16,6 +16,10 @@ from offload.scheduler.trace import Step
 READ, H2D, COMPUTE, CPU = "read", "h2d", "compute", "cpu"
 """Lanes: disk to RAM, RAM to device, computation, and the CPU's where a device computes, too."""
 
+PRODUCT_S = 1.5e-4
+"""What a product that the CPU computes beside the device costs besides the product and the copies:
+Python, and threads that wake each other (as on a simulated device, whose streams are threads)."""
+
 
 def experts_of(plan: Plan) -> dict[str, list[str]]:
     """The plan's experts by group, in the plan's order."""
@@ -57,9 +61,12 @@ def traffic(plan: Plan, tokens: float = 1.0) -> dict[Tier, float]:
     """
     tiers = sorted(plan.tiers)
     into = dict.fromkeys(tiers, 0.0)
+    in_ram = plan.computed_in_ram(tokens)
     for step in plan.trace:
         for block in dict.fromkeys(step.blocks):
             spec = plan.blocks[block]
+            if block in in_ram:
+                continue
             if plan.homes[block] is Home.STREAMED:
                 for tier in reversed(tiers):
                     if block in plan.tiers[tier].pinned:
@@ -91,10 +98,12 @@ def lane_seconds(plan: Plan, costs: CostModel, tokens: float = 1.0) -> dict[str,
     if Tier.DEVICE in into:
         lanes[H2D] = costs.copy_up_busy_s(into[Tier.DEVICE])
     lanes[COMPUTE] = compute_seconds(plan, costs, tokens)
+    if plan.computed_in_ram(tokens):
+        lanes[CPU] = sum(map(host_seconds(plan, costs, tokens), plan.trace))
     if plan.split is not None and tokens <= plan.split.rows:
         on_cpu = _on_cpu(plan, plan.split, tokens)
         host = costs.beside_card()
-        lanes[CPU] = 0.0
+        lanes.setdefault(CPU, 0.0)
         for spec, times, each in on_cpu:
             lanes[CPU] += times * host.expert_s(spec, each)
             lanes[COMPUTE] -= times * costs.expert_s(spec, each)
@@ -145,15 +154,35 @@ def compute_seconds(plan: Plan, costs: CostModel, tokens: float = 1.0) -> float:
 
 
 def dense_seconds(plan: Plan, costs: CostModel, tokens: float) -> Callable[[Step], float]:
-    """The cost of a step without its experts, as a function."""
-    overhead = plan.overhead_s
+    """What the compute tier takes for a step without its experts, as a function."""
+    overhead, aside = plan.overhead_s, plan.by_row | plan.computed_in_ram(tokens)
 
     def seconds(step: Step) -> float:
-        specs = [plan.blocks[b] for b in dict.fromkeys(step.blocks) if b not in plan.by_row]
+        specs = [plan.blocks[b] for b in dict.fromkeys(step.blocks) if b not in aside]
         extra = overhead if isinstance(overhead, (int, float)) else overhead.get(step.unit, 0.0)
         return costs.step_s(specs, tokens=tokens, overhead_s=extra)
 
     return seconds
+
+
+def host_seconds(plan: Plan, costs: CostModel, tokens: float) -> Callable[[Step], float]:
+    """What the CPU takes for the blocks of a step that it computes beside the device."""
+    in_ram = plan.computed_in_ram(tokens)
+
+    def seconds(step: Step) -> float:
+        blocks = (plan.blocks[b] for b in dict.fromkeys(step.blocks) if b in in_ram)
+        return sum(host_product_s(spec, costs, tokens) for spec in blocks)
+
+    return seconds
+
+
+def host_product_s(spec: BlockSpec, costs: CostModel, tokens: float = 1.0) -> float:
+    """A dense block that the CPU computes where it lies in RAM: the products, and for each of its
+    matrices a hidden state that goes down and one that comes up."""
+    # A packed matrix is just bytes.
+    matrices = sum(len(t.shape) > 1 or t.dtype == "uint8" for t in spec.tensors)
+    each_s = PRODUCT_S + 2 * costs.copy_latency_s
+    return costs.beside_card().weights_s((spec,), tokens) + matrices * each_s
 
 
 def _routing(plan: Plan) -> list[tuple[list[str], int, int]]:

@@ -135,6 +135,8 @@ def _place(plan: Plan, block: str, home: Home) -> str:
         return f"pinned in {_TIER[plan.compute_tier]}"
     if home is Home.BY_ROW:
         return "read by row from disk"
+    if plan.sites is not None and block in plan.sites.blocks:
+        return f"in RAM, for up to {plan.sites.rows} tokens computed there by the CPU"
     below = "RAM" if block in plan.tiers[Tier.RAM].pinned else "disk"
     return f"cached from {below}" if home is Home.CACHED else f"streamed from {below}"
 

@@ -17,7 +17,7 @@ WARNING = "warning:"
 """How a sentence begins that a user should see even in a summary."""
 
 _NAME = {Tier.RAM: "RAM", Tier.DEVICE: "the device"}
-_LANE = {READ: "the disk", H2D: "copies to the device", CPU: "experts on the CPU"}
+_LANE = {READ: "the disk", H2D: "copies to the device", CPU: "the CPU's part"}
 
 
 def explain(plan: Plan, shapes: Mapping[Tier, str], costs: CostModel | None) -> tuple[str, ...]:

@@ -37,6 +37,8 @@ class PlanRequest:
         hot: for the policy ``pinned``: experts, the most used first.
         split_rows: most tokens of a pass whose experts the CPU and the device share (see
             ``split``); 0: the compute tier has all of them.
+        apart: dense blocks that the CPU may compute where they lie in RAM (see ``sites``), in
+            passes of up to ``apart_rows`` tokens; 0: nobody asks for that.
         min_lookahead_bytes: a ring holds at least that much more than one step where the
             budget allows; capped by what is streamed at all.
 
@@ -59,6 +61,8 @@ class PlanRequest:
     expert_policy: str = DEFAULT
     hot: tuple[str, ...] = ()
     split_rows: int = 0
+    apart: frozenset[str] = frozenset()
+    apart_rows: int = 0
     min_lookahead_bytes: int = MIN_LOOKAHEAD
 
     def __post_init__(self) -> None:
@@ -68,7 +72,7 @@ class PlanRequest:
             raise ValueError(f"no budget for {', '.join(lacking)}")
         routed = [b for blocks in self.experts.values() for b in blocks]
         used = [b for step in self.trace for b in step.blocks]
-        named = {*routed, *used, *self.always, *self.by_row}
+        named = {*routed, *used, *self.always, *self.by_row, *self.apart}
         if unknown := sorted(named - self.blocks.keys()):
             raise ValueError(f"{len(unknown)} unknown blocks, first {unknown[0]!r}")
         if len(set(routed)) < len(routed) or not self.always.isdisjoint(routed):

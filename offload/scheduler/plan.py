@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload.scheduler.split import SplitCosts
 
 
-EXPERT_ACTIVATIONS = "expert activations"
+SITE_ACTIVATIONS = "activations between device and CPU"
 """The reserve, in RAM and on the device alike, for what goes between two sites of compute."""
 
 
@@ -56,6 +56,17 @@ class TierLayout:
     def nbytes(self) -> int:
         """Size of the arena."""
         return max(self.ring_base + self.ring_bytes, self.slot_base + self.slot_bytes * self.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSites:
+    """Dense blocks that stay in RAM and that the CPU computes there while a pass has few tokens:
+    the hidden state moves and not the weight. Chosen by ``sites``."""
+
+    blocks: frozenset[str]
+    """All of them pinned in RAM."""
+    rows: int
+    """Most tokens of such a pass; with more the weights go up as others do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +108,8 @@ class Plan:
     split: SplitCosts | None = None
     """What decides which experts the CPU computes and which the device, at the same time; None:
     where the plan computes, all of them."""
+    sites: DenseSites | None = None
+    """Which dense blocks the CPU computes beside the device; None: nobody has asked for any."""
     by_row: frozenset[str] = frozenset()
     """Blocks that are looked up and not multiplied with, pinned ones included."""
     overhead_s: float | Mapping[str, float] = 0.0
@@ -112,6 +125,12 @@ class Plan:
     def bottleneck(self) -> str | None:
         """The lane with the most work, or None without rates."""
         return max(self.lane_s, key=lambda k: self.lane_s[k]) if self.lane_s else None
+
+    def computed_in_ram(self, tokens: float) -> frozenset[str]:
+        """Dense blocks that the CPU computes beside the device in a pass of so many tokens."""
+        if self.sites is None or tokens > self.sites.rows:
+            return frozenset()
+        return self.sites.blocks
 
     def resident_bytes(self, tier: Tier) -> int:
         """Peak bytes of a tier under this plan: the arena and the reserves."""

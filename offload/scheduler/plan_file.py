@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.blocks import Tier
 from offload.errors import PlanError
-from offload.scheduler.plan import Home, Interval, Plan, TierLayout
+from offload.scheduler.plan import DenseSites, Home, Interval, Plan, TierLayout
 from offload.scheduler.split import SplitCosts
 from offload.scheduler.trace import Step, Trace
 from offload.units import format_bytes
@@ -85,6 +85,9 @@ def document(plan: Plan, who: Identity) -> dict[str, Any]:
         "kept": {tier.name: sorted(blocks) for tier, blocks in plan.kept.items()},
         "guesses": plan.guesses,
         "split": None if plan.split is None else plan.split.to_json(),
+        "sites": None
+        if plan.sites is None
+        else {"blocks": sorted(plan.sites.blocks), "rows": plan.sites.rows},
         "expected_hit_rate": plan.expected_hit_rate,
         "streamed_bytes_per_pass": plan.streamed_bytes_per_pass,
         "predicted_pass_s": None
@@ -165,12 +168,16 @@ def restore(data: Mapping[str, Any], fresh: Plan, who: Identity, where: str) -> 
             )
     # A plan written before there was a choice of sites has none.
     split = None if data.get("split") is None else SplitCosts.from_json(data["split"])
-    if (split is None) != (fresh.split is None):
-        there, here = ("without", "with") if split is None else ("with", "without")
-        flag = "--hybrid" if fresh.split is not None else "--no-hybrid"
+    sites = None
+    if (found := data.get("sites")) is not None:
+        sites = DenseSites(blocks=frozenset(found["blocks"]), rows=found["rows"])
+    shared = split is not None or sites is not None
+    if shared != (fresh.split is not None or fresh.sites is not None):
+        there, here = ("with", "without") if shared else ("without", "with")
+        way = "give --hybrid" if shared else "drop --hybrid"
         raise PlanError(
-            f"{where} was made {there} experts on the CPU beside the device, and this run is "
-            f"{here}: drop {flag}, or replan"
+            f"{where} was made {there} a part for the CPU beside the device, and this run is "
+            f"{here}: {way}, or replan"
         )
     tiers = {
         Tier[name]: TierLayout(pinned=dict(a["pinned"]), **{k: a[k] for k in _LAYOUT})
@@ -188,6 +195,7 @@ def restore(data: Mapping[str, Any], fresh: Plan, who: Identity, where: str) -> 
             ]
         ),
         split=split,
+        sites=sites,
         kept={Tier[name]: frozenset(blocks) for name, blocks in data["kept"].items()},
         expected_hit_rate=data["expected_hit_rate"],
         streamed_bytes_per_pass=data["streamed_bytes_per_pass"],

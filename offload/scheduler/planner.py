@@ -21,6 +21,7 @@ from offload.scheduler.placement import NoRoomError, Placement, least_bytes, pla
 from offload.scheduler.plan import Home, Interval, Plan, TierLayout
 from offload.scheduler.policy import kept_experts
 from offload.scheduler.simulate import simulate
+from offload.scheduler.sites import choose_sites
 from offload.scheduler.split import SplitCosts
 from offload.units import format_bytes
 
@@ -55,10 +56,17 @@ def make_plan(request: PlanRequest) -> Plan:
     else:
         chosen = _fastest(request, inv, options, request.costs)
     plan = _assemble(request, inv, chosen)
+    shared: tuple[str, ...] = ()
+    if request.apart_rows and request.compute_tier is Tier.DEVICE:
+        long = by_rule or len(plan.trace.uses) > MAX_SIMULATED
+        sites, why = choose_sites(
+            plan, request.apart, request.apart_rows, request.costs, by_rule=long
+        )
+        plan, shared = replace(plan, sites=sites), (why,)
     if request.costs is not None:
         plan = _predict(plan, request.costs)
     shapes = {t: share.shape for t, share in chosen.items()}
-    return replace(plan, reasons=explain(plan, shapes, request.costs))
+    return replace(plan, reasons=explain(plan, shapes, request.costs) + shared)
 
 
 def minimum_budgets(request: PlanRequest) -> Mapping[Tier, int]:

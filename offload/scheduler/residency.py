@@ -40,6 +40,7 @@ class Residency:
         self._hybrid = HybridRoutes(self._stock, plan) if plan.split is not None else None
         self._routes = self._hybrid or Routes(self._stock, plan)
         self._top = self._stock.top.entries
+        self._stays = plan.sites.blocks if plan.sites is not None else frozenset[str]()
 
     # -- events ---------------------------------------------------------------------------
 
@@ -151,17 +152,23 @@ class Residency:
             self._release(expert)
         return self._advance_experts()
 
-    def hold_below(self, expert: str) -> tuple[bool, list[Instruction]]:
-        """Hold an expert in RAM, for the CPU: True if it is there; else ask again when something
-        has arrived. The plan must have a ``split``."""
-        assert self._hybrid is not None
-        there = self._hybrid.hold_below(expert)
+    def hold_below(self, block: str) -> tuple[bool, list[Instruction]]:
+        """Hold a block in RAM, for the CPU: True if it is there; else ask again when something
+        has arrived. An expert, if the plan has a ``split``, or one of its ``sites``, which stays
+        there for good."""
+        if block in self._stays:
+            return self._stock.entry(Tier.RAM, block).ready, []
+        if self._hybrid is None:
+            raise SchedulerError(f"{block} is not computed in RAM under this plan")
+        there = self._hybrid.hold_below(block)
         return there, self._advance_experts() if there else []
 
-    def release_below(self, expert: str) -> list[Instruction]:
-        """The CPU has used an expert in RAM."""
+    def release_below(self, block: str) -> list[Instruction]:
+        """The CPU has used a block in RAM."""
+        if block in self._stays:
+            return []
         assert self._hybrid is not None
-        self._hybrid.release_below(expert)
+        self._hybrid.release_below(block)
         return self._advance_experts()
 
     def guess(self, group: str, experts: Sequence[str]) -> list[Instruction]:

@@ -28,6 +28,7 @@ from offload.scheduler.bounds import (
     dense_seconds,
     distinct,
     experts_of,
+    host_seconds,
     row_bytes,
 )
 from offload.scheduler.costs import CostModel
@@ -106,7 +107,7 @@ def simulate(
     lane_s = {READ: read_s, COMPUTE: compute_s}
     if Tier.DEVICE in plan.tiers:
         lane_s[H2D] = h2d_s
-    if plan.split is not None:
+    if plan.split is not None or plan.computed_in_ram(tokens):
         lane_s[CPU] = cpu_s
     return Simulation(
         # The ring may still gain or lose a little from pass to pass; no steady state is faster
@@ -149,17 +150,24 @@ class _Run:
         self._owed: dict[str, float] = {}  # fractions of misses by group
         self._drawn: dict[str, list[str]] = {}  # what a layer will use, drawn ahead to be guessed
         self._resident_uses = 0.0
-        dense_s = dense_seconds(plan, costs, tokens)
+        dense_s, host_s = (of(plan, costs, tokens) for of in (dense_seconds, host_seconds))
+        in_ram = plan.computed_in_ram(tokens)
+        self._host_s = 0.0  # that the CPU has computed of dense blocks
         self._steps = [
             (
                 step,
-                [b for b in dict.fromkeys(step.blocks) if plan.homes[b] is Home.STREAMED],
+                [
+                    b
+                    for b in dict.fromkeys(step.blocks)
+                    if plan.homes[b] is Home.STREAMED and b not in in_ram
+                ],
                 sum(
                     costs.read_s(math.ceil(row_bytes(plan.blocks[b]) * tokens))
                     for b in dict.fromkeys(step.blocks)
                     if plan.homes[b] is Home.BY_ROW
                 ),
                 dense_s(step),
+                host_s(step),
             )
             for step in plan.trace
         ]
@@ -199,12 +207,15 @@ class _Run:
     def one_pass(self, number: int, routing: Routing | None) -> None:
         residency, clock = self._residency, self._clock
         began = clock.now
-        for step, blocks, rows_s, compute_s in self._steps:
+        for step, blocks, rows_s, compute_s, host_s in self._steps:
             ticket, out = residency.need(step.unit, blocks)
             clock.submit(out)
             clock.pause(rows_s, f"rows for {step.unit}")
             clock.wait(lambda t=ticket: not residency.missing(t), step.unit)  # type: ignore[misc]
             clock.compute(compute_s, COMPUTE, step.unit)
+            if host_s:  # in turns with the device: each needs what the other has computed
+                self._host_s += host_s
+                clock.compute(host_s, CPU, step.unit)
             if step.group:
                 self._route(number, step.group, routing)
             clock.submit(residency.done(ticket))
@@ -334,13 +345,13 @@ class _Run:
             clock.now,
             disk.worked_s,
             up.worked_s,
-            clock.computed_s,
+            clock.computed_s - self._host_s,
             clock.stalled_s,
             disk.nbytes + self._row_bytes * self._passes,
             up.nbytes,
             self._residency.hits + self._resident_uses,
             self._residency.misses,
-            self._cpu.worked_s,
+            self._cpu.worked_s + self._host_s,
         )
 
 

@@ -53,6 +53,13 @@ class Streams:
         self._pins: deque[str] = deque()  # device-pinned blocks that still have to pass RAM
         self._pins_wanted: deque[str] = deque()  # those of them that compute waits for
         self._rings = Rings(stock, plan)
+        # Blocks that compute may leave in RAM (``Plan.sites``), the units that have some, and
+        # whether the pass that runs now leaves them there.
+        self._apart = plan.sites.blocks if plan.sites is not None else frozenset[str]()
+        self._sharing = {
+            step.unit for step in plan.trace if not self._apart.isdisjoint(step.blocks)
+        }
+        self._left_below = False
         self._streamed = {
             t: {
                 b
@@ -90,6 +97,8 @@ class Streams:
         if position is not None:
             self.cursor = position
         self.halted = False
+        if unit in self._sharing:
+            self._follow(blocks)
         now = self.trace.first_use(self.cursor)
         use = _Use(blocks, position)
         self._tickets += 1
@@ -356,7 +365,7 @@ class Streams:
         fill = max(self._rings.fill[shelf.tier], start)
         while fill < start + n:
             block, step = uses[fill % n]
-            if block in streamed:
+            if block in streamed and not (upper is None and self._stays(block)):
                 entry = shelf.entries.get(block)
                 if entry is not None:
                     entry.until = max(entry.until, fill)
@@ -372,6 +381,17 @@ class Streams:
                         break
             fill += 1
         self._rings.fill[shelf.tier] = fill
+
+    def _follow(self, blocks: Sequence[str]) -> None:
+        """A unit asks for the blocks that may stay below, or for none of them: so will the next."""
+        below = self._apart.isdisjoint(blocks)
+        if self._left_below and not below:
+            self._rings.fill[self._top.tier] = 0  # back to what was passed over
+        self._left_below = below
+
+    def _stays(self, block: str) -> bool:
+        """Whether compute does not want the block up in the pass that runs now."""
+        return self._left_below and block in self._apart
 
     def _is_below(self, block: str, fill: int) -> bool:
         """Whether the compute tier can fetch the block from RAM now. If it has left RAM (it was

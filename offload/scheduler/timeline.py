@@ -26,7 +26,7 @@ TITLES = {
     D2H: "device to RAM",
     COMPUTE: "compute",
     EXPERTS: "experts",
-    CPU: "experts, CPU",
+    CPU: "CPU beside",
     UPDATE: "update",
     WAITS: "waits",
 }

@@ -98,7 +98,7 @@ def test_a_frozen_plan_has_the_same_sites(checkpoint: Checkpoint) -> None:
     data = json.loads(json.dumps(document(costly, who)))
     assert restore(data, prepared.plan, who, "--plan p").split == costly.split
     alone = prepare(want.directory, options("sim", **least, hybrid=False)).plan
-    with pytest.raises(PlanError, match=r"made with experts on the CPU .* without"):
+    with pytest.raises(PlanError, match=r"made with a part for the CPU .* without"):
         restore(data, alone, who, "--plan p")
     prepared.plan = restore(data, prepared.plan, who, "--plan p")
     with opened(prepared) as model:
@@ -107,11 +107,11 @@ def test_a_frozen_plan_has_the_same_sites(checkpoint: Checkpoint) -> None:
 
 
 def test_where_it_cannot_be(checkpoint: Checkpoint) -> None:
-    dense = checkpoint("llama").directory
+    unknown = checkpoint("bart").directory  # its forward cannot be tried on the meta device
     with pytest.raises(OffloadError, match="here the CPU has all"):
         options("cpu", hybrid=True)
-    with pytest.raises(OffloadError, match="has no experts that are streamed one by one"):
-        prepare(dense, options("sim", hybrid=True))
+    with pytest.raises(OffloadError, match=r"no experts .* and no linear layers that could do"):
+        prepare(unknown, options("sim", hybrid=True))
 
 
 def test_a_loop_that_is_more_than_a_sum_is_left_to_the_device() -> None:

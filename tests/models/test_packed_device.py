@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def planned(pack_dir: Path, ram: int = 2**30, gpu: int | None = 2**30) -> PackedPrepared:
+def planned(
+    pack_dir: Path, ram: int = 2**30, gpu: int | None = 2**30, hybrid: bool | None = None
+) -> PackedPrepared:
     device = "cpu" if gpu is None else "sim"
-    chosen = Options(ram=ram, gpu=gpu, device=device, context=32, overhead_bytes=0, seed=7)
+    chosen = Options(
+        ram=ram, gpu=gpu, device=device, context=32, overhead_bytes=0, seed=7, hybrid=hybrid
+    )
     pack = PackedModel.open(pack_dir)
     return plan_packed(pack, read_config(pack_dir), chosen, Warm(baseline_rss=0))
 
@@ -71,6 +76,24 @@ def test_budgets_of_the_device_change_no_bit(made: Callable[[str], Path], family
     assert runs[1][2]["h2d_bytes"] > runs[0][2]["h2d_bytes"]
     if family != "gemma":
         assert runs[1][2]["misses"] > runs[0][2]["misses"] == 0
+
+
+@pytest.mark.parametrize("family", ["gemma", "qwen2"])
+def test_who_multiplies_changes_no_bit(made: Callable[[str], Path], family: str) -> None:
+    """Tokens' products with packed weights in RAM; biases are added on the device."""
+    least = planned(made(family), hybrid=True).minimum
+    alone = answers(planned(made(family), gpu=least[Tier.DEVICE]))
+    shared = planned(made(family), gpu=least[Tier.DEVICE], hybrid=True)
+    assert shared.plan.sites is not None
+    assert len(shared.plan.sites.blocks) > 2
+    some = replace(shared.plan.sites, rows=1)
+    for sites in (shared.plan.sites, some):
+        shared.plan = replace(shared.plan, sites=sites)
+        logits, tokens, stats = answers(shared)
+        assert stats["cpu_products"] > 0
+        assert torch.equal(logits, alone[0])
+        assert torch.equal(tokens, alone[1])
+        shared = planned(made(family), gpu=least[Tier.DEVICE], hybrid=True)
 
 
 def test_a_plan_says_what_each_tier_is_for(made: Callable[[str], Path]) -> None:

@@ -68,8 +68,10 @@ class Toy:
     plan: Plan
 
     @classmethod
-    def make(cls, device: str, *, experts: bool = False, extra: int = 0) -> Toy:
-        """On the smallest budgets plus ``extra`` bytes in each tier."""
+    def make(
+        cls, device: str, *, experts: bool = False, extra: int = 0, ram: int | None = None
+    ) -> Toy:
+        """On the smallest budgets plus ``extra`` bytes in each tier, or ``ram`` bytes of RAM."""
         blocks: dict[str, BlockSpec] = {}
         groups: dict[str, tuple[str, ...]] = {}
         steps = []
@@ -96,7 +98,8 @@ class Toy:
             )
 
         least = minimum_budgets(request(dict.fromkeys(tiers, 2**30)))
-        plan = make_plan(request({t: n + extra for t, n in least.items()}))
+        budgets = {t: n + extra for t, n in least.items()}
+        plan = make_plan(request(budgets if ram is None else {**budgets, Tier.RAM: ram}))
         rng = random.Random(0)
         return cls(blocks, {b: rng.randbytes(s.nbytes) for b, s in blocks.items()}, plan)
 

@@ -25,7 +25,7 @@ from offload.runtime.race import RaceError
 from offload.runtime.sim_device import SimDevice
 from offload.runtime.transfers import Transfers
 from offload.scheduler.hybrid import HybridRoutes
-from offload.scheduler.plan import EXPERT_ACTIVATIONS
+from offload.scheduler.plan import SITE_ACTIVATIONS
 from offload.scheduler.split import SplitCosts
 
 WIDTH = 16
@@ -38,7 +38,7 @@ EDGES = (
 def toy(extra: int = 0) -> Toy:
     """The executor's toy with a CPU that shares in its experts."""
     plain = Toy.make("sim", experts=True, extra=extra)
-    reserves = {t: {EXPERT_ACTIVATIONS: 4096} for t in plain.plan.tiers}
+    reserves = {t: {SITE_ACTIVATIONS: 4096} for t in plain.plan.tiers}
     # A disk so fast that who computes is never decided by it.
     costs = replace(SplitCosts.assumed(4000, 64), read_s=0.5)
     return replace(plain, plan=replace(plain.plan, split=costs, reserves=reserves))
@@ -356,6 +356,6 @@ def test_activations_beyond_what_is_set_aside_are_refused() -> None:
         mirror = Mirror(device, 4096)
         assert mirror.place(100) == 0
         assert mirror.place(100) == 128
-        with pytest.raises(SchedulerError, match="4000 bytes of expert activations at 256 exceed"):
+        with pytest.raises(SchedulerError, match="4000 bytes of activations at 256 exceed"):
             mirror.place(4000)
         mirror.close()
