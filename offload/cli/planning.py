@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from offload.cli.frozen import Frozen
 from offload.cli.machines import check_fits, default_ram
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
-from offload.io.pack_manifest import Layout, is_pack
+from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import read_header
 from offload.kv.prefix_folder import open_directory
 from offload.models.choose import model_directory
@@ -223,11 +222,7 @@ def first_token(prepared: Prepared) -> Forecast | None:
         return None
     pack = getattr(prepared, "pack", None)
     if pack is not None:  # its blocks are bytes to the scheduler
-        flops = {
-            block.name: sum(2 * prod(p.shape) for p in block.parts if p.layout is Layout.PACKED)
-            for block in pack.manifest.blocks
-        }
-        costs = replace(costs, flops=flops)
+        costs = replace(costs, flops=pack.flops())
     tokens = prepared.options.prompt_tokens or prepared.options.context
     return prefill(prepared.plan, costs, tokens)
 

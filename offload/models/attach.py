@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
 from offload.runtime.executor import Executor, Views
 from offload.scheduler.plan import Plan
 from offload.scheduler.policy import SCORED
+
+if TYPE_CHECKING:
+    from offload.models.packed_hybrid import HybridPacked
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +279,9 @@ class Attachment:
         last = group.module.register_forward_hook(finish, with_kwargs=True, always_call=True)
         self._undo += [first.remove, last.remove]
 
-    def _hybrid(self, group: ExpertGroup, session: ExpertSession) -> HybridExperts | None:
+    def _hybrid(
+        self, group: ExpertGroup, session: ExpertSession
+    ) -> HybridExperts | HybridPacked | None:
         """Have the CPU share in a layer's experts, if the plan says so."""
         split = self.plan.split
         if split is None:

@@ -201,19 +201,22 @@ def split_rows(options: Options, cut: Cut, apart: Collection[str] = ()) -> int:
     Raises:
         OffloadError: asked for, and it cannot be.
     """
-    if not options.hybrid:
+    check_shareable(options, cut, apart)
+    if not options.hybrid or not cut.groups:
         return 0
-    if not cut.groups:
-        if apart:
-            return 0
-        raise OffloadError(
-            "--hybrid cannot take effect: this model has no experts that are streamed one by one, "
-            "and no linear layers that could do with their weights elsewhere; drop it"
-        )
     reason = check_apart(cut)
     if reason is None:
         return ROWS
     raise OffloadError(f"--hybrid cannot take effect: {reason}; drop it")
+
+
+def check_shareable(options: Options, cut: Cut, apart: Collection[str]) -> None:
+    """Raises OffloadError: there is nothing that two sites could share, and it was asked for."""
+    if options.hybrid and not cut.groups and not apart:
+        raise OffloadError(
+            "--hybrid cannot take effect: this model has no experts that are streamed one by one, "
+            "and no linear layers that could do with their weights elsewhere; drop it"
+        )
 
 
 def activation_bytes(groups: Sequence[ExpertGroup], top_k: int, itemsize: int) -> int:

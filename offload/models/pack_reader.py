@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,13 @@ class PackedModel:
                 outputs, inputs = part.shape
                 seen = 1 if block.kind is Kind.HEAD else rows
                 yield get_format(part.format), outputs, inputs, seen
+
+    def flops(self) -> dict[str, int]:
+        """By block: operations per token of its products, which its bytes do not tell."""
+        return {
+            block.name: sum(2 * prod(p.shape) for p in block.parts if p.layout is Layout.PACKED)
+            for block in self.manifest.blocks
+        }
 
     def rows(self, name: str) -> RowReader:
         """How to read single rows of a table, ``model.embed_tokens.weight`` say. KeyError."""

@@ -8,9 +8,11 @@ blocks take the same way there, and only this module is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from offload.blocks import Tier
@@ -23,6 +25,7 @@ from offload.gpu_ops.launch import CupyLauncher, Launcher
 from offload.gpu_ops.records import Scratch
 from offload.gpu_ops.source import kernel
 from offload.models.absent import AbsentTensor, absent
+from offload.models.hybrid import Rows
 from offload.models.packed_modules import PackedLinear, PackedSession
 from offload.models.shadow import shadow
 from offload.runtime.device import Device
@@ -111,6 +114,39 @@ class CardExperts:
         return out_TH.view(hidden.shape).to(hidden.dtype)
 
 
+class CardMerge:
+    """A layer's sum where the CPU has a part of the experts: the card's own first, in the order in
+    which they come up, then the CPU's, in the order of the schedule (see ``packed_hybrid.Merge``).
+    """
+
+    def __init__(
+        self, card: PackedCard, layout: ExpertLayout, x_TH: torch.Tensor, index_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor, rows: Rows,
+    ) -> None:  # fmt: skip
+        self._card, self._layout, self._rows = card, layout, rows
+        self._x, self._weights = x_TH, weights_Tk
+        self._index = index_Tk.cpu().numpy()
+        self._out = torch.zeros_like(x_TH)
+
+    def on_device(self, experts: Sequence[int], bases: npt.NDArray[np.int64]) -> None:
+        """See ``Merge``."""
+        routed.expert_ffn(
+            self._card.launcher, self._card.scratch, self._layout, experts, bases, self._x,
+            self._index, self._weights, self._out, add=True,
+        )  # fmt: skip
+
+    def from_cpu(self, expert: int, rows_nH: torch.Tensor) -> None:
+        """See ``Merge``. An expert's tokens are distinct: no two rows go to the same place."""
+        device = self._out.device
+        tokens, places = (torch.tensor(some, device=device) for some in self._rows.of[expert])
+        weights_n = self._weights[tokens, places]
+        self._out.index_add_(0, tokens, rows_nH * weights_n[:, None])
+
+    def result(self) -> torch.Tensor:
+        """See ``Merge``."""
+        return self._out
+
+
 def card_scratch(pack: PackedModel, layouts: list[ExpertLayout], rows: int, top_k: int) -> int:
     """Bytes of scratch for passes of up to ``rows`` tokens."""
     most = 0
@@ -166,6 +202,6 @@ def check_options(kind: str, kernels: str | None) -> None:
 
 
 __all__ = [
-    "SCRATCH", "CardExperts", "PackedCard", "card_outputs", "card_scratch", "check_options",
-    "open_card", "stand_in_on",
+    "SCRATCH", "CardExperts", "CardMerge", "PackedCard", "card_outputs", "card_scratch",
+    "check_options", "open_card", "stand_in_on",
 ]  # fmt: skip

@@ -18,13 +18,14 @@ import torch
 
 from offload.blocks import Tier
 from offload.cpu_ops.entries import Kernel
+from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models import fast_check, host_products, kv_plan
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import measure
-from offload.models.hybrid import split_rows
+from offload.models.hybrid import ROWS, check_shareable
 from offload.models.lean_run import (
     LeanModel,
     detect_lean,
@@ -47,11 +48,13 @@ from offload.models.options import (
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_card import check_options
 from offload.models.packed_cut import cut_packed
+from offload.models.packed_hybrid import split_bytes
+from offload.models.packed_modules import expert_layout_of
 from offload.models.packed_reserves import on_device, reserves
 from offload.models.params import Param
 from offload.models.prompt_plan import plan_prompts
 from offload.models.recipes import Recipes
-from offload.models.request import request_of
+from offload.models.request import expert_top_k, request_of
 from offload.models.toy import Warm, warm_up
 from offload.models.units import unit_modules
 from offload.runtime import choice
@@ -123,11 +126,6 @@ def prepare_packed(
         )
     return_large_blocks()
     pack = PackedModel.open(directory)
-    if options.hybrid and pack.experts:
-        raise OffloadError(
-            "--hybrid shares the experts of a checkpoint; a pack's are all computed by the device: "
-            "drop it"
-        )
     config = read_config(directory)
     shape = instantiate(config, torch.float32)[0]
     lean = detect_lean(shape, pack)
@@ -135,7 +133,8 @@ def prepare_packed(
     if kind != "cpu":
         lean = LeanModel({}, ON_DEVICE)
     if kind != "cuda" or options.hybrid:
-        compile_ahead([*pack_kernels(pack), *lean_kernels(lean)], compiling)
+        more = [accumulate_kernel("f32")] if options.hybrid and pack.experts else []
+        compile_ahead([*pack_kernels(pack), *lean_kernels(lean), *more], compiling)
         if kind != "cuda" and options.sample is not None and options.hardware is not None:
             options.hardware = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)
@@ -193,7 +192,8 @@ def plan_packed(
         host_products.apart_layers(model, unit_modules(model)) if options.hybrid else frozenset()
     )
     chosen, resident = cut_packed(model, pack)
-    split_rows(options, chosen, apart)
+    check_shareable(options, chosen, apart)
+    rows_shared = ROWS if options.hybrid and chosen.groups else 0
     kept = sum(4 * p.tensor.numel() for p in resident.values())
     grown = 0
     if options.overhead_bytes is None:
@@ -207,6 +207,8 @@ def plan_packed(
         pack.path,
     )
 
+    layouts = [expert_layout_of(pack.experts[g.name], g.module) for g in chosen.groups]
+    split = split_bytes(layouts, expert_top_k(model.config))
     prompts = plan_prompts(options, meta, footprint, read)
     rows = read * options.batch
     budgets = {Tier.RAM: ram}
@@ -240,7 +242,7 @@ def plan_packed(
             found = on_device(found[Tier.RAM], chosen, pack, model.config, rows, kind)
         if options.hybrid:
             for reserved in found.values():
-                reserved[SITE_ACTIVATIONS] = host_products.product_bytes(chosen, apart)
+                reserved[SITE_ACTIVATIONS] = max(host_products.product_bytes(chosen, apart), split)
         if refused is not None:
             found[Tier.RAM]["copies to the device"] = 2 * STAGING_BYTES
         if prompts is not None:
@@ -263,11 +265,15 @@ def plan_packed(
                 expert_s=0.0 if fits else DISPATCH_S,
                 layer_s=min(LEAN_S, warm.layer_s),
             )
-        return request_of(
-            meta, chosen, options, fused, budgets, reserved, top, False, policy,
+        request = request_of(
+            meta, chosen, options, fused, budgets, reserved, top, False, policy, rows_shared,
             apart=host_products.apart_blocks(chosen, apart),
             apart_rows=host_products.ROWS if options.hybrid else 0,
         )  # fmt: skip
+        if rows_shared and request.costs is not None:
+            # What a few tokens cost on either site: to the scheduler a pack's blocks are bytes.
+            return replace(request, costs=replace(request.costs, flops=pack.flops()))
+        return request
 
     name = model_name(pack.path)
     try:

@@ -203,6 +203,11 @@ class PackedSession(ExpertSession):
         """So many uses of experts that stay in place."""
         self.executor.stats.hits += experts
 
+    def expect(self, experts: list[int]) -> None:
+        """Somebody else says to the executor what the layer routes to."""
+        self._at()[1].wanted = experts
+        self.opened()
+
     def begin(self, experts: list[int], *args: Any) -> None:
         self._at()[1].wanted = experts
         if self._bases is None:

@@ -20,14 +20,17 @@ from offload.models.absent import row_table
 from offload.models.attach import Attachment
 from offload.models.expert_groups import ExpertGroup
 from offload.models.expert_options import recorder_of
+from offload.models.experts import ExpertSession
 from offload.models.handle import OffloadHandle
+from offload.models.hybrid import Rows
 from offload.models.lean_forward import take_over
 from offload.models.lean_run import LeanRun
 from offload.models.meta import materialise_buffers, place_rest
 from offload.models.opening import finish_model, make_device, serve_caches
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
-from offload.models.packed_card import CardExperts, PackedCard, open_card, stand_in_on
+from offload.models.packed_card import CardExperts, CardMerge, PackedCard, open_card, stand_in_on
+from offload.models.packed_hybrid import HybridPacked, KernelMerge, Merge
 from offload.models.packed_load import plain_tensor
 from offload.models.packed_modules import (
     PackedExperts,
@@ -63,8 +66,7 @@ class PackedAttachment(Attachment):
 
     def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> PackedSession:
         pinned = group.blocks[0] in self._resident
-        slots = None if pinned else self.plan.tiers[self.plan.compute_tier].slots
-        at_once = min(MOST_TOGETHER, held_at_once(slots, self.plan.top_k[group.name]))
+        at_once = self._at_once(group)
         session = PackedSession(self.executor, group, after, at_once=at_once, pinned=pinned)
         layout = expert_layout_of(self.pack.experts[group.name], group.module)
         kind = (layout, at_once)
@@ -76,6 +78,30 @@ class PackedAttachment(Attachment):
             experts = PackedExperts(layout, session, self._token_calls[kind])
         self._undo.append(shadow(group.module, "forward", experts))
         return session
+
+    def _hybrid(self, group: ExpertGroup, session: ExpertSession) -> HybridPacked | None:
+        split = self.plan.split
+        if split is None:
+            return None
+        assert isinstance(session, PackedSession)
+        experts = group.module.__dict__["forward"]
+        layout, card = experts.layout, self._card
+
+        def merge(x: Any, index: Any, weights: Any, rows: Rows) -> Merge:
+            if card is not None:
+                return CardMerge(card, layout, x, index, weights, rows)
+            return KernelMerge(layout, x, weights, rows)
+
+        at_once = self._at_once(group)
+        hybrid = HybridPacked(self.executor, group, session, layout, merge, split.rows, at_once)
+        self._undo.append(shadow(group.module, "forward", hybrid))
+        return hybrid
+
+    def _at_once(self, group: ExpertGroup) -> int:
+        """Experts of a layer that are held together."""
+        pinned = group.blocks[0] in self._resident
+        slots = None if pinned else self.plan.tiers[self.plan.compute_tier].slots
+        return min(MOST_TOGETHER, held_at_once(slots, self.plan.top_k[group.name]))
 
     def _hook_embedding(self, embedding: RowEmbedding) -> None:
         self._hook_table()

@@ -46,6 +46,25 @@ def test_tokens_are_the_same_and_the_plan_says_who_computes(
     assert any("are computed there by the CPU" in why for why in shared["plan"]["reasons"])
 
 
+def test_a_packs_experts_are_shared(cli: Cli, moe: Path, tmp_path: Path) -> None:
+    words = ("-m", moe, "--quant", "q4", "--device", "sim", "--no-predict")
+    least = tmp_path / "least.json"
+    assert cli("plan", *words, "-c", 9, "--hybrid", "--json", least).code == 0
+    device = json.loads(least.read_text())["minimum_bytes"]["device"]
+    budgets = ("--ram", 256 * MIB, "--gpu", device + MIB)
+    found = []
+    for more in ((), ("--hybrid",)):
+        report = tmp_path / "run.json"
+        run = cli("generate", *words, "--prompt-ids", "9,8,7", "-n", 6, "--ignore-eos", *budgets,
+                  *more, "--json", report)  # fmt: skip
+        assert run.code == 0, run.err
+        found.append(json.loads(report.read_text()))
+    assert found[0]["token_ids"] == found[1]["token_ids"]
+    assert found[1]["decode_cpu_experts"] > 0 == found[0]["decode_cpu_experts"]
+    assert found[1]["plan"]["cpu"]["expert_rows"] == 32
+    assert "experts/token on the CPU" in run.err
+
+
 def test_a_frozen_plan_has_the_same_sites(
     cli: Cli, dense: Path, tmp_path: Path, sizes: tuple[object, ...]
 ) -> None:

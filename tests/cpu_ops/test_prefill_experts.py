@@ -16,7 +16,12 @@ from offload.cpu_ops.experts import expert_ffn, expert_layout
 from offload.cpu_ops.formats import FORMATS
 from offload.cpu_ops.functions import Glu
 from offload.cpu_ops.kernels import workspace
-from offload.cpu_ops.prefill_experts import ExpertSum, experts_matmul, experts_scratch_bytes
+from offload.cpu_ops.prefill_experts import (
+    ExpertSum,
+    add_weighted,
+    experts_matmul,
+    experts_scratch_bytes,
+)
 from offload.errors import OffloadError
 
 __all__ = ["restore_threads"]
@@ -70,6 +75,29 @@ def test_the_decode_kernels_way_is_theirs_to_the_bit() -> None:
     expert_ffn(layout, bundles.bases, x, routing, together)
     experts_matmul(layout, bundles.bases, x, lists(routing), streamed, slabs=False)
     assert np.array_equal(together, streamed)
+
+
+@pytest.mark.parametrize("hidden", [512, 96, 32])
+def test_experts_by_themselves_add_up_to_the_same_bits(hidden: int) -> None:
+    """Each without its weights, computed in any order, then added in theirs."""
+    fmt = FORMATS["q4_0"]
+    layout = expert_layout(fmt, fmt, hidden, 64, biases=True)
+    bundles = Bundles(layout, 6, 0.02)
+    x, routing = inputs(layout, 5, 6)
+    together = np.full(x.shape, np.nan, np.float32)
+    expert_ffn(layout, bundles.bases, x, routing, together)
+    parts: dict[int, Any] = {}
+    for e in (3, 0, 5, 4, 1, 2):
+        tokens = np.flatnonzero(routing[:, e])
+        ones = np.ones((len(tokens), 1), np.float32)
+        mine = np.ascontiguousarray(x[tokens])
+        parts[e] = expert_ffn(layout, bundles.bases[[e]], mine, ones, np.empty_like(mine))
+    apart = np.zeros_like(together)
+    for e, (tokens, weights) in enumerate(lists(routing)):
+        add_weighted(parts[e], tokens, weights, apart)
+    assert np.array_equal(together, apart)
+    with pytest.raises(OffloadError, match="weights"):
+        add_weighted(parts[0], np.zeros(1, np.int64), np.ones(9, np.float32), apart)
 
 
 @pytest.mark.parametrize("slabs", [False, True])

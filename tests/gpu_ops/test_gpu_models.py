@@ -22,7 +22,9 @@ from offload.models.packed_card import CardExperts, PackedCard, card_scratch
 from offload.models.packed_modules import PackedLinear, expert_layout_of
 
 
-def on_the_card(card: CpuCard, pack_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def on_the_card(
+    card: CpuCard, pack_dir: Path, monkeypatch: pytest.MonkeyPatch, hybrid: bool | None = None
+) -> Any:
     """A packed model on the smallest budgets, computed by the card's kernels."""
 
     def on_card(_device: Any, pack: Any, plan: Any) -> PackedCard:
@@ -33,8 +35,9 @@ def on_the_card(card: CpuCard, pack_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         return made
 
     monkeypatch.setattr(packed_opening, "open_card", on_card)
-    least = planned(pack_dir).minimum
-    prepared = planned(pack_dir, ram=least[Tier.RAM], gpu=least[Tier.DEVICE])
+    least = planned(pack_dir, hybrid=hybrid).minimum
+    ram = 2**30 if hybrid else least[Tier.RAM]
+    prepared = planned(pack_dir, ram=ram, gpu=least[Tier.DEVICE], hybrid=hybrid)
     return prepared.open()
 
 
@@ -70,6 +73,34 @@ def test_logits_are_those_of_the_cpu(
     finally:
         model.offload.close()
     assert all(m.product is None for m in linears), "they would keep the card's scratch memory"
+
+
+def test_the_cpu_takes_its_part_beside_a_card(
+    card: CpuCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts and dense weights in RAM: near what the CPU alone says, and the same every time."""
+    _, pack_dir = packed("qwen3_moe", tmp_path, "q8")
+    card.give_everything()
+    on_cpu = planned(pack_dir, gpu=None).open()
+    with torch.no_grad():
+        want = on_cpu(IDS).logits
+    on_cpu.offload.close()
+    found = []
+    for _ in range(2):
+        model = on_the_card(card, pack_dir, monkeypatch, hybrid=True)
+        try:
+            with torch.no_grad():
+                found.append(model(IDS).logits)
+            stats = model.offload.stats()
+            assert stats["cpu_experts"] > 0
+            assert stats["cpu_products"] > 0
+            model.offload.executor.settle()
+            model.offload.executor.validate()
+        finally:
+            model.offload.close()
+    assert torch.equal(*found)
+    assert (found[0] - want).abs().max() < 0.05 * want.std()
+    assert {"gate_up", "down", "merge"} <= {k.name for k in card.launched}
 
 
 def test_sequences_beside_each_other_get_what_each_gets_alone(

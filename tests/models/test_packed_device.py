@@ -37,12 +37,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def planned(
-    pack_dir: Path, ram: int = 2**30, gpu: int | None = 2**30, hybrid: bool | None = None
+    pack_dir: Path,
+    ram: int = 2**30,
+    gpu: int | None = 2**30,
+    hybrid: bool | None = None,
+    **more: Any,
 ) -> PackedPrepared:
     device = "cpu" if gpu is None else "sim"
     chosen = Options(
-        ram=ram, gpu=gpu, device=device, context=32, overhead_bytes=0, seed=7, hybrid=hybrid
-    )
+        ram=ram, gpu=gpu, device=device, context=64, overhead_bytes=0, hybrid=hybrid,
+        **{"seed": 7, **more},
+    )  # fmt: skip
     pack = PackedModel.open(pack_dir)
     return plan_packed(pack, read_config(pack_dir), chosen, Warm(baseline_rss=0))
 
@@ -94,6 +99,44 @@ def test_who_multiplies_changes_no_bit(made: Callable[[str], Path], family: str)
         assert torch.equal(logits, alone[0])
         assert torch.equal(tokens, alone[1])
         shared = planned(made(family), gpu=least[Tier.DEVICE], hybrid=True)
+
+
+@pytest.mark.parametrize("budget", ["minimum", "more", "ram"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_who_computes_an_expert_changes_no_bit(
+    made: Callable[[str], Path], family: str, budget: str
+) -> None:
+    """Biases, shared experts and dense layers beside them; from disk, and all in RAM."""
+    least = planned(made(family), hybrid=True).minimum
+    extra = {"minimum": 0, "more": 30_000, "ram": 0}[budget]
+    ram = 2**30 if budget == "ram" else least[Tier.RAM] + extra
+    gpu = least[Tier.DEVICE] + extra
+    alone = answers(planned(made(family), gpu=gpu))
+    for seed in range(2):
+        shared = planned(made(family), ram=ram, gpu=gpu, hybrid=True, seed=seed)
+        assert shared.plan.split is not None
+        # A disk so fast that moving is no bargain beside it.
+        split = replace(shared.plan.split, read_s=0.5)
+        shared.plan = replace(shared.plan, split=split)
+        logits, tokens, stats = answers(shared)
+        assert stats["cpu_experts"] > 0
+        assert torch.equal(logits, alone[0])
+        assert torch.equal(tokens, alone[1])
+
+
+def test_a_long_prompt_is_the_devices(made: Callable[[str], Path]) -> None:
+    least = planned(made("qwen3_moe"), hybrid=True).minimum
+    ids = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(3))
+    found = []
+    for hybrid in (None, True):
+        model = planned(made("qwen3_moe"), gpu=least[Tier.DEVICE], hybrid=hybrid).open()
+        try:
+            with torch.no_grad():
+                found.append(model(ids).logits)
+            assert model.offload.stats()["cpu_experts"] == 0
+        finally:
+            model.offload.close()
+    assert torch.equal(*found)
 
 
 def test_a_plan_says_what_each_tier_is_for(made: Callable[[str], Path]) -> None:
