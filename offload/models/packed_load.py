@@ -254,6 +254,8 @@ def plan_packed(
     whole = sum(spec.slot_nbytes for spec in chosen.blocks.values())
     top = max(budgets)
 
+    flops = pack.flops()
+
     def ask(ram: int) -> PlanRequest:
         """The planner's question if staging and slack were those of a budget of ``ram``."""
         reserved = set_aside(ram)
@@ -270,10 +272,10 @@ def plan_packed(
             apart=host_products.apart_blocks(chosen, apart),
             apart_rows=host_products.ROWS if options.hybrid else 0,
         )  # fmt: skip
-        if rows_shared and request.costs is not None:
-            # What a few tokens cost on either site: to the scheduler a pack's blocks are bytes.
-            return replace(request, costs=replace(request.costs, flops=pack.flops()))
-        return request
+        if request.costs is None:
+            return request
+        # What several tokens cost: to the scheduler a pack's blocks are bytes.
+        return replace(request, costs=replace(request.costs, flops=flops))
 
     name = model_name(pack.path)
     try:

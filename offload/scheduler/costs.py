@@ -17,6 +17,9 @@ from offload.blocks import BlockSpec, TensorSpec
 from offload.scheduler.hardware import Card, Hardware, Rate
 from offload.scheduler.plan import Interval
 
+PACKED = "uint8"
+"""The dtype of packed weights, which to the scheduler are just bytes."""
+
 
 class Pick(enum.Enum):
     """Which of a rate's samples counts."""
@@ -110,21 +113,25 @@ class CostModel:
         """All tensors of ``specs`` applied to ``tokens`` rows of activations.
 
         Decode reads each weight once, at the GEMV rate of its dtype. More tokens cost the flops
-        (2 per weight and token) at the matmul rate, but never less than reading the weights.
+        (2 per weight and token) at the matmul rate, but never less than reading the weights; of
+        packed ones each token more costs its flops.
         """
-        gemv_s = matmul_s = 0.0
+        gemv_s = matmul_s = more_s = 0.0
         card = self._card
         product_s = self.hardware.product_s if card is None else card.launch_s
         for spec in specs:
-            if tokens > 1 and spec.id in self.flops:
+            packed = tokens > 1 and spec.id in self.flops
+            if packed and self._packed_rates:
+                more_s += self.flops[spec.id] * (tokens - 1) / self._matmul(PACKED)
+            elif packed:  # dequantised, if nobody has measured the pack's own kernels
                 matmul_s += self.flops[spec.id] * tokens / self._matmul("bfloat16")
             for tensor in spec.tensors:
                 gemv_s += tensor.nbytes / self._gemv(tensor.dtype)
                 if len(tensor.shape) > 1:
                     gemv_s += product_s
-                if tokens > 1 and spec.id not in self.flops:
+                if tokens > 1 and not packed:
                     matmul_s += _flops(tensor) * tokens / self._matmul(tensor.dtype)
-        return max(gemv_s, matmul_s)
+        return max(gemv_s, matmul_s) + more_s
 
     def step_s(
         self, specs: Iterable[BlockSpec], *, tokens: float = 1.0, overhead_s: float = 0.0
@@ -153,6 +160,11 @@ class CostModel:
         )
         # A dtype that was not probed is assumed to run at the limit of the memory.
         return self._of(rates.get(dtype, limit))
+
+    @property
+    def _packed_rates(self) -> bool:
+        card = self._card
+        return PACKED in (self.hardware.matmul if card is None else card.matmul)
 
     def _matmul(self, dtype: str) -> float:
         card = self._card

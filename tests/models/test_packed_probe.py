@@ -14,9 +14,10 @@ from offload.cpu_ops.formats import FORMATS
 from offload.models.load import prepare
 from offload.models.options import Options
 from offload.models.pack_reader import PackedModel
-from offload.models.packed_probe import DTYPE, PackedProducts, main_format, on_this_pack
+from offload.models.packed_probe import PackedProducts, main_format, on_this_pack
 from offload.runtime import probe_together
 from offload.runtime.memory import HostMemory
+from offload.scheduler.costs import PACKED, CostModel
 from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware, Rate
 
 
@@ -79,9 +80,32 @@ def test_rates_of_a_long_pack(
     with (pack_dir / "bundle-99.bin").open("wb") as file:
         file.truncate(257 << 20)
     found = on_this_pack(hardware, pack)
-    assert found.gemv[DTYPE].n == 2
+    assert found.gemv[PACKED].n == 2
     assert found.product_s == 0
     assert found.gemv["bfloat16"] == hardware.gemv["bfloat16"]
+    assert found.matmul[PACKED].low > 0
+    assert found.matmul["bfloat16"] == hardware.matmul["bfloat16"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_several_tokens_cost_what_was_sampled(
+    family: str, tmp_path: Path, hardware: Hardware
+) -> None:
+    """Of each token but the first, whose time is that of the bytes."""
+    _, pack_dir = packed(family, tmp_path, "q4")
+    pack = PackedModel.open(pack_dir)
+    matmul = {**hardware.matmul, PACKED: Rate.of([1e6], FLOP_PER_S)}
+    costs = CostModel(
+        hardware=replace(hardware, gemv={PACKED: rate(1e6)}, matmul=matmul), flops=pack.flops()
+    )
+    specs = [block.spec() for block in pack.manifest.blocks if block.name in costs.flops]
+    specs = [spec for spec in specs if {t.dtype for t in spec.tensors} == {PACKED}]
+    assert len(specs) > 4
+    for spec in specs:
+        alone_s = costs.weights_s((spec,))
+        assert alone_s == pytest.approx(sum(t.nbytes for t in spec.tensors) / 1e6)
+        more_s = costs.weights_s((spec,), 5) - alone_s
+        assert more_s == pytest.approx(4 * costs.flops[spec.id] / 1e6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
@@ -99,7 +123,7 @@ def test_predictions_go_by_the_sampled_rate(
             asked.append(pack.path)
             return replace(
                 hardware,
-                gemv={**hardware.gemv, DTYPE: rate(bytes_per_s)},
+                gemv={**hardware.gemv, PACKED: rate(bytes_per_s)},
                 product_s=0.0,
             )
 
