@@ -35,6 +35,7 @@ from offload.cpu_ops.vectors import (
     load_int32,
     load_u8,
     load_u16,
+    prefetch,
     right,
     splat,
     splat_f32,
@@ -182,8 +183,8 @@ def block_dot(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     raise NotImplementedError
 
 
-def large_block_dot(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
-    """Of K-quants, which also ask for a later block at ``then``; only inside kernels."""
+def block_dot_asking(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
+    """Of every format; asks for a later block, at ``then``. Only inside kernels."""
     raise NotImplementedError
 
 
@@ -218,6 +219,18 @@ def _each(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
 
 
 LARGE: dict[str, Callable[..., Any]] = {"q4_k": k_block, "q5_k": k_block, "q6_k": q6_k}
+
+
+def _asking(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
+    for i in range((block_bytes(fmt) + 63) // 64):
+        prefetch(then + 64 * i)
+    return block_dot(fmt, isa, w, x, acc)
+
+
+def _asker(name: str) -> Callable[..., Any]:
+    return LARGE.get(name, _asking)
+
+
 _FOURS: dict[str, Callable[..., Any]] = {
     "q4_k": k_block_four, "q5_k": k_block_four, "q6_k": q6_k_four,
 }  # fmt: skip
@@ -232,7 +245,7 @@ def _constant(value: int) -> Callable[[Any], int]:
 
 
 by_format(block_dot)(_DOTS.__getitem__)
-by_format(large_block_dot)(LARGE.__getitem__)
+by_format(block_dot_asking)(_asker)
 by_format(block_dot_four)(_four)
 by_format(block_bytes)(lambda name: _constant(TILE_ROWS * FORMATS[name].block_bytes))
 by_format(record_stride)(lambda name: _constant(record_bytes(FORMATS[name])))

@@ -16,11 +16,11 @@ from offload.cpu_ops.blocks_dot import (
     LARGE,
     block_bytes,
     block_dot,
+    block_dot_asking,
     block_dot_four,
-    large_block_dot,
     record_stride,
 )
-from offload.cpu_ops.formats import TILE_ROWS
+from offload.cpu_ops.formats import FORMATS, TILE_ROWS, Activation
 from offload.cpu_ops.tags import by_format, inline, outline
 from offload.cpu_ops.vectors import (
     call,
@@ -39,18 +39,21 @@ from offload.cpu_ops.vectors import (
 GROUP = 8
 """Tokens that a pass over a tile computes at most; more are passes over a tile in cache."""
 STREAMS = 4
-"""Tiles read side by side for one token. Measured on two Zen 4 cores, Q4_0 and bf16, of the read
-stream: one tile 77 %, two 88 %, four 95 %. Asking for every line (0.5 to 8 KiB ahead, one to four
-tiles) gave at most 92 %: several streams keep the hardware's prefetchers busy without it."""
+"""Tiles of a run, for one token. Long ones are read side by side. Measured on two Zen 4 cores, Q4_0
+and bf16, of the read stream: one tile 77 %, two 88 %, four 95 %. Asking for every line (0.5 to
+8 KiB ahead, one to four tiles) gave at most 92 %: several streams keep the hardware's prefetchers
+busy without it."""
+LONG_TILE = 36 << 10
+"""Bytes. Shorter ones are read in turn, and asked for: hardware has hardly begun to prefetch when a
+tile of a few KiB ends. 8 experts of 2048 x 768 in one call: 1.20 of the rate side by side in Q4_0
+and MXFP4, 1.17 in Q8_0; 4096 columns in Q4_0, 36 KiB, are 0.97."""
 HEAD = 16
-"""Cache lines asked for at the start of each tile of the next run, one run ahead: 5 to 7 % of the
-rate. Runs are short: a tile of 768 columns in Q4_0 is 7 KiB."""
+"""Cache lines asked for at the start of each tile of the next run of long ones, one run ahead."""
 AHEAD = 8 << 10
-"""Bytes between where a tile of K-quants is read and what is asked for. A block of theirs is 250
-instructions on 3 KB: the next one's addresses are known long after they could have been asked for.
-Measured on two Zen 4 cores: 8 KiB into the second cache, one tile after the other, is 1.12, 1.18
-and 1.32 of four tiles side by side without it (Q4_K, Q5_K, Q6_K); 2 KiB and 12 KiB are less, into
-the first cache is much less."""
+"""Bytes between what is read of tiles in turn and what is asked for, from one run into the next. So
+are K-quants read however long a tile is: a block of theirs is some 400 instructions on 3 KB, and
+the hardware sees addresses late. 1.12, 1.18 and 1.32 of four tiles side by side (Q4_K, Q5_K, Q6_K);
+2 and 12 KiB are less, into the first cache is much less."""
 SUMS = GROUP * TILE_ROWS * 4
 """Bytes between the sums of a tile and of the next."""
 
@@ -80,19 +83,23 @@ class Gemm(enum.IntEnum):
     SIZE = 32
 
 
-@inline
-def _one(fmt: Any, isa: Any, w: int, blocks: int, x: int, out: int) -> None:
-    acc = splat(0.0)
-    for _ in range(blocks):
-        acc = block_dot(fmt, isa, w, x, acc)
-        w += block_bytes(fmt)
-        x += record_stride(fmt)
-    store_f32(out, acc)
+def streams_from(fmt: Any) -> int:
+    """Bytes of the tiles that are read side by side, at least; only inside kernels."""
+    raise NotImplementedError
+
+
+def _least(name: str) -> Callable[[Any], int]:
+    # A float tile by itself is one chain of multiply-adds.
+    least = 0 if FORMATS[name].activation is Activation.FLOAT32 else LONG_TILE
+    return lambda fmt: least
+
+
+by_format(streams_from)(_least)
 
 
 @inline
 def _streams(fmt: Any, isa: Any, w: int, blocks: int, x: int, out: int, ahead: int) -> None:
-    """Four tiles for one token."""
+    """Four tiles side by side for one token."""
     for i in range(STREAMS):
         for line in range(HEAD):
             prefetch(ahead + i * blocks * block_bytes(fmt) + 64 * line)
@@ -111,21 +118,11 @@ def _streams(fmt: Any, isa: Any, w: int, blocks: int, x: int, out: int, ahead: i
     store_f32(out + 3 * SUMS, d)
 
 
-@outline
-def _small_blocks(
+@inline
+def _in_turn(
     fmt: Any, isa: Any, w: int, tiles: int, blocks: int, x: int, out: int, ahead: int
 ) -> None:
-    if tiles == STREAMS:
-        _streams(fmt, isa, w, blocks, x, out, ahead)
-    else:
-        for i in range(tiles):
-            _one(fmt, isa, w + i * blocks * block_bytes(fmt), blocks, x, out + i * SUMS)
-
-
-@outline
-def _large_blocks(
-    fmt: Any, isa: Any, w: int, tiles: int, blocks: int, x: int, out: int, ahead: int
-) -> None:
+    """Tiles one after the other for one token."""
     end = w + tiles * blocks * block_bytes(fmt)
     for i in range(tiles):
         acc, at = splat(0.0), x
@@ -133,10 +130,27 @@ def _large_blocks(
             then = w + AHEAD
             if then >= end:
                 then += ahead - end
-            acc = large_block_dot(fmt, isa, w, at, acc, then)
+            acc = block_dot_asking(fmt, isa, w, at, acc, then)
             w += block_bytes(fmt)
             at += record_stride(fmt)
         store_f32(out + i * SUMS, acc)
+
+
+@outline
+def _small_blocks(
+    fmt: Any, isa: Any, w: int, tiles: int, blocks: int, x: int, out: int, ahead: int
+) -> None:
+    if tiles == STREAMS and blocks * block_bytes(fmt) >= streams_from(fmt):
+        _streams(fmt, isa, w, blocks, x, out, ahead)
+    else:
+        _in_turn(fmt, isa, w, tiles, blocks, x, out, ahead)
+
+
+@outline
+def _large_blocks(
+    fmt: Any, isa: Any, w: int, tiles: int, blocks: int, x: int, out: int, ahead: int
+) -> None:
+    _in_turn(fmt, isa, w, tiles, blocks, x, out, ahead)
 
 
 def alone(
