@@ -3,7 +3,8 @@
     python benchmarks/kernels.py --threads 2
 
 Every measurement goes round over more weights than caches hold (--gib). The bound is a read-only
-stream over the same memory by as many threads, taken before and after each row of the table.
+stream over the same memory by as many threads, taken before and after each row of the table. With
+--tokens, also the products per second, whose bound is the processor.
 Also: what a parallel region costs alone, and in turn with torch's own regions.
 """
 
@@ -171,6 +172,10 @@ def main() -> None:
             "ffn_of_stream": ffn_rate / ((between + after) / 2),
             "stream_bytes_per_s": [before, between, after],
         }
+        if tokens > 1:
+            per_byte = 2 * args.rows * args.columns * tokens / step
+            found["gemm_ops_per_s"] = gemv_rate * per_byte
+            print(f"{name:7s} {tokens} tokens: {gemv_rate * per_byte / 1e12:.2f} Tops/s")
         rows.append(found)
         print(
             f"{name:7s} gemv {gemv_rate / 1e9:5.1f} GB/s = {found['gemv_of_stream']:4.0%}   "

@@ -50,13 +50,13 @@ SLAB_BYTES = 8 << 20
 
 _LINE = 64
 
-_CROSSOVERS = {"bf16": 48, "f16": 48, "q6_k": 48}
+_CROSSOVERS = {"bf16": 48, "f16": 48}
 """With AVX512-VNNI and AVX512-BF16, measured on two Zen 4 cores, 1024 x 2048 weights. In
-microseconds, ``gemm`` / ``matmul``: bf16 641 / 667 for 32 tokens, 1025 / 851 for 48; q6_k 1115 /
-854 for 64.
-Not listed: never. The integer products of q4_0 and q8_0 run at 0.6 Tops/s, above the 0.43 Tflop/s
-of bfloat16 (q4_0 4087 / 6003 for 512 tokens); q4_k is about even at any number; f32 stays float32
-(11290 / 12592). Formats that were not measured count as never."""
+microseconds, ``gemm`` / ``matmul``: bf16 641 / 667 for 32 tokens, 1025 / 851 for 48.
+Not listed: never. The integer products of Q4_0, Q8_0 and K-quants run at 0.5 to 0.6 Tops/s, above
+the 0.43 Tflop/s of bfloat16 (for 512 tokens q4_0 4087 / 6003, q4_k 3971 / 6592, q5_k 5292 / 7275,
+q6_k 7958 / 11093); f32 stays float32 (11290 / 12592). Formats that were not measured count as
+never."""
 _AMX_CROSSOVER = 32
 """With AMX: not measured. Its bfloat16 peak is 16 times that of AVX512-BF16, so dequantising is
 what is left: about the time of 8 to 16 tokens' integer products, and torch's overhead."""
