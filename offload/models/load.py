@@ -63,7 +63,7 @@ from offload.models.toy import Warm, warm_up
 from offload.models.units import Cut, cut, unit_modules
 from offload.models.workspace import WHOLE, limit_kernels, workspace_for
 from offload.runtime import choice
-from offload.runtime.cuda_stream import STAGING_BYTES
+from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import keep_small_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
@@ -286,7 +286,7 @@ def plan_model(
             workspace=workspace,
             staged=staged,
             kv=kv_plan.beside(kv, options),
-            copies=0 if refused is None else 2 * STAGING_BYTES,
+            copies=0 if refused is None else staging_reserve(both_ways=bool(options.hybrid)),
         )
         if prompts is not None:
             found[Tier.RAM] |= prompts.reserves

@@ -58,7 +58,7 @@ from offload.models.request import expert_top_k, request_of
 from offload.models.toy import Warm, warm_up
 from offload.models.units import unit_modules
 from offload.runtime import choice
-from offload.runtime.cuda_stream import STAGING_BYTES
+from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
@@ -244,7 +244,9 @@ def plan_packed(
             for reserved in found.values():
                 reserved[SITE_ACTIVATIONS] = max(host_products.product_bytes(chosen, apart), split)
         if refused is not None:
-            found[Tier.RAM]["copies to the device"] = 2 * STAGING_BYTES
+            found[Tier.RAM]["copies to the device"] = staging_reserve(
+                both_ways=bool(options.hybrid)
+            )
         if prompts is not None:
             found[Tier.RAM] |= prompts.reserves
         return found

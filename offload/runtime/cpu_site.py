@@ -330,8 +330,9 @@ class CpuSite:
 
     def _up(self, task: Task, below: Region, above: Region) -> None:
         ground = self._ground
-        ground.transfers.order("result-written", "h2d", ground.device.signal(ACTOR))
-        task.landing = ground.device.copy(above, below, ground.device.h2d)
+        ground.transfers.order("result-written", "up", ground.device.signal(ACTOR))
+        # Not behind the weights that are on their way: compute waits for this one now.
+        task.landing = ground.device.copy(above, below, ground.device.up)
 
     # -- under the lock -------------------------------------------------------------------------
 

@@ -24,12 +24,21 @@ from offload.runtime import cuda_api
 from offload.runtime.cuda_api import CardApi
 from offload.runtime.cuda_event import CudaEvent, Faults, Watcher, cuda_event
 from offload.runtime.cuda_memory import CardMemory, PinnedMemory
-from offload.runtime.cuda_stream import ComputeStream, CopyStream, Way
+from offload.runtime.cuda_stream import (
+    SMALL_STAGING_BYTES,
+    STAGING_BYTES,
+    ComputeStream,
+    CopyStream,
+    Way,
+)
 from offload.runtime.device import Access, Event, Memory, Region, Stream
 from offload.runtime.memory import check_copy
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+COPY_STREAMS = {"h2d": STAGING_BYTES, "d2h": STAGING_BYTES, "up": SMALL_STAGING_BYTES}
+"""And the bytes of a staging buffer of each."""
 
 SMALL_PIN = 1 << 20
 """Bytes pinned to see whether the system allows it."""
@@ -76,15 +85,17 @@ class CudaDevice:
         self._hosts: list[PinnedMemory] = []
         self._watchers = {
             name: Watcher(name, self.api, self._faults, watchdog_s)
-            for name in ("compute", "h2d", "d2h")
+            for name in ("compute", *COPY_STREAMS)
         }
         self._compute = ComputeStream(self.api, self._watchers["compute"])
         self._copies = tuple(
-            CopyStream(name, self.api, self._watchers[name]) for name in ("h2d", "d2h")
+            CopyStream(name, self.api, self._watchers[name], staging)
+            for name, staging in COPY_STREAMS.items()
         )
         self.compute: Stream = self._compute
         self.h2d: Stream = self._copies[0]
         self.d2h: Stream = self._copies[1]
+        self.up: Stream = self._copies[2]
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -156,7 +167,9 @@ class CudaDevice:
         for mine in self._copies:
             if stream is mine:
                 return mine.copy(dst, src, _staged(dst.memory, src.memory))
-        raise SchedulerError(f"stream {stream.name} does not copy; use h2d or d2h of this device")
+        raise SchedulerError(
+            f"stream {stream.name} does not copy; use h2d, d2h or up of this device"
+        )
 
     def touch(self, actor: str, region: Region, access: Access) -> None:
         """Nothing to check."""

@@ -24,6 +24,15 @@ STAGING_BYTES = 8 << 20
 """Of each of a stream's two buffers. At 10 GB/s of memcpy a chunk takes 0.8 ms, so that what each
 costs besides (some 20 µs) is not felt."""
 
+SMALL_STAGING_BYTES = 1 << 20
+"""As much for a stream of small copies."""
+
+
+def staging_reserve(*, both_ways: bool) -> int:
+    """Bytes of RAM that staged copies take: weights up, and, ``both_ways``, activations between the
+    card and the CPU."""
+    return 2 * STAGING_BYTES + (2 * (STAGING_BYTES + SMALL_STAGING_BYTES) if both_ways else 0)
+
 
 class ComputeStream:
     """Whichever stream torch puts the calling thread's computation on."""
@@ -85,8 +94,12 @@ class _Op:
 class CopyStream:
     """Copies of one direction, in order. Thread-safe."""
 
-    def __init__(self, name: str, api: CardApi, watcher: Watcher) -> None:
+    def __init__(
+        self, name: str, api: CardApi, watcher: Watcher, staging_bytes: int = STAGING_BYTES
+    ) -> None:
+        """``staging_bytes``: of each of its two buffers, if it has to have them."""
         self.name = name
+        self._staging_bytes = staging_bytes
         self.raw = api.stream()
         self._api = api
         self._watcher = watcher
@@ -167,7 +180,7 @@ class CopyStream:
                     op.after.order(self.raw)
                 if op.copy is not None and op.staged is not None:
                     if self._staging is None:
-                        self._staging = Staging(self._api)
+                        self._staging = Staging(self._api, self._staging_bytes)
                     self._staging.copy(*op.copy, self.raw, op.staged)
                 elif op.copy is not None:
                     self._api.copy(*op.copy, self.raw)
@@ -230,4 +243,7 @@ class Staging:
                 dst[start:stop].copy_(buffer)
 
 
-__all__ = ["STAGING_BYTES", "ComputeStream", "CopyStream", "Staging", "Way"]
+__all__ = [
+    "SMALL_STAGING_BYTES", "STAGING_BYTES", "ComputeStream", "CopyStream", "Staging", "Way",
+    "staging_reserve",
+]  # fmt: skip

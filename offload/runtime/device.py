@@ -99,6 +99,8 @@ class Device(Protocol):
     compute: Stream
     h2d: Stream
     d2h: Stream
+    up: Stream
+    """Small copies to the device that must not come behind the weights on ``h2d``."""
 
     def host_memory(self, nbytes: int, name: str) -> Memory:
         """Host memory that I/O can fill and copies can read (pinned where that means something)."""

@@ -62,6 +62,7 @@ class NullDevice:
         self.compute: Stream = _NullStream("compute", self._done)
         self.h2d: Stream = _NullStream("h2d", self._done)
         self.d2h: Stream = _NullStream("d2h", self._done)
+        self.up: Stream = _NullStream("up", self._done)
         self._memories: list[HostMemory] = []
 
     def host_memory(self, nbytes: int, name: str) -> Memory:

@@ -124,7 +124,9 @@ class SimDevice:
         self.compute: Stream = HostStream("compute", self._shared)
         self.h2d: Stream = stream("h2d", h2d_bytes_per_s)
         self.d2h: Stream = stream("d2h", d2h_bytes_per_s)
-        self._copy_streams = [s for s in (self.h2d, self.d2h) if isinstance(s, SimStream)]
+        self.up: Stream = stream("up", h2d_bytes_per_s)
+        streams = (self.h2d, self.d2h, self.up)
+        self._copy_streams = [s for s in streams if isinstance(s, SimStream)]
 
     def __enter__(self) -> SimDevice:
         return self
@@ -196,7 +198,9 @@ class SimDevice:
         for mine in self._copy_streams:
             if stream is mine:
                 return mine.copy(dst, src)
-        raise SchedulerError(f"stream {stream.name} does not copy; use h2d or d2h of this device")
+        raise SchedulerError(
+            f"stream {stream.name} does not copy; use h2d, d2h or up of this device"
+        )
 
     def touch(self, actor: str, region: Region, access: Access) -> None:
         """See ``Device`` and the module for when to call it."""

@@ -221,6 +221,8 @@ class Transfers:
             self._device.h2d.wait(event)
         elif waiter == "d2h":
             self._device.d2h.wait(event)
+        elif waiter == "up":
+            self._device.up.wait(event)
         elif waiter == "compute":
             self._device.compute.wait(event)
         else:

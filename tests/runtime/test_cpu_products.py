@@ -11,11 +11,13 @@ import pytest
 import torch
 from executor_support import PARTS, UNITS, Toy, WrongBytesError
 from fake_card import FakeCard
+from test_sim_device import GatedMemory
 
 from offload.blocks import Tier
 from offload.errors import OffloadError, SchedulerError
 from offload.io.wrappers import LatencyStore
 from offload.runtime.cuda_device import CudaDevice
+from offload.runtime.device import Region
 from offload.runtime.executor import Executor
 from offload.runtime.race import RaceError
 from offload.runtime.sim_event import SimEvent
@@ -137,6 +139,25 @@ def test_the_wait_for_the_activations_is_missed_when_it_is_gone(
     monkeypatch.setattr(SimEvent, "wait", lambda self, timeout=None: None)
     with pytest.raises((SchedulerError, WrongBytesError)):
         run_seeds(toy(), range(8))
+
+
+def test_a_result_does_not_come_behind_weights_on_their_way() -> None:
+    """A copy of weights that takes for ever holds no product up."""
+    it = toy()
+    assert it.plan.sites is not None
+    block = min(it.plan.sites.blocks)
+    x = torch.arange(WIDTH, dtype=torch.float32)
+    with it.open() as executor:
+        executor.settle()
+        device = executor.device
+        gated, slot = GatedMemory(4096), device.device_memory(4096, "a slot")
+        device.copy(Region(slot, 0, 4096), Region(gated, 0, 4096), device.h2d)
+        try:
+            assert gated.reached.wait(30)
+            assert torch.equal(product(it, executor, block, x), x * number(block))
+        finally:
+            gated.gate.set()
+        slot.close()
 
 
 def test_a_result_that_stays_where_it_came_up_is_overwritten() -> None:

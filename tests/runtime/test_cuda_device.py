@@ -137,6 +137,7 @@ def test_memory_is_kept_for_the_streams_that_use_it(make: Make) -> None:
     assert [c for c in card_of(device).calls if c.startswith("used_by")] == [
         "used_by:s1",
         "used_by:s2",
+        "used_by:s3",
     ]
 
 

@@ -38,7 +38,8 @@ def test_kind_and_tier(device: Device) -> None:
     assert device.kind in ("null", "sim", "cuda")
     assert device.has_memory == (device.kind != "null")
     assert device.torch_device.type == "cpu"
-    assert [s.name for s in (device.compute, device.h2d, device.d2h)] == ["compute", "h2d", "d2h"]
+    streams = (device.compute, device.h2d, device.d2h, device.up)
+    assert [s.name for s in streams] == ["compute", "h2d", "d2h", "up"]
     assert device.acquired_memory() == 0
 
 
@@ -80,7 +81,7 @@ def test_events_call_back_once_and_keep_what_callbacks_raise(device: Device) -> 
         called.append(error)
         arrived.set()
 
-    for stream in (device.compute, device.h2d, device.d2h):
+    for stream in (device.compute, device.h2d, device.d2h, device.up):
         arrived.clear()
         event = stream.record()
         event.then(callback)
@@ -89,7 +90,7 @@ def test_events_call_back_once_and_keep_what_callbacks_raise(device: Device) -> 
         assert event.done()
         event.then(callback)  # done: at once
     device.signal("read").then(callback)
-    assert called == [None] * 7
+    assert called == [None] * 9
 
     def broken(_: BaseException | None) -> None:
         raise KeyError("in a callback")
