@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offload.blocks import Tier
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.store import Span
 from offload.models.absent import absent, row_table
@@ -84,7 +83,8 @@ class Attachment:
             self._host.attach(cut, self._undo)
         for unit in cut.units:
             self._hook_unit(unit)
-        guesses = plan.guesses and plan.compute_tier is Tier.RAM
+        cached = plan.tiers[plan.compute_tier].slots > 0
+        guesses = plan.guesses and plan.split is None and cached
         for i, group in enumerate(cut.groups):
             last = i + 1 == len(cut.groups)
             self._hook_experts(group, cut.groups[i + 1] if guesses and not last else None)

@@ -73,11 +73,12 @@ class OffloadHandle:
         """Figures since the model was loaded. Sizes in bytes, times in seconds.
 
         ``hit_rate`` is None for a model without streamed experts. ``stall_s`` is the time that
-        the computing thread waited for data. ``guessed`` experts were read before they were
-        routed to, ``guessed_right`` of them then were (and count as misses). ``host_waits``: how
-        often it waited for the device, by what for. ``cpu_experts``, ``cpu_products``: uses of
-        experts, and of dense weights, that the CPU computed beside a device. ``device_peak_bytes``:
-        a card's, everything that torch had allocated there; None where its memory is the CPU's.
+        the computing thread waited for data. ``guessed`` experts were read (and
+        then count as misses) or copied up to a device before they were routed to,
+        ``guessed_right`` of them then were. ``host_waits``: how often it waited for the device, by
+        what for. ``cpu_experts``, ``cpu_products``: uses of experts, and of dense weights, that the
+        CPU computed beside a device. ``device_peak_bytes``: a card's, everything that torch had
+        allocated there; None where its memory is the CPU's.
         """
         stats = self.executor.stats
         budget = self.plan.budgets.get(Tier.RAM)

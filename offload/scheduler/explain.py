@@ -114,6 +114,12 @@ def _experts(plan: Plan) -> list[str]:
             f"{spare} of the slots are kept free for experts of the next layer, read on a guess "
             "when the disk has nothing else to do"
         )
+    device = plan.tiers.get(Tier.DEVICE)
+    if plan.guesses and plan.split is None and device is not None and device.slots:
+        lines.append(
+            "experts of the next layer that are in RAM go up on a guess when the link has nothing "
+            "else to do, in place of those that are less likely to be used"
+        )
     kept = max(map(len, plan.kept.values()), default=0)
     if plan.expert_policy != DEFAULT:
         lines.append(

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from offload.blocks import BlockKind
 from offload.errors import SchedulerError
 from offload.scheduler.guesses import Guesses
+from offload.scheduler.link_guesses import LinkGuesses
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.policy import Scores
 from offload.scheduler.shelf import NEVER, Pool, Shelf, Stock
@@ -32,7 +33,7 @@ class Routes:
         """Routed experts that had to be read from disk."""
         self.calm = 0
         """Routings since the last one that missed something."""
-        self.guesses = Guesses(stock, plan)
+        self.guesses = (LinkGuesses if stock.stacked else Guesses)(stock, plan)
         self._stock = stock
         self._top = stock.top
         self._ram = stock.ram
@@ -73,7 +74,7 @@ class Routes:
             entry = entries.get(block)
             if entry is not None:
                 entry.doomed = False  # a wrong guess of a while ago, still on its way
-                if block in guessed:
+                if block in guessed and not self._stock.stacked:  # read from disk for it
                     self.misses += 1
                 else:
                     self.hits += 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from equivalence import Golden, budgets, check_logits, opened, options
 
+from offload.blocks import Tier
 from offload.models.experts import GUESS_ROWS, guess
 from offload.models.load import prepare
 from offload.scheduler.guesses import spare_slots
@@ -76,6 +77,27 @@ def test_guesses_read_ahead_and_change_nothing(checkpoint: Checkpoint, family: s
         assert len(model.offload.attachment.cut.groups) > 1
         assert stats["guessed"] > 0
         assert stats["guessed_right"] <= min(stats["guessed"], stats["misses"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_guesses_go_up_ahead_and_change_nothing(checkpoint: Checkpoint, family: str) -> None:
+    """On the simulated device, all experts in RAM: copies come in other orders at every seed."""
+    want = checkpoint(family)
+    found = budgets(want.directory, "sim")
+    gpu = (2 * found["minimum"]["gpu"] + found["half"]["gpu"]) // 3
+    for seed in range(2):
+        prepared = prepare(want.directory, options("sim", gpu=gpu, seed=seed))
+        device = prepared.plan.tiers[Tier.DEVICE]
+        assert device.slots
+        with opened(prepared) as model:
+            check_logits(model, want)
+            stats = model.offload.stats()
+            assert stats["guessed"] >= stats["guessed_right"] > 0
+            assert stats["misses"] == 0
+    alone = prepare(want.directory, options("sim", gpu=gpu, guess=False))
+    with opened(alone) as model:
+        check_logits(model, want)
+        assert model.offload.stats()["guessed"] == 0
 
 
 def test_without_guesses_only_routed_experts_are_read(checkpoint: Checkpoint) -> None:

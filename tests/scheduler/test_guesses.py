@@ -131,7 +131,7 @@ def test_a_failed_guess_is_read_when_it_is_needed() -> None:
     assert h.oracle.fetches[B[2], RAM] == 2
 
 
-def test_nothing_is_guessed_on_two_tiers_or_without_leave() -> None:
+def test_nothing_is_read_on_a_guess_below_a_device_or_without_leave() -> None:
     for h in (harness(12, top=DEVICE, top_k=7), harness(12, top_k=0)):
         run(h, "a", A[:1], B[:2])
         h.settle()
