@@ -5,11 +5,11 @@
 For each number a model is opened under the budget and as many prompts as run at once are answered;
 what is timed are the passes in which all of them decode. The bound of a number of sequences comes
 from the same run: a pass cannot take less than its reads at the disk's rate (its own files, read as
-they are when streaming), nor less than its multiplications at the rate of torch's product of many
-rows in the model's dtype. What a pass would compute if every sequence multiplied by itself (a
-single token's computing, beside waiting, times their number) is recorded, too: no bound, because
-sequences are joined. The peer is the loop over single prompts: one at a time, the same model,
-budget and code.
+they are when streaming), nor less than its multiplications: at the rate of torch's product of many
+rows in the model's dtype, or of a pack at that of its own kernel with 512 rows. What a pass would
+compute if every sequence multiplied by itself (a single token's computing, beside waiting, times
+their number) is recorded, too: no bound, because sequences are joined. The peer is the loop over
+single prompts: one at a time, the same model, budget and code.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def product_rate(model_dir: Path, dtype: Any) -> tuple[float, int]:
     dim = config.get("head_dim") or hidden // heads
     layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * inner
     multiplied = config["num_hidden_layers"] * layer + hidden * config["vocab_size"]
+    if list(model_dir.glob("bundle-*.bin")):
+        return packed_rate(model_dir, hidden, inner), multiplied
     x, w = torch.randn(256, hidden).to(dtype), torch.randn(inner, hidden).to(dtype)
     best = float("inf")
     for _ in range(10):
@@ -51,6 +53,28 @@ def product_rate(model_dir: Path, dtype: Any) -> tuple[float, int]:
         torch.nn.functional.linear(x, w)
         best = min(best, time.perf_counter() - began)
     return 2 * x.shape[0] * w.numel() / best, multiplied
+
+
+def packed_rate(model_dir: Path, hidden: int, inner: int) -> float:
+    """The same of a pack's own kernel, for most of its bytes."""
+    import numpy as np
+
+    from offload.cpu_ops.kernels import gemm
+    from offload.cpu_ops.packing import packed_bytes
+    from offload.models.pack_reader import PackedModel
+    from offload.models.packed_probe import main_format
+
+    fmt = main_format(PackedModel.open(model_dir))
+    if fmt is None:
+        raise SystemExit("nothing in this pack is packed")
+    weights = np.full(packed_bytes(fmt, inner, hidden), 0x20, np.uint8)
+    x, out = np.ones((512, hidden), np.float32), np.empty((512, inner), np.float32)
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        gemm(fmt, weights, inner, hidden, x, out)
+        best = min(best, time.perf_counter() - began)
+    return 2 * x.shape[0] * inner * hidden / best
 
 
 def measure(args: argparse.Namespace, size: int, ram: str, hardware: Any) -> dict[str, Any]:
