@@ -17,7 +17,7 @@ their ring must also let pass, one by one, the blocks that are pinned above.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.blocks import ALIGN, Tier, align_up
@@ -29,6 +29,10 @@ SMALL = 64 * 2**10
 FINE = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 COARSE = (0.5, 1.0, 2.0, 3.0)
 """Lengths of rings to try, in largest steps."""
+
+
+MOST_LARGE = 8
+"""Blocks that are pinned for being the largest, at most."""
 
 
 class NoRoomError(Exception):
@@ -192,9 +196,10 @@ def _divide(demand: _Demand, inv: Inventory, room: int, tries: _Tries) -> list[S
         expert_bytes = 0
     room -= inv.bytes(always) + expert_bytes
     shares: dict[tuple[str, ...], Share] = {}
-    for ring in _ring_lengths(demand, inv, room, tries):
+    for ring, first in _rings(demand, inv, room, tries):
+        rest = [b for b in dense if b not in first]
         for pick in tries.picks:
-            pinned = pick(dense, inv, room - ring)
+            pinned = first | pick(rest, inv, room - ring - inv.bytes(list(first)))
             floor = demand.floor(pinned)
             if floor > ring:
                 continue
@@ -245,14 +250,52 @@ def _add_rows(share: Share, inv: Inventory, room: int) -> Share:
     return replace(share, pinned=tuple(pinned))
 
 
-def _ring_lengths(demand: _Demand, inv: Inventory, room: int, tries: _Tries) -> list[int]:
+def _ring_lengths(
+    demand: _Demand, inv: Inventory, room: int, tries: _Tries, apart: Collection[str]
+) -> list[int]:
     """Lengths to try, in bytes. The floor, which holds any step, is always one of them; shorter
     ones work when the pins leave less of the largest step to stream. All of the room is one too:
     with few and large blocks a pin can cost more overlap than it saves reading."""
     floor, largest = demand.floor(set()), inv.largest(demand.dense)
     lengths = {floor, floor + largest, 2 * floor + largest, floor + tries.lookahead, room}
     lengths |= {align_up(int(floor * m)) for m in tries.lengths}
+    if apart:
+        rest = demand.floor(set(apart))
+        lengths |= {2 * rest, 3 * rest, rest + min(tries.lookahead, align_up(room // 4))}
     return sorted(n for n in lengths if 0 < n <= room)
+
+
+def _rings(
+    demand: _Demand, inv: Inventory, room: int, tries: _Tries
+) -> Iterator[tuple[int, set[str]]]:
+    """Lengths to try, and what is pinned first with each: nothing; or the largest blocks, until
+    the largest step fits, or steps out of proportion (a head with a large vocabulary) are gone.
+    What such a step streams takes a ring of its own length, empty for most of the pass."""
+    apart = _out_of_proportion(demand, inv)
+    for ring in _ring_lengths(demand, inv, room, tries, apart):
+        yield ring, set()
+        first = set(apart)
+        for block in _largest(demand, inv):
+            if demand.floor(first) <= ring:
+                break
+            first.add(block)
+        fits = ring + inv.bytes(list(first)) <= room
+        if first and fits and demand.floor(first) <= ring:
+            yield ring, first
+
+
+def _out_of_proportion(demand: _Demand, inv: Inventory) -> set[str]:
+    """The largest blocks, if without them the largest step is half as long."""
+    first: set[str] = set()
+    for block in _largest(demand, inv):
+        first.add(block)
+        if 2 * demand.floor(first) <= demand.floor(set()):
+            return first
+    return set()
+
+
+def _largest(demand: _Demand, inv: Inventory) -> list[str]:
+    return sorted(demand.dense, key=lambda b: -inv.size[b])[:MOST_LARGE]
 
 
 def pin_spread(order: Sequence[str], inv: Inventory, room: int) -> set[str]:

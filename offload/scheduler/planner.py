@@ -27,7 +27,7 @@ from offload.units import format_bytes
 
 __all__ = ["PlanRequest", "make_plan", "minimum_budgets"]
 
-TRIES = 12
+TRIES = 16
 """Candidates that are simulated."""
 CLOSE = 0.01
 """Predicted times that differ by less are equal: the ring with room for jitter wins."""

@@ -145,6 +145,30 @@ def test_a_plan_does_most_of_what_is_possible() -> None:
     assert layout.ring_bytes <= 3 * step
 
 
+@pytest.mark.parametrize("rates", [True, False])
+def test_one_large_step_does_not_set_the_rings_length(rates: bool) -> None:
+    """A head of two layers and a half is pinned, not let through a ring that is empty meanwhile."""
+    request = transformer(LAYERS // 2)
+    head = block("head", 1000)
+    request = replace(
+        request,
+        blocks={**request.blocks, "head": head},
+        trace=Trace([*request.trace.steps, Step(unit="h", blocks=("head",))]),
+        costs=request.costs if rates else None,
+    )
+    plan = make_plan(request)
+    check_placement(plan, request)
+    assert plan.homes["head"] is Home.PINNED
+    if rates:
+        assert plan.tiers[Tier.RAM].ring_bytes < head.nbytes
+    # With less than it takes to pin it, it streams as ever.
+    least = minimum_budgets(request)[Tier.RAM]
+    tight = replace(request, budgets={Tier.RAM: least})
+    plan = make_plan(tight)
+    check_placement(plan, tight)
+    assert plan.homes["head"] is Home.STREAMED
+
+
 def test_without_rates_a_plan_predicts_nothing() -> None:
     request = replace(transformer(LAYERS // 2), costs=None)
     plan = make_plan(request)
