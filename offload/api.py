@@ -177,7 +177,10 @@ def wrap(
     """Stream a model of any kind that is already in memory; returns the same object.
 
     Its weights are written to a private file in ``disk`` (mode 0600, without a name: it vanishes
-    with the process) and freed; hooks bring them back when they are needed.
+    with the process) and freed; hooks bring them back when they are needed. A layer that writes to
+    its own weights while it runs is an error if they are streamed (but not noticed if it does so
+    through ``.data``, as nothing in torch counts that); what is written to weights that stay in
+    memory is there after ``unwrap``.
 
     Args:
         model: on the CPU. Layers of repeated lists and large leaf modules are streamed.

@@ -64,8 +64,11 @@ class Attachment:
         self._head_rows_verified = head_rows_verified
         self._recorder = recorder
         self._undo: list[Undo] = []
+        self._spoiled = ""
+        """What has made views of memory useless: no unit runs any more."""
         pinned = plan.tiers[plan.compute_tier].pinned
         self._resident = {b for b in plan.blocks if b in pinned}
+        self._bound: set[str] = set()
         sliced = set(cut.head.blocks) if cut.head else set()
         for block, params in cut.params.items():
             if block in sliced or cut.blocks[block].group:
@@ -74,6 +77,7 @@ class Attachment:
                 continue  # and if it is tied to a sliced head, the plan does not know it at all
             if block in self._resident:
                 self._bind(block, params)
+                self._bound.add(block)
             else:
                 for param in params:
                     self._remove(param)
@@ -96,6 +100,15 @@ class Attachment:
         self._without_grad(model)
         self._refuse_to_move(model)
         self._refuse_to_load(model)
+
+    def lasting(self, block: str) -> list[torch.Tensor] | None:
+        """Values of a block's parameters, in their order, if they are in RAM for good, where a
+        program may have changed them; None: what was written is all there is."""
+        if block not in self._bound or self.executor.plan.compute_tier is not Tier.RAM:
+            return None
+        places = [param.places[0] for param in self.cut.params[block]]
+        found = [place.module._parameters[place.attr] for place in places]
+        return [value.detach() for value in found if value is not None]
 
     def detach(self) -> None:
         """Remove hooks and proxies. Parameters are left to the caller."""
@@ -170,6 +183,10 @@ class Attachment:
             if id(place.module) in inside
         ]
         stand_ins = [parameters[attr] for parameters, attr, *_ in spots]
+        # Embeddings that renormalise what they look up do so again with every use.
+        exempt = {id(m._parameters) for m in unit.module.modules() if getattr(m, "max_norm", None)}
+        watched = [spot[:4] for spot in spots if id(spot[0]) not in exempt]
+        as_read: list[tuple[dict[str, Any], str, str, tuple[int, int, int]]] = []
         recurrent = [m for m in unit.module.modules() if isinstance(m, nn.RNNBase)]
         # Of the runs under way: whose, its ticket, and what it has been entered with.
         tickets: dict[object, tuple[int, tuple[str, ...]]] = {}
@@ -188,6 +205,8 @@ class Attachment:
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal bound
+            if self._spoiled:
+                raise UnsupportedModelError(self._spoiled)
             road = executor.road()
             who = road.who()
             if who in tickets:
@@ -212,6 +231,19 @@ class Attachment:
                     parameters[attr] = views[block][name].requires_grad_(grad)  # type: ignore[assignment]
             for rnn in recurrent:
                 _refresh_flat_weights(rnn)
+            as_read[:] = [
+                (parameters, attr, name, _mark(parameters[attr]))
+                for parameters, attr, block, name in watched
+                if block in views
+            ]
+
+        def changed() -> str | None:
+            """A parameter that the forward has written to, or replaced."""
+            for parameters, attr, name, mark in as_read:
+                value = parameters[attr]
+                if id(value) != mark[0] or _mark(value) != mark:
+                    return name
+            return None
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             # Also called after an error, and then possibly without an ``enter``.
@@ -219,9 +251,17 @@ class Attachment:
             entered = tickets.pop(road.who(), None)
             if entered is None:
                 return
+            name = changed() if bound == entered[0] and output is not None else None
             if road is executor:
                 unbind()
             road.leave(*entered)
+            if name is not None:
+                self._spoiled = (
+                    f"{unit.name} changes its own {name} while it runs; weights that come and go "
+                    f"are as they were written, so the change would be lost. Raise the budget "
+                    f"until all stay in memory, or run this model as it is (offload.unwrap)"
+                )
+                raise UnsupportedModelError(self._spoiled)
 
         self._without_grad(unit.module)
         self._hooks(unit.module, enter, leave)
@@ -455,6 +495,12 @@ class _NoBackward(torch.autograd.Function):
             "would reach its weights. To train, use offload.load(path, train=True); for inference, "
             "torch.no_grad()"
         )
+
+
+def _mark(value: Any) -> tuple[int, int, int]:
+    """Differs if a lease's view was replaced, given other memory, or written to, unless through
+    its ``.data``."""
+    return id(value), value.data_ptr(), value._version
 
 
 def _guarded(value: Any) -> Any:

@@ -12,7 +12,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -150,7 +150,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise ClosedError("this model has been closed: its weights are gone; load it again")
     chosen = handle.attachment.cut
     originals = handle.originals or _Originals(chosen)
-    values = originals.read(chosen, handle.executor.store)
+    values = originals.read(chosen, handle.executor.store, handle.attachment.lasting)
     handle.attachment.detach()
     originals.put_back(values)
     handle.executor.close()
@@ -292,8 +292,16 @@ class _Originals:
             # Shapes are still asked for while the model is streamed.
             param.tensor = _Shape(holder, meta)  # type: ignore[assignment]
 
-    def read(self, chosen: Cut, store: Store) -> list[torch.Tensor]:
-        """All values, read from the store. Needs memory for the whole model."""
+    def read(
+        self,
+        chosen: Cut,
+        store: Store,
+        lasting: Callable[[str], list[torch.Tensor] | None] = lambda _: None,
+    ) -> list[torch.Tensor]:
+        """All values, read from the store. Needs memory for the whole model.
+
+        ``lasting``: of a block that is in memory instead, with what was changed there.
+        """
         values = [
             _empty_at(param.phase, shape, dtype)
             for param, shape, dtype in zip(self._params, self._shapes, self._dtypes, strict=True)
@@ -304,6 +312,10 @@ class _Originals:
         pieces = _Pieces(chosen)
         try:
             for spec in chosen.blocks.values():
+                if (here := lasting(spec.id)) is not None:
+                    for param, value in zip(chosen.params[spec.id], here, strict=True):
+                        values[index[param.name]].copy_(value)
+                    continue
                 store.read_into(spec.id, scratch.view()[: spec.slot_nbytes]).result()
                 for tensor, param in zip(spec.tensors, chosen.params[spec.id], strict=True):
                     raw = scratch.tensor()[tensor.offset : tensor.offset + tensor.nbytes]

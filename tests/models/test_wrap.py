@@ -21,7 +21,7 @@ from left_threads import threads_left
 from torch import nn
 
 import offload
-from offload.errors import ClosedError, OffloadError, PlanError, StoreError
+from offload.errors import ClosedError, OffloadError, PlanError, StoreError, UnsupportedModelError
 
 Build = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
 
@@ -353,3 +353,72 @@ with torch.no_grad():
 def test_a_forks_child_is_told_that_the_threads_are_elsewhere() -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=120, env=env)
+
+
+class WritesIt(nn.Linear):
+    """A weight that decays with every use."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class MovesIt(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 0.9
+        return super().forward(x)
+
+
+class ReplacesIt(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = nn.Parameter(self.weight * 0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [WritesIt, MovesIt, ReplacesIt])
+def test_a_layer_that_changes_its_own_weight(kind: type[nn.Linear], tmp_path: Path) -> None:
+    """What stays in memory may be changed, and unwrap gives it back so; what comes and goes may
+    not, or the change would be lost without a word."""
+    model, x = nn.Sequential(*[kind(64, 64) for _ in range(4)]), torch.randn(3, 64)
+    own = list(model.parameters())
+    ram = tight(model)
+    with torch.no_grad():
+        resident = copy.deepcopy(model)
+        offload.wrap(model, ram=2**26, disk=tmp_path)
+        for _ in range(2):
+            assert torch.equal(model(x), resident(x))
+        offload.unwrap(model)
+        assert all(torch.equal(a, b) for a, b in zip(own, resident.parameters(), strict=True))
+        assert torch.equal(model(x), resident(x))
+        offload.wrap(model, ram=ram, disk=tmp_path)
+        for _ in range(2):  # the memory of other layers may have been taken with it
+            with pytest.raises(UnsupportedModelError, match=r"changes its own \d.weight"):
+                model(x)
+        offload.unwrap(model)
+        assert model(x).isfinite().all()
+
+
+def test_an_embedding_that_renormalises(tmp_path: Path) -> None:
+    """It writes to its weight whatever it looks up, the same with every use."""
+    model = nn.Sequential(nn.EmbeddingBag(1000, 64, max_norm=0.5), nn.Linear(64, 64))
+    model.append(nn.Linear(64, 64))
+    ids, ram = torch.arange(12).view(3, 4), tight(model)
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(ids)
+        offload.wrap(model, ram=ram, disk=tmp_path)
+        for _ in range(3):
+            assert torch.equal(model(ids), expected)
+
+
+def test_what_is_written_between_runs_is_kept(tmp_path: Path) -> None:
+    """As a change of a weight that is in memory anyway."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    before = [p.detach().clone() for p in model.parameters()]
+    offload.wrap(model, ram=2**26, disk=tmp_path)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    offload.unwrap(model)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old + 1)
