@@ -65,15 +65,18 @@ class Waiting:
             WatchdogError: nothing has finished for too long.
             ClosedError: nothing will.
         """
-        limit = time.monotonic() + self._watchdog_s
-        while (left := limit - time.monotonic()) > 0:
+        left = self._watchdog_s
+        while left > 0:
             if self._shield.received:
                 raise KeyboardInterrupt
             if self.progress != seen or self.closed:
                 self.check_open()
                 return
             # Whatever moves notifies; only a signal cannot, so it is looked for now and then.
-            self.changed.wait(min(left, _SIGNAL_S))
+            asked, began = min(left, _SIGNAL_S), time.monotonic()
+            self.changed.wait(asked)
+            # No longer than asked for: while a Ctrl-Z holds the process nothing can finish.
+            left -= min(time.monotonic() - began, asked)
         raise WatchdogError(
             f"{who} has waited {self._watchdog_s:.0f} s for {', '.join(blocks[:4])} and no "
             f"transfer has finished ({self._in_flight()} in flight); {self._story(blocks[0])}"
