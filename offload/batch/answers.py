@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,6 +59,8 @@ class Answers:
         except OSError as error:
             raise OffloadError(f"--output {path} cannot be written: {error.strerror}") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise OffloadError(f"--output {path} is no file that can be continued; give one")
             self._lock()
             self._read(keys)
         except BaseException:

@@ -200,7 +200,7 @@ class JsonLines:
     def _open(self, kept: list[dict[str, Any]]) -> None:
         path = self.path.expanduser()
         if not path.exists() or path.is_file():  # else a pipe, /dev/stderr: nothing to replace
-            _replace(path, "".join(_line(e) for e in kept))
+            _replace(path.resolve(), "".join(_line(e) for e in kept))
         self._file = path.open("ab", buffering=0)
 
     def _put(self, event: str, data: Mapping[str, Any], step: int | None = None) -> None:

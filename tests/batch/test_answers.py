@@ -51,6 +51,11 @@ def test_what_is_not_its_own_stays_as_it_is(tmp_path: Path, content: bytes, says
     assert path.read_bytes() == content
 
 
+def test_a_device_is_no_output() -> None:
+    with pytest.raises(OffloadError, match="/dev/null is no file that can be continued"):
+        Answers(Path("/dev/null"), KEYS)
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with Answers(tmp_path / "out", KEYS), pytest.raises(OffloadError, match="another process"):
         Answers(tmp_path / "out", KEYS)

@@ -169,6 +169,16 @@ def test_a_new_run_replaces_an_old_one_and_nothing_else(tmp_path: Path) -> None:
         assert path.read_text() == text
 
 
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """Figures belong where it leads, and it stays a link."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for _ in range(2):
+        with JsonLines(tmp_path / "link") as lines:
+            lines.step(step(1))
+        assert (tmp_path / "link").is_symlink()
+        assert len(read_lines(tmp_path / "file")) == 1
+
+
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="cannot be written"):
         JsonLines(tmp_path / "no" / "m.jsonl")
