@@ -12,7 +12,7 @@ from offload.errors import OffloadError
 
 
 def plan_training(
-    model: str, hardware: str | None, ram: int | None, asked: Mapping[str, Any],
+    model: str, hardware: str | None, ram: int | None, gpu: int | None, asked: Mapping[str, Any],
     json_file: Path | None, *, verbose: bool,
 ) -> None:  # fmt: skip
     """Show the plan.
@@ -30,7 +30,7 @@ def plan_training(
         )
     output.check_json_target(json_file)
     machine = machines.load(hardware)
-    machines.check_fits(machine, ram, None)
+    machines.check_fits(machine, ram, gpu)
     libraries.set_up(verbose=verbose)
     from rich.text import Text
 
@@ -43,7 +43,7 @@ def plan_training(
         if value is not None
     }
     # Nothing is read from there, nor written.
-    options = TrainOptions(model=model, data=Path("data"), output=Path("output"), **given)
+    options = TrainOptions(model=model, data=Path("data"), output=Path("output"), gpu=gpu, **given)
     found = outlook(options, machine, ram or machines.default_ram(machine))
     for line in found.lines():
         console.out().print(Text(line), soft_wrap=True)

@@ -45,6 +45,7 @@ def plan(
     grad_accum: tune.GradAccum = None,
     max_grad_norm: tune.MaxGradNorm = None,
     lora_r: tune.LoraR = None,
+    router_aux_loss: tune.RouterAuxLoss = None,
     plan_out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the plan, for 'offload generate --plan' to obey."),
@@ -58,17 +59,18 @@ def plan(
     what sets it, and the reason for each choice. A long prompt needs room for activations that
     'generate' with a short one leaves to weights: see --prompt-tokens. With --hardware the plan is
     for a machine that is not here; with --method, too, it is of fine-tuning there, from the
-    model's config alone ('offload finetune' itself shows its plan before it begins).
+    model's config alone, layers on its card with --gpu ('offload finetune' itself shows its plan
+    before it begins).
     """
     tuning = {
         "states": states, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum,
-        "max_grad_norm": max_grad_norm, "lora_r": lora_r,
+        "max_grad_norm": max_grad_norm, "lora_r": lora_r, "router_aux_loss": router_aux_loss,
     }  # fmt: skip
     if method is not None:
         others = [
             flag
             for flag, value in (
-                ("--quant", quant), ("--kv-ram", kv_ram), ("--kv", kv), ("--gpu", gpu),
+                ("--quant", quant), ("--kv-ram", kv_ram), ("--kv", kv),
                 ("--attention", attention), ("--context", context), ("--plan-out", plan_out),
                 ("--prompt-tokens", prompt_tokens), ("--disk-space", disk_space),
                 ("--disk", disk), ("--kernels", kernels), ("--routing", routing),
@@ -81,7 +83,7 @@ def plan(
         from offload.cli.finetune_plan import plan_training
 
         plan_training(
-            model, hardware, ram, {"method": method, "dtype": dtype, **tuning}, json_file,
+            model, hardware, ram, gpu, {"method": method, "dtype": dtype, **tuning}, json_file,
             verbose=verbose,
         )  # fmt: skip
         return

@@ -52,6 +52,8 @@ class Shape:
     form: HeadForm | None
     tables: Sequence[torch.Tensor]
     """Parameters whose gradients from lookups leave by rows."""
+    away: frozenset[int] = frozenset()
+    """Units that run on a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def choose(
     link = None
     if device is not None:
         link = link_of(
-            layout, device, _visits(layout, modules, footprint),
+            layout, device, _visits(layout, modules, footprint, *_router_copies(meta, options)),
             passes=1 if vertical > 1 else options.grad_accum, micro_batches=options.grad_accum,
             routed=touched_shares(meta, layout, options, micro_batches=1),
         )  # fmt: skip
@@ -133,8 +135,8 @@ def choose(
     fixed.update(more)
     if base is not None:
         tokens = options.batch_size * options.seq_len * vertical
-        away = frozenset[int]() if device is None else device.units
-        fixed["unpacked weights"] = base.work_bytes(layout, away) + base.scratch_bytes
+        on_device = frozenset[int]() if device is None else device.units
+        fixed["unpacked weights"] = base.work_bytes(layout, on_device) + base.scratch_bytes
         fixed["rows of packed tables"] = base.table_bytes(
             layout, tokens, HEAD_ROWS, sliced=form is not None
         )
@@ -168,7 +170,8 @@ def choose(
             replace(p, placement=replace(p.placement, device=device), link=moved)
             for p in candidates
         ]
-    rates = rates_of(Shape(layout, modules, form, tables))
+    away = frozenset[int]() if device is None else device.units
+    rates = rates_of(Shape(layout, modules, form, tables, away))
     plan, prediction = candidates[0], None
     if rates is not None and base is not None:
         rates = rates.with_work(base.unpack_seconds(layout, options.grad_accum, passes))
@@ -212,19 +215,29 @@ def _device_tier(
 
 
 def _visits(
-    layout: TrainLayout, modules: Sequence[Any], footprint: TrainFootprint
+    layout: TrainLayout,
+    modules: Sequence[Any],
+    footprint: TrainFootprint,
+    mask: int = 0,
+    sums: int = 0,
 ) -> dict[int, Visited]:
     """What each unit moves when it runs on a device, but for its weights. By formula where it was
-    not measured: an input, and a result of its size."""
+    not measured: an input, and a result of its size. ``mask``, ``sums``: of ``_router_copies``."""
     like = footprint.boundary_bytes // max(1, len(modules))
     sizes: list[Sequence[int]] = [footprint.arguments, footprint.results, footprint.inputs]
     if not all(sizes):
         sizes = [[n] * len(modules) for n in (like + footprint.shared_bytes, like, like)]
-    found = {
-        id(module): Visited(arguments=a, results=r, inputs=n)
-        for module, a, r, n in zip(modules, *sizes, strict=True)
-    }
-    return {u.index: found[id(u.module)] for u in layout.units if id(u.module) in found}
+    found = {id(module): (a, r, n) for module, a, r, n in zip(modules, *sizes, strict=True)}
+    visits = {}
+    for unit in layout.units:
+        if id(unit.module) in found:
+            a, r, n = found[id(unit.module)]
+            marks, each = (mask, sums) if unit.experts else (0, 0)
+            visits[unit.index] = Visited(
+                arguments=a, results=r, inputs=n, router_mask=marks, router_down=2 * each,
+                router_up=each,
+            )  # fmt: skip
+    return visits
 
 
 def _router_bytes(meta: OnMeta, options: TrainOptions) -> tuple[int, int]:
@@ -236,6 +249,15 @@ def _router_bytes(meta: OnMeta, options: TrainOptions) -> tuple[int, int]:
     tokens = options.batch_size * options.seq_len
     # Logits without padding, probabilities in the model's dtype and in float32, and gradients.
     return align_up(tokens) + align_up(4 * experts), 6 * 4 * tokens * experts
+
+
+def _router_copies(meta: OnMeta, options: TrainOptions) -> tuple[int, int]:
+    """(bytes that say which tokens a router counts, bytes of a number for each expert: a layer's
+    router sends two of these down, how often chosen and how likely, and gets the shares)."""
+    if options.router_aux_loss is None:
+        return 0, 0
+    experts = max(group.n_experts for group in expert_groups(meta.model))
+    return options.batch_size * options.seq_len, 4 * experts
 
 
 def _choose_trained(meta: OnMeta, options: TrainOptions) -> Adapters | None:

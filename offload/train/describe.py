@@ -39,7 +39,7 @@ def describe(run: Run) -> list[str]:
         + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else "")
         + (f", {format_bytes(plan.inputs_bytes)} of inputs" if plan.inputs_bytes else ""),
         f"step    reads {format_bytes(plan.read_bytes)}, writes "
-        f"{format_bytes(plan.written_bytes)}{_copied(plan)}; the run writes "
+        f"{format_bytes(plan.written_bytes)}{copied_text(plan)}; the run writes "
         f"{format_bytes(plan.written_bytes * run.total)}",
     ]
     if options.skip_untouched_experts:
@@ -58,7 +58,8 @@ def _device(run: Run) -> str:
     return "simulated, beside --ram in this machine's memory: " if kind == "sim" else ""
 
 
-def _copied(plan: TrainPlan) -> str:
+def copied_text(plan: TrainPlan) -> str:
+    """What a step copies, behind what it reads and writes; empty without a device."""
     if not plan.link:
         return ""
     return (

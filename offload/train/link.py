@@ -31,6 +31,12 @@ class Visited:
     """Of what it returns; as many of the gradients that come back."""
     inputs: int
     """Of its arguments, those whose gradients come down."""
+    router_mask: int = 0
+    """Up, where there is a load-balancing loss: which tokens its router counts."""
+    router_down: int = 0
+    """Of its router's sums for that loss, in forward."""
+    router_up: int = 0
+    """Of the experts' shares for it, in backward."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,11 +100,12 @@ def link_of(
             fused = (b for ids in unit.experts.values() for b in ids)
             found.experts[phase] = replay.nbytes(list(fused), phase)
         visit = visits.get(unit.index, Visited(arguments=0, results=0, inputs=0))
-        found.arguments[FORWARD] = float(micro_batches * visit.arguments)
-        found.results[FORWARD] = float(micro_batches * visit.results)
+        found.arguments[FORWARD] = float(micro_batches * (visit.arguments + visit.router_mask))
+        found.results[FORWARD] = float(micro_batches * (visit.results + visit.router_down))
         if unit.index < first:
             continue
-        found.arguments[BACKWARD] = float(micro_batches * (visit.arguments + visit.results))
+        back = visit.arguments + visit.results + visit.router_mask + visit.router_up
+        found.arguments[BACKWARD] = float(micro_batches * back)
         found.results[BACKWARD] = float(micro_batches * visit.inputs * (unit.index > first))
         sizes = _gradients(layout, unit, routed)
         found.gradients = micro_batches * sum(sizes)

@@ -19,14 +19,15 @@ from offload.errors import OffloadError
 from offload.models.meta import instantiate, read_config, resolve
 from offload.models.naming import model_name
 from offload.models.request import expert_top_k
-from offload.scheduler.hardware import Hardware
+from offload.scheduler.hardware import Card, Hardware
 from offload.train.causal import check_causal
 from offload.train.choosing import Chosen, Shape, choose
-from offload.train.describe import seconds_text, stays_text
+from offload.train.describe import copied_text, seconds_text, stays_text
 from offload.train.layout import Block, TrainLayout
 from offload.train.options import TrainOptions
 from offload.train.pace import Beside
 from offload.train.predicting import StepRates
+from offload.train.router_loss import check_router_loss
 from offload.units import format_bytes, format_count
 
 PROCESS_BYTES = 96 << 20
@@ -53,6 +54,7 @@ class Outlook:
         plan, layout = self.chosen.plan, self.chosen.layout
         assert self.chosen.prediction is not None
         weights = sum(b.nbytes for b in layout.blocks)
+        place = plan.placement.device
         return [
             f"model   {model_name(self.directory)}: {format_count(layout.elements)} parameters "
             f"trained ({self.options.method}), {format_bytes(weights)} of weights",
@@ -62,12 +64,13 @@ class Outlook:
             + ", ".join(
                 f"{format_bytes(v)} {k}" for k, v in sorted(plan.ram.items(), key=lambda i: -i[1])
             ),
+            *([] if place is None else [f"device  {place.describe()}"]),
             stays_text(layout, plan),
             f"disk    {format_bytes(plan.disk_bytes)} ({self.options.states} states)"
             + (f", {format_bytes(plan.spill_bytes)} of gradients" if plan.spill_bytes else "")
             + (f", {format_bytes(plan.inputs_bytes)} of inputs" if plan.inputs_bytes else ""),
             f"step    reads {format_bytes(plan.read_bytes)}, writes "
-            f"{format_bytes(plan.written_bytes)}",
+            f"{format_bytes(plan.written_bytes)}{copied_text(plan)}",
             f"time    {seconds_text(self.chosen.prediction)}",
             *(f"note    {note}" for note in self.notes),
         ]
@@ -75,21 +78,31 @@ class Outlook:
     def to_json(self) -> dict[str, Any]:
         plan, found = self.chosen.plan, self.chosen.prediction
         assert found is not None
+        place = plan.placement.device
         return {
             "machine": self.hardware.name, "method": self.options.method, "budget": plan.budget,
             "ram": dict(plan.ram), "disk_bytes": plan.disk_bytes, "spill_bytes": plan.spill_bytes,
             "inputs_bytes": plan.inputs_bytes,
+            "device": None if place is None else {
+                "budget": place.budget, "bytes": dict(place.parts), "layers": len(place.units),
+                "layers_at_a_time": place.slots,
+            },
             "step": {
                 "seconds": found.seconds, "phases": dict(found.phases),
                 "lanes": {phase: dict(lanes) for phase, lanes in found.lanes.items()},
                 "busiest": found.busiest,
                 "read_bytes": plan.read_bytes, "written_bytes": plan.written_bytes,
+                "link": {
+                    phase: {"up_bytes": up, "down_bytes": down}
+                    for phase, (up, down) in plan.link.items()
+                },
             },
         }  # fmt: skip
 
 
 def outlook(options: TrainOptions, hardware: Hardware, ram: int) -> Outlook:
-    """Plan fine-tuning ``options.model`` in ``ram`` bytes of ``hardware``. Reads its config only.
+    """Plan fine-tuning ``options.model`` in ``ram`` bytes of ``hardware``, layers on its card if
+    ``options.gpu`` says how much of that they may take. Reads the model's config only.
 
     Raises:
         OffloadError: the model cannot be trained, or the plan does not fit.
@@ -102,10 +115,15 @@ def outlook(options: TrainOptions, hardware: Hardware, ram: int) -> Outlook:
     model.tie_weights()
     model.train()
     notes: list[str] = []
+    check_router_loss(model, options.router_aux_loss)
+    if options.gpu is not None:
+        notes.append(
+            "layers on a card are planned for, not run yet: 'offload finetune' simulates one"
+        )
     chosen = choose(
         _OnMeta(model), options, ram=ram, versions=1, notes=notes,
         process_bytes=lambda: PROCESS_BYTES,
-        rates_of=lambda shape: rates_of(shape, model, options, hardware),
+        rates_of=lambda shape: rates_of(shape, model, options, hardware), gpu=options.gpu,
     )  # fmt: skip
     return Outlook(
         chosen=chosen, options=options, hardware=hardware, directory=directory, notes=tuple(notes)
@@ -126,11 +144,8 @@ def rates_of(shape: Shape, model: Any, options: TrainOptions, hardware: Hardware
     """
     layout = shape.layout
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    rate = hardware.matmul.get(dtype)
-    if rate is None:
-        known = ", ".join(sorted(hardware.matmul))
-        raise OffloadError(f"{hardware.name} has no rate of products in {dtype}, only {known}")
-    flops_s, stream = rate.median, hardware.ram_read.median
+    here = _products_of(hardware, dtype)
+    there = here if hardware.card is None or not shape.away else _products_of(hardware.card, dtype)
     config = model.config.get_text_config()
     tokens = options.batch_size * options.seq_len
     head = None if shape.form is None else model.get_submodule(shape.form.head)
@@ -138,7 +153,8 @@ def rates_of(shape: Shape, model: Any, options: TrainOptions, hardware: Hardware
     # Running again, gradients of inputs, gradients of weights; adapters' weights are few.
     turns = 3 if options.method == "full" else 2
 
-    def seconds(flops: float, nbytes: int) -> float:
+    def seconds(flops: float, nbytes: int, rates: tuple[float, float] = here) -> float:
+        flops_s, stream = rates
         return options.grad_accum * max(flops / flops_s, nbytes / stream)
 
     attention = _attention_width(config) * 2.0 * tokens * options.seq_len
@@ -149,7 +165,7 @@ def rates_of(shape: Shape, model: Any, options: TrainOptions, hardware: Hardware
         flops = flops * 2.0 * tokens + attention
         nbytes = sum(layout.blocks[b].nbytes for b in unit.blocks)
         nbytes += sum(layout.blocks[b].nbytes for ids in unit.experts.values() for b in ids)
-        forward = seconds(flops, nbytes)
+        forward = seconds(flops, nbytes, there if unit.index in shape.away else here)
         units[unit.index] = forward, turns * forward
     loss = 0.0
     if shape.form is not None:
@@ -163,7 +179,21 @@ def rates_of(shape: Shape, model: Any, options: TrainOptions, hardware: Hardware
         disk_read=read * together, disk_write=write * together,
         update=2 * hardware.memcpy.median / hardware.cores,
         beside=Beside(disk=1 / hardware.read_beside),
+        up=(hardware.h2d or hardware.memcpy).median, down=(hardware.d2h or hardware.memcpy).median,
     )  # fmt: skip
+
+
+def _products_of(site: Hardware | Card, dtype: str) -> tuple[float, float]:
+    """(operations per second of products, bytes per second of its memory).
+
+    Raises:
+        OffloadError: it has no rate of products in the dtype.
+    """
+    rate = site.matmul.get(dtype)
+    if rate is None:
+        known = ", ".join(sorted(site.matmul))
+        raise OffloadError(f"{site.name} has no rate of products in {dtype}, only {known}")
+    return rate.median, (site.ram_read if isinstance(site, Hardware) else site.read).median
 
 
 def _products(layout: TrainLayout, unit: int, config: Any) -> float | None:

@@ -47,6 +47,7 @@ from offload.train.packed_base import (
 from offload.train.predicting import StepRates
 from offload.train.rates import copy_rates
 from offload.train.result import adapter_directory, last_output
+from offload.train.router_loss import check_router_loss
 from offload.train.run import Run
 from offload.train.schedule import Schedule
 from offload.train.warm import warm_training
@@ -182,11 +183,7 @@ def _plan(
     meta: MetaModel, data: TrainData, options: TrainOptions, states: Path, baseline: int, ram: int,
     notes: list[str], base: PackedBase | None, reserve: int = 0,
 ) -> Run:  # fmt: skip
-    if options.router_aux_loss is not None and not expert_groups(meta.model):
-        raise OffloadError(
-            f"--router-aux-loss {options.router_aux_loss:g} cannot take effect: the model has no "
-            f"experts; drop it"
-        )
+    check_router_loss(meta.model, options.router_aux_loss)
     if options.skip_untouched_experts and not expert_groups(meta.model):
         raise OffloadError(
             "--skip-untouched-experts cannot take effect: the model has no fused experts; drop it"

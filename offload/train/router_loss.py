@@ -121,6 +121,15 @@ class RouterLoss:
             handle.remove()
 
 
+def check_router_loss(model: Any, coefficient: float | None) -> None:
+    """Raises OffloadError: the loss was asked for, and the model has no experts."""
+    if coefficient is not None and not expert_groups(model):
+        raise OffloadError(
+            f"--router-aux-loss {coefficient:g} cannot take effect: the model has no experts; "
+            f"drop it"
+        )
+
+
 def _router_of(model: Any, name: str, experts: int) -> nn.Module:
     """The module beside the experts ``name`` whose weight is [experts, hidden]."""
     parent = model.get_submodule(name.rpartition(".")[0])

@@ -57,6 +57,51 @@ def test_full_and_lora_from_a_config_alone(
     assert narrow["disk_bytes"] < small["disk_bytes"]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_layers_on_its_card(
+    cli: Cli, configs: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """What a step copies, each way and in each phase; a smaller card copies more."""
+    words = (configs[family], "--seq-len", 128, "--ram", "4GiB")
+    alone = planned(cli, tmp_path, *words, "--method", "full")
+    assert alone["device"] is None
+    assert alone["step"]["link"] == {}
+    large = planned(cli, tmp_path, *words, "--method", "full", "--gpu", "5GiB")
+    assert sum(large["device"]["bytes"].values()) <= large["device"]["budget"] == 5 * 2**30
+    link = large["step"]["link"]
+    assert set(link) == {"forward", "backward"}
+    assert all(n > 0 for phase in link.values() for n in phase.values())
+    for phase, moved in link.items():
+        lanes = large["step"]["lanes"][phase]
+        assert lanes["link up"] == pytest.approx(moved["up_bytes"] / 12.6e9, rel=0.01)
+    lora = ("--method", "lora", "--gpu")
+    kept = planned(cli, tmp_path, *words, *lora, "5GiB")
+    parts = kept["device"]["bytes"]
+    less = sum(parts.values()) - parts["weights"] // 2 - parts.get("experts", 0) * 9 // 10
+    moving = planned(cli, tmp_path, *words, *lora, less)
+    assert kept["device"]["layers_at_a_time"] == kept["device"]["layers"]
+    assert moving["device"]["layers_at_a_time"] < moving["device"]["layers"]
+    up = [sum(p["up_bytes"] for p in found["step"]["link"].values()) for found in (kept, moving)]
+    assert up[0] < up[1]
+
+
+def test_a_routers_sums_are_copied(cli: Cli, configs: dict[str, Path], tmp_path: Path) -> None:
+    words = (configs["qwen3_moe"], "--seq-len", 128, "--method", "full", "--gpu", "5GiB")
+    plain = planned(cli, tmp_path, *words)["step"]["link"]
+    found = planned(cli, tmp_path, *words, "--router-aux-loss", 0.01)["step"]["link"]
+    config = tiny_config("qwen3_moe")
+    each = 4 * config.num_experts * config.num_hidden_layers
+    assert found["forward"]["down_bytes"] == plain["forward"]["down_bytes"] + 2 * each
+    mask = 128 * config.num_hidden_layers  # which tokens are padding
+    assert found["forward"]["up_bytes"] == plain["forward"]["up_bytes"] + mask
+    assert found["backward"]["up_bytes"] == plain["backward"]["up_bytes"] + each + mask
+    model = configs["llama"]
+    refused(
+        cli("plan", "-m", model, *LAPTOP, "--method", "full", "--router-aux-loss", 0.01),
+        "--router-aux-loss 0.01 cannot take effect",
+    )
+
+
 def test_what_makes_no_sense(cli: Cli, configs: dict[str, Path]) -> None:
     model = configs["llama"]
     refused(cli("plan", "-m", model, "--method", "full"), "--hardware")

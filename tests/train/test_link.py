@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import tiny_config
 from run_support import Log, options_for, planned_once, write_data, write_model
 
 from offload.runtime.sim_device import SimDevice
@@ -216,3 +217,25 @@ def test_a_link_is_measured_where_no_file_says_its_rates(tmp_path: Path) -> None
 
     assert all(rate > 1e6 for rate in copy_rates(choose("sim", 1 << 30)))
     assert copy_rates(choose(f"sim:{machine(tmp_path, 3e6, 2e6)}", 1 << 30)) == (3e6, 2e6)
+
+
+def test_a_routers_sums_are_counted(tmp_path: Path, counted: Any) -> None:
+    """Two sums of each layer's router down in forward, the experts' shares up in backward; at both,
+    a byte for each token, which may be padding."""
+    model = write_model(tmp_path / "model", "qwen3_moe", vocab_size=520)
+    data = write_data(tmp_path / "data.jsonl", rows=300)
+    lora = {"method": "lora", "lora_r": 2, "lora_targets": ("q_proj",)}
+    counts, plans = [], []
+    for coefficient in (None, 0.01):
+        options = options_for(
+            model, data, tmp_path / str(coefficient), device="sim", gpu=1 << 30, max_steps=STEPS,
+            router_aux_loss=coefficient, **lora,
+        )  # fmt: skip
+        run, found = counted(options)
+        counts.append(found.each)
+        plans.append((run.plan.up_bytes, run.plan.down_bytes))
+    config = tiny_config("qwen3_moe")
+    each = 4 * config.num_experts * config.num_hidden_layers
+    assert plans[1][1] - plans[0][1] == counts[1][1] - counts[0][1] == 2 * each
+    mask = 2 * options.batch_size * options.seq_len * config.num_hidden_layers
+    assert plans[1][0] - plans[0][0] == counts[1][0] - counts[0][0] == each + mask
