@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from offload.blocks import Tier
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.store import Span
 from offload.models.absent import absent, row_table
