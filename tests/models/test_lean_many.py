@@ -103,8 +103,9 @@ def works(model: Any) -> list[Callable[[], Any]]:
     ]
 
 
-@pytest.mark.parametrize("quant", ["q4", "none"])
-@pytest.mark.parametrize("family", LEAN)
+@pytest.mark.parametrize(
+    ("family", "quant"), [(f, "q4") for f in LEAN] + [("qwen2_moe", "none"), ("llama", "q8")]
+)
 def test_sequences_together(
     family: str, quant: str, tmp_path: Path, together: list[tuple[str, int]]
 ) -> None:
