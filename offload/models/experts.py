@@ -114,8 +114,10 @@ class ExpertSource(Protocol):
 class ExpertProxy:
     """What an experts module finds in place of a fused parameter ``[E, ...]``."""
 
+    source: ExpertSource
+
     def __init__(self, session: ExpertSource, param: Param, stand_in: Any) -> None:
-        self._session = session
+        self.source = session
         self._name = param.name
         self._stand_in = stand_in
 
@@ -123,7 +125,7 @@ class ExpertProxy:
         if isinstance(key, torch.Tensor) and key.dim() == 0:
             key = int(key)
         if isinstance(key, int):
-            return self._session.get(key, self._name)
+            return self.source.get(key, self._name)
         return self._refuse(f"indexing with {key!r}")
 
     def __getattr__(self, name: str) -> Any:
@@ -234,6 +236,7 @@ __all__ = [
     "GUESS_ROWS",
     "ExpertProxy",
     "ExpertSession",
+    "ExpertSource",
     "Progress",
     "check_expert_loop",
     "guess",

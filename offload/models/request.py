@@ -134,6 +134,7 @@ def request_of(
             queue_depth=options.queue_depth,
             staged=staged,
             expert_overhead_s=warm.expert_s,
+            fetch_s=warm.fetch_s,
             on_card=computes_on_card(options, top),
         )
     return PlanRequest(

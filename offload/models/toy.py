@@ -11,7 +11,6 @@ import copy
 import gc
 import logging
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 
 from offload.blocks import Tier
-from offload.models.expert_groups import expert_groups
-from offload.models.units import unit_modules
+from offload.models import toy_times
 from offload.runtime.rss import current_rss
 
 logger = logging.getLogger(__name__)
@@ -147,7 +145,9 @@ class Warm:
 
     ``layer_s``, ``expert_s``: the time that one layer (without its experts) and one routed expert
     take when there is next to nothing to compute, that is, Python, dispatch and the books of what
-    is where. ``fixed_s``: what ``generate`` adds to each token besides the layers. Zero where there
+    is where. ``fixed_s``: what ``generate`` adds to each token besides the layers. ``fetch_s``:
+    what each block that is read from disk costs those who compute, besides the wait for its bytes:
+    the way to the disk's queue and back, and threads that take turns with Python. Zero where there
     was no toy.
     """
 
@@ -155,6 +155,7 @@ class Warm:
     layer_s: float = 0.0
     expert_s: float = 0.0
     fixed_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 def warm_up(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
@@ -171,7 +172,7 @@ def warm_up(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
             continue
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                times = _run_toy(toy, model_cls, dtype)
+                times = _run_toy(toy, model_cls, dtype, toy_times.Like.of(config, dtype))
             break
         except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
             logger.info("the toy of %s does not run: %s", type(config).__name__, error)
@@ -179,88 +180,38 @@ def warm_up(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
     return replace(times, baseline_rss=current_rss())
 
 
-def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
+def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like) -> Warm:
     from offload.models.load import Options, plan_model
 
     model = model_cls._from_config(toy, dtype=dtype).eval()
     model.set_experts_implementation("eager")
     _one_token(model)
-    times = Warm(baseline_rss=0)
+    times = toy_times.Times()
+    fetch_s = 0.0
     with tempfile.TemporaryDirectory() as directory, quiet():
         model.save_pretrained(directory)
+        timed = model.can_generate()
         del model
         # All of it in memory, but asked for as ever: that is a quarter of an expert's time.
         options = Options(ram=2**30, context=32, overhead_bytes=0)
         with contextlib.closing(_Streamed(Path(directory), options)) as kept:
             _one_token(kept.model)
-            if kept.model.can_generate():
-                times = _time_layers(kept.model)
-        options.context = 16
+            if timed:
+                times = toy_times.measure(kept.model, like)
         prepared = plan_model(Path(directory), options, Warm(baseline_rss=0))
-        # Twice the least: something is pinned, something streams.
-        options.ram = 2 * prepared.minimum[Tier.RAM]
+        options.ram = prepared.minimum[Tier.RAM]
         with contextlib.closing(_Streamed(Path(directory), options)) as streamed:
             _one_token(streamed.model)
-    return times
-
-
-def _time_layers(model: Any) -> Warm:
-    """Decode a few tokens with a stopwatch on every layer and every fused experts module."""
-    spent = {"layer": 0.0, "experts": 0.0}
-    routed = 0
-    layers = [m for _, m in unit_modules(model)]
-    experts = [g.module for g in expert_groups(model)]
-    handles: list[Any] = []
-    ticks: list[float] = []
-
-    def watch(module: torch.nn.Module, what: str) -> None:
-        began: list[float] = []
-
-        def before(_: Any, args: Any) -> None:
-            nonlocal routed
-            if what == "experts":
-                routed += sum(a.unique().numel() for a in args if a.dtype == torch.int64)
-            began.append(time.perf_counter())
-
-        def after(_: Any, args: Any, output: Any) -> None:
-            spent[what] += time.perf_counter() - began.pop()
-
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after))
-
-    class Clock:
-        def put(self, _: Any) -> None:
-            nonlocal routed
-            ticks.append(time.perf_counter())
-            if len(ticks) == 2:  # the prompt has been read: from here on it is decode
-                spent.update(layer=0.0, experts=0.0)
-                routed = 0
-
-        def end(self) -> None:
-            pass
-
-    for module in layers:
-        watch(module, "layer")
-    for module in experts:
-        watch(module, "experts")
-    try:
-        ids = torch.ones((1, 4), dtype=torch.int64)
-        model.generate(
-            ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0,
-            streamer=Clock(),
-        )  # fmt: skip
-    finally:
-        for handle in handles:
-            handle.remove()
-    tokens = len(ticks) - 2
-    if tokens < 1 or not layers:
-        return Warm(baseline_rss=0)
-    total = ticks[-1] - ticks[1]
+            if timed:
+                fetched = toy_times.measure(streamed.model, like)
+                more_s = fetched.token_s - fetched.wait_s - times.token_s
+                fetch_s = max(0.0, more_s) / fetched.blocks if fetched.blocks else 0.0
     return Warm(
         baseline_rss=0,
-        layer_s=max(0.0, spent["layer"] - spent["experts"]) / tokens / len(layers),
-        expert_s=spent["experts"] / routed if routed else 0.0,
-        fixed_s=max(0.0, total - spent["layer"]) / tokens,
+        layer_s=times.layer_s,
+        expert_s=times.expert_s,
+        fixed_s=times.fixed_s,
+        fetch_s=fetch_s,
     )
 
 

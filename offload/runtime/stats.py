@@ -14,6 +14,7 @@ class Stats:
     payload_read_bytes: int = 0
     copied_bytes: int = 0
     h2d_bytes: int = 0
+    read_blocks: int = 0
     row_reads: int = 0
     stall_s: float = 0.0
     hits: int = 0

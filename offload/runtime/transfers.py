@@ -170,6 +170,7 @@ class Transfers:
             with self._changed:
                 if error is None:
                     self.count(done.result())
+                    self._stats.read_blocks += 1
                 # Also after an error: it has written something, and the next owner comes after.
                 lease.ready = self._device.signal(lane)
                 self._lanes.append(lane)

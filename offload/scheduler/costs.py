@@ -40,6 +40,8 @@ class CostModel:
         staged: reads land in a staging buffer and are copied once more (originals whose tensors
             are unaligned on disk), by the lane's threads, so that copies overlap with reads.
         expert_overhead_s: seconds per expert call that are not its weights (dispatch).
+        fetch_s: seconds that a block read from disk takes of the time of those who compute, where
+            the CPU does: the threads that fetch it run on the same cores.
         guess_precision: share of the experts guessed for the next layer that it will use: 0.7 to
             0.8 on a small trained model with two experts per token, 0.9 to 1 on random ones with
             eight.
@@ -57,6 +59,7 @@ class CostModel:
     queue_depth: int = 4
     staged: bool = False
     expert_overhead_s: float = 0.0
+    fetch_s: float = 0.0
     guess_precision: float = 0.85
     flops: Mapping[str, int] = field(default_factory=dict, hash=False)
     on_card: bool = False

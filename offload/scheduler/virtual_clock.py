@@ -4,7 +4,7 @@ The disk serves requests in order, those on demand before those ahead of time, `
 them in flight; copies to the device likewise. Where the disk's bytes arrive in the memory that
 compute reads, either slows the other down: what is computed while a read is under way, by the
 measured share; reads, which are priced when they begin, by the share of time that compute has been
-busy so far.
+busy so far. And each block that has come has cost compute a little.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class VirtualClock:
         beside = plan.compute_tier is Tier.RAM
         self._compute_beside = costs.hardware.gemv_beside if beside else 1.0
         self._read_beside = costs.hardware.read_beside if beside else 1.0
+        self._fetch_s = costs.fetch_s if beside else 0.0
+        self._owed_s = 0.0  # what blocks that have come have cost, and nobody has spent yet
         self._due: list[tuple[float, int, Fetch | Callable[[], None]]] = []
         self._sequence = 0
         self._active_s = 0.0  # spent computing, what the disk's traffic adds included
@@ -61,7 +63,10 @@ class VirtualClock:
     # -- the host thread ------------------------------------------------------------------
 
     def compute(self, seconds: float, lane: str, name: str) -> None:
-        """Compute for so long, and longer while the disk works in the same memory."""
+        """Compute for so long, and longer while the disk works in the same memory; what it took to
+        fetch the blocks that have come since is added."""
+        seconds += self._owed_s
+        self._owed_s = 0.0
         self.computed_s += seconds
         began, left = self.now, seconds
         while left > _INSTANT_S:
@@ -151,6 +156,8 @@ class VirtualClock:
             return
         if at >= 0.0:
             self._lanes[what.dst].flying -= 1
+            if what.dst is Tier.RAM:
+                self._owed_s += self._fetch_s
         self.submit(self._residency.arrived(what.block, what.dst))
         self.arrived()
 

@@ -71,6 +71,24 @@ def test_compute_beside_a_read_is_slower_by_the_measured_share() -> None:
     assert found.lane_s["compute"] == pytest.approx(10 * 2e-3)
 
 
+def test_each_block_from_disk_takes_some_of_computes_time() -> None:
+    costs = costs_on(machine(ssd=LAYER / 1e-3, gemv=LAYER / 2e-3))
+    found = simulate(streaming(10, 256, 3), replace(costs, fetch_s=5e-4))
+    assert found.pass_s == pytest.approx(10 * 2.5e-3)
+    assert found.lane_s["compute"] == pytest.approx(10 * 2.5e-3)
+    # Where the disk is the slower one, it is paid for while nobody has anything to compute.
+    slow = costs_on(machine(ssd=LAYER / 4e-3, gemv=LAYER / 2e-3))
+    assert simulate(streaming(10, 256, 3), replace(slow, fetch_s=5e-4)).pass_s == pytest.approx(
+        10 * 4e-3
+    )
+    # A kept model reads nothing.
+    blocks, steps = dense(10, 1, 256)
+    kept = make_plan(
+        PlanRequest(blocks=blocks, trace=Trace(steps), budgets={Tier.RAM: 2**40}, costs=costs)
+    )
+    assert simulate(kept, replace(costs, fetch_s=5e-4)).pass_s == pytest.approx(10 * 2e-3)
+
+
 def test_reads_beside_compute_are_slower_by_the_share_of_time_that_computes() -> None:
     hardware = replace(machine(ssd=LAYER / 2e-3, gemv=LAYER / 1e-3), read_beside=0.8)
     found = simulate(streaming(10, 256, 3), costs_on(hardware), passes=40)
