@@ -15,6 +15,10 @@ inside a memory cgroup of baseline + budget + 128 MiB; the disk is probed before
 do. The prediction is made from what ``offload generate`` measures before it plans
 (``runtime.probe_together``), measured again around the run, and is printed beside the one that the
 run itself has made before it began.
+
+Each budget runs ``--repeats`` times, with a probe before, between and after: a shared machine's
+memory and disk change by a third within seconds. The medians of speed, bound and prediction count;
+all runs are recorded.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--peer-tokens", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=900.0)
     parser.add_argument("--no-peers", action="store_true")
@@ -76,8 +81,13 @@ def main() -> None:
     points = []
     baseline = None
     for budget in sorted(budgets):
-        point = measure(args, model, weights, budget, baseline)
-        baseline = point.get("baseline_rss_bytes", baseline)
+        runs = []
+        for _ in range(args.repeats):
+            runs.append(measure(args, model, weights, budget, baseline))
+            baseline = runs[-1].get("baseline_rss_bytes", baseline)
+            if "error" in runs[-1]:
+                break
+        point = typical(runs)
         if "error" not in point:
             point["peers"] = run_peers(args, model, folders, budget, baseline)
             rates = [p["decode_tok_s"] for p in point["peers"].values() if p.get("decode_tok_s")]
@@ -176,6 +186,28 @@ def measure(
     }
 
 
+MEDIANS = (
+    "decode_tok_s", "predicted_decode_tok_s", "predicted_before_tok_s", "bound_tok_s",
+    "fraction_of_bound", "ttft_s", "load_s",
+)  # fmt: skip
+
+
+def typical(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One budget's runs as one: medians of times and rates, the most memory; a failure is one."""
+    for run in runs:
+        if "error" in run:
+            return run
+    speeds = sorted(runs, key=lambda run: float(run["decode_tok_s"]))
+    point = dict(speeds[len(speeds) // 2])
+    for name in MEDIANS:
+        known = [run[name] for run in runs if run.get(name) is not None]
+        point[name] = statistics.median(known) if known else None
+    point["rss_over_budget"] = max(run["rss_over_budget"] for run in runs)
+    keep = (*MEDIANS, "ssd_before_bytes_per_s", "ssd_after_bytes_per_s", "machine")
+    point["runs"] = [{name: run[name] for name in keep} for run in runs]
+    return point
+
+
 def harmonic_mean(rates: list[float | None]) -> float | None:
     """The mean of the times, as a rate; None if one is missing."""
     known = [r for r in rates if r]
@@ -212,8 +244,10 @@ from pathlib import Path
 model, budget, hardware, prompt, tokens, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
 from offload.models.load import Options, prepare
+from offload.runtime.guess_cache import recall
 from offload.scheduler.hardware import Hardware
 plan = prepare(Path(model), Options(ram=budget, hardware=Hardware.from_json(hardware),
+                                    guess_precision=recall(model),
                                     prompt_tokens=prompt, context=prompt + tokens)).plan
 print(1 / plan.predicted_pass_s.mid)
 """

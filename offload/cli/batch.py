@@ -18,7 +18,7 @@ from offload.batch.jobs import Defaults, Job, read_jobs
 from offload.batch.runner import Tally, Task, run_batch
 from offload.cli import console, decode, output, prompt, report, view
 from offload.cli.planning import context_limit, find_model, fit_context, make_plan
-from offload.cli.session import Wish, measured_tokenizer, open_model, say_kernel_error
+from offload.cli.session import Wish, close_model, measured_tokenizer, open_model, say_kernel_error
 from offload.cli.session import stop_between_units as stop_between
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import StopFilter, TextDecoder
@@ -249,7 +249,7 @@ def _answer(
             )
     finally:
         end = model.offload.stats()
-        model.offload.close()
+        close_model(prepared, model)
         if tally.passes:
             read = end["disk_read_bytes"] - start["disk_read_bytes"]
             console.note(stats_line(tally, end, read), "stats")

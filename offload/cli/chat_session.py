@@ -168,7 +168,7 @@ def _load_and_talk(
         raise
     finally:
         end = model.offload.stats()
-        model.offload.close()
+        session.close_model(prepared, model)
         if talk is not None:
             _report(talk, prepared, wish, sampling, end, ended)
 

@@ -25,6 +25,7 @@ from offload.models.choose import model_directory
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
 from offload.models.recipes import spill_directory
 from offload.runtime.choice import with_card
+from offload.runtime.guess_cache import recall
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
 from offload.runtime.probe_together import measure
@@ -203,6 +204,7 @@ def make_plan(
             options.sample = sample_pack
         elif hardware is not None:
             options.hardware = with_card(options.choice, on_these_files(hardware, directory))
+        options.guess_precision = recall(directory)
     with compiling_notice() as compiling:
         prepared = prepare(directory, options, compiling)
     if frozen is not None:

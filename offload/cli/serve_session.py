@@ -120,7 +120,7 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
                 prompts.close()
                 stats, end = engine.stats(), model.offload.stats()
         finally:
-            model.offload.close()
+            session.close_model(prepared, model)
     _report(wish, prepared, stats, end)
 
 

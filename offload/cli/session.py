@@ -22,6 +22,7 @@ from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
 from offload.models.pause import pause_before
+from offload.runtime.guess_cache import remember
 from offload.runtime.rss import current_rss
 from offload.units import format_bytes
 
@@ -113,7 +114,7 @@ def _load_and_run(
         pipe_gone = True
         raise
     finally:
-        model.offload.close()
+        close_model(prepared, model)
         if runs and not pipe_gone:
             _report(runs[0], prepared, wish, sampling)
 
@@ -158,6 +159,13 @@ def open_model(prepared: Prepared) -> Any:
         said += f", {format_bytes(read / load_s)}/s"
     console.note(said, "load")
     return model
+
+
+def close_model(prepared: Prepared, model: Any) -> None:
+    """End a run, and keep for the next prediction how often its guesses were right."""
+    stats = model.offload.executor.stats
+    model.offload.close()
+    remember(prepared.meta.directory, stats.guessed, stats.guessed_right)
 
 
 def say_kernel_error(prepared: Prepared, model: Any) -> None:

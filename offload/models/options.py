@@ -75,6 +75,9 @@ class Options:
     guess: bool = True
     """Whether experts may be read on a guess into disk time that nothing else can use; without,
     only experts that were routed to are ever read. The results are the same."""
+    guess_precision: float | None = None
+    """The share of guesses that were right when the model ran before, 0 to 1, for the prediction;
+    None: not known."""
     expert_policy: str | None = None
     """What decides which expert leaves memory for another: a name of ``offload.scheduler.policy``;
     None: the default. The results are the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from offload.blocks import ALIGN, BlockSpec, TensorSpec, Tier, align_up
@@ -137,6 +138,8 @@ def request_of(
             fetch_s=warm.fetch_s,
             on_card=computes_on_card(options, top),
         )
+        if options.guess_precision is not None:
+            costs = replace(costs, guess_precision=options.guess_precision)
     return PlanRequest(
         blocks=blocks,
         trace=Trace(trace_of(chosen)),

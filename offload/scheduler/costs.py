@@ -44,7 +44,7 @@ class CostModel:
             the CPU does: the threads that fetch it run on the same cores.
         guess_precision: share of the experts guessed for the next layer that it will use: 0.7 to
             0.8 on a small trained model with two experts per token, 0.9 to 1 on random ones with
-            eight.
+            eight. What a model's own guesses were, where that is known.
         flops: per token, of the blocks whose tensors do not tell: packed ones are just bytes.
         on_card: the hardware's card computes, and not the CPU.
         pick: which of the measured rates to use.
