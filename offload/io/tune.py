@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -195,6 +196,10 @@ def _stream(
     return sum(f.result() for f in futures), at
 
 
+PER_WORKER = 4
+"""Requests of a burst."""
+
+
 class Bursts:
     """Short bursts of reads at places spread over ``files``, into as much memory as will take them
     (``16 * request_bytes`` for a queue of 4): into a few buffers that never leave the processor's
@@ -205,7 +210,7 @@ class Bursts:
     ) -> None:
         self._files = files
         self._request_bytes = request_bytes
-        self._per_burst = 4 * queue_depth
+        self._per_burst = PER_WORKER * queue_depth
         self._engine = engine
         self._area = Staging(self._per_burst, request_bytes)
         self._n = 0
@@ -223,9 +228,16 @@ class Bursts:
         return Burst(began, jobs, chunks)
 
     def finish(self, burst: Burst) -> float:
-        """Wait for it; returns its bytes per second."""
+        """Wait for it; returns its bytes per second, from when each worker has done one request:
+        the first ones begin with threads that wake and a disk that has slept."""
         with burst.chunks:
-            return sum(job.result() for job in burst.jobs) / (burst.end() - burst.began)
+            nbytes = sum(job.result() for job in burst.jobs)
+            first = len(burst.jobs) // PER_WORKER
+            ends = burst.ends()
+            spent = ends[-1] - ends[first - 1]
+            if spent <= 0.0:  # they have all ended at once
+                return nbytes / (ends[-1] - burst.began)
+            return nbytes * (1 - first / len(ends)) / spent
 
     def rate(self) -> float:
         """One burst, alone."""
@@ -260,17 +272,23 @@ class Burst:
         self.jobs = jobs
         self.chunks = chunks
         self._ended: list[float] = []
+        self._all = threading.Event()
         for job in jobs:
-            job.add_done_callback(lambda _: self._ended.append(time.perf_counter()))
+            job.add_done_callback(self._end)
+
+    def _end(self, _: Future[int]) -> None:
+        self._ended.append(time.perf_counter())
+        if len(self._ended) == len(self.jobs):
+            self._all.set()
 
     def done(self) -> bool:
         """Whether all requests have ended."""
-        return len(self._ended) == len(self.jobs)
+        return self._all.is_set()
 
-    def end(self) -> float:
-        """When the last one ended; waits for it."""
-        wait(self.jobs)
-        return max([*self._ended, self.began + 1e-9])
+    def ends(self) -> list[float]:
+        """When they ended, in order; waits for the last one."""
+        self._all.wait()
+        return sorted(max(t, self.began + 1e-9) for t in self._ended)
 
 
 @contextmanager
