@@ -154,24 +154,7 @@ def meta_forward(
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
-        stack.enter_context(remembering_nothing(model))
         return _run(model, tokens, batch, decode, held)
-
-
-@contextlib.contextmanager
-def remembering_nothing(model: Any) -> Iterator[None]:
-    """What modules note down of themselves inside is forgotten behind it. RWKV notes that it has
-    divided its weights (which were on meta), and would go on as if the real ones were divided."""
-    plain = (bool, int, float, str, type(None))
-    before = [
-        (m.__dict__, {k: v for k, v in m.__dict__.items() if isinstance(v, plain)})
-        for m in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for own, noted in before:
-            own.update(noted)
 
 
 def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
@@ -280,18 +263,26 @@ def _layers(model: Any, cache: Any) -> tuple[CachedLayer, ...]:
 
 @contextlib.contextmanager
 def buffers_on_meta(model: Any) -> Iterator[None]:
-    """Real buffers (rotary frequencies) move to meta for the pass: devices must not mix."""
-    saved = []
+    """Real buffers (rotary frequencies) move to meta for the pass: devices must not mix.
+
+    What modules note down of themselves meanwhile is forgotten behind it, whatever it is: RWKV that
+    it has divided its weights (which were on meta), and would go on as if the real ones were
+    divided; LongRoPE the frequencies of long texts (which are on meta), and would use those.
+    """
+    before = [(m.__dict__, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                saved.append((module, name, buffer))
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
     try:
         yield
     finally:
-        for module, name, buffer in saved:
-            module._buffers[name] = buffer
+        for own, noted, buffers in before:
+            for name in own.keys() - noted.keys():
+                del own[name]
+            own.update(noted)
+            own["_buffers"].clear()
+            own["_buffers"].update(buffers)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from equivalence import Golden, budgets, check_logits, opened, options
 from families import CORE, FLOAT32_ONLY, tail
 
 from offload.errors import OffloadError
+from offload.models import load
+from offload.models.footprint import measure
 from offload.models.load import prepare
 
 pytestmark = pytest.mark.usefixtures("cut_small")
@@ -88,6 +90,24 @@ def test_a_forward_that_changes_weights(checkpoint: Checkpoint) -> None:
         pytest.raises(OffloadError, match=r"attention\.output\.weight is streamed .*div_"),
     ):
         model(want.ids_BL)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 11,
+    "short_factor": [1 + i / 7 for i in range(8)], "long_factor": [2 + i / 3 for i in range(8)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
+@pytest.mark.parametrize("budget", ["all", "minimum"])
+def test_frequencies_that_change_with_the_length(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, family: str, budget: str
+) -> None:
+    """LongRoPE keeps the frequencies of long texts as it first needs them: those that it made on
+    meta, where memory is measured, have no values."""
+    monkeypatch.setattr(load, "measure", measure)  # each model, not one of a kind
+    overrides = {"rope_parameters": LONGROPE, "max_position_embeddings": 64}
+    _check(checkpoint(family, overrides=overrides), "cpu", budget)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "mamba2"])
