@@ -1,6 +1,7 @@
 """Which experts a token goes to: router scores to the best k and their weights.
 
-Of equal scores the lower expert is chosen. A NaN among the scores makes the weights NaN.
+Of equal scores the lower expert is chosen. A NaN among the scores is the best of all, as for torch,
+and makes the weights NaN. Whatever the scores are, k different experts are chosen.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from offload.cpu_ops.vectors import (
 )
 
 _LOWEST = float("-inf")
+"""Of places that cannot be chosen: padding, and what has been chosen."""
+_LEAST = -3.4028234663852886e38
+"""The least finite float32: what can be chosen is at least that."""
 _LEAST_KEY = -(2**31)
 MOST_GROUPS = 64
 
@@ -117,8 +121,19 @@ def _copy(x: int, n: int, out: int) -> None:
 
 
 @inline
+def _bound(choice: int, n: int) -> None:
+    """In place: NaN becomes infinity, and minus infinity the least finite number. As order keys NaNs
+    with a sign are below the padding, and what is below the padding is never found."""
+    minus, lowest, least = splat(float32(-1.0)), splat(float32(_LOWEST)), splat(float32(_LEAST))
+    for i in range(0, n, 16):
+        opposite = fmul(load_f32(choice + 4 * i), minus)
+        x = fmul(fmax(opposite, lowest), minus)  # of NaN and another fmax gives the other
+        store_f32(choice + 4 * i, fmax(x, least))
+
+
+@inline
 def _keep_groups(choice: int, n: int, groups: int, keep: int, ranks: int) -> None:
-    """Set all but the best ``keep`` groups to minus infinity. A group's rank is the sum of its two
+    """Set all but the best ``keep`` groups to the least number. A group's rank is the sum of its two
     best. Scratch ``ranks``: MOST_GROUPS floats."""
     size = n // groups
     for g in range(groups):
@@ -139,7 +154,7 @@ def _keep_groups(choice: int, n: int, groups: int, keep: int, ranks: int) -> Non
                 worst, at = rank, g
         store_float(ranks + 4 * at, float32(float("nan")))
         for i in range(at * size, (at + 1) * size):
-            store_float(choice + 4 * i, float32(_LOWEST))
+            store_float(choice + 4 * i, float32(_LEAST))
 
 
 @outline
@@ -159,10 +174,11 @@ def choose_experts(
         _copy(logits, n, scratch)
     elif scoring == 1:
         _sigmoid(logits, n, scratch, bias)
-        if groups > 1:
-            _keep_groups(scratch, n, groups, keep, scratch + 4 * ((n + 15) // 16 * 16))
     else:
         _copy(logits, n, scratch)
+    _bound(scratch, n)
+    if scoring == 1 and groups > 1:
+        _keep_groups(scratch, n, groups, keep, scratch + 4 * ((n + 15) // 16 * 16))
     _pad(scratch, n)
     for i in range(k):
         best = _top(scratch, n)

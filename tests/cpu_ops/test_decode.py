@@ -353,7 +353,39 @@ def test_of_equal_experts_the_first_and_nan_shows() -> None:
     assert np.allclose(got, 1 / 40)
     ids, got, _ = router(np.full(plan.hidden, np.nan, np.float32))
     assert np.isnan(got).all()
+    assert len(set(ids.tolist())) == 5
     assert all(0 <= i < 40 for i in ids)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"experts": 48},
+        {"scoring": Scoring.AFTER},
+        {"scoring": Scoring.SIGMOID},
+        {"scoring": Scoring.SIGMOID, "choice_bias": True, "groups": 8, "keep_groups": 3},
+    ],
+)
+def test_whatever_the_scores_are_as_many_experts_that_exist(
+    changes: dict[str, Any], sign: float
+) -> None:
+    """A NaN with a sign is in the order of its bits below the padding behind the scores."""
+    plan = router_plan(bias=True, **changes)
+    weights = Weights(plan)
+    router = TokenRouter(plan, Scratch(1 << 16))
+    router.place(**weights.places)
+    nothing = np.copysign(np.full(plan.hidden, np.nan, np.float32), sign)
+    ids, got, _ = router(nothing)
+    assert np.isnan(got).all()
+    assert len(set(ids.tolist())) == 5
+    assert all(0 <= i < plan.gate.rows for i in ids)
+    weights.keep["gate_bias"][17] = np.copysign(np.nan, sign)
+    ids, got, _ = router(np.ones(plan.hidden, np.float32))
+    assert np.isnan(got).any()
+    assert len(set(ids.tolist())) == 5
+    assert all(0 <= i < plan.gate.rows for i in ids)
 
 
 def test_cache() -> None:
