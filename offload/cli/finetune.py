@@ -17,6 +17,7 @@ def finetune(
     ram: flags.Ram = None,
     gpu: tune.Gpu = None,
     device: tune.DeviceFlag = None,
+    head: tune.HeadFlag = None,
     disk: tune.Disk = None,
     states: tune.StatesFlag = None,
     grad_dtype: tune.GradDtypeFlag = None,

@@ -113,6 +113,14 @@ class Keep(enum.StrEnum):
     both = "both"
 
 
+class Head(enum.StrEnum):
+    """``--head``."""
+
+    auto = "auto"
+    gpu = "gpu"
+    cpu = "cpu"
+
+
 class Quant(enum.StrEnum):
     """``--quant``."""
 
@@ -158,6 +166,14 @@ DeviceFlag = Annotated[
         help="cpu, or sim: a simulated accelerator, sim:FILE: with the link of a hardware file.",
     ),
 ]  # fmt: skip
+HeadFlag = Annotated[
+    Head | None,
+    typer.Option(
+        "--head",
+        help="Where the LM head and the loss are computed if layers run on an accelerator: there, "
+        "on the CPU, or where a step is predicted to be faster. Default: auto.",
+    ),
+]
 Disk = Annotated[
     Path | None,
     typer.Option(

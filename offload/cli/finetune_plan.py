@@ -44,6 +44,11 @@ def plan_training(
     }
     # Nothing is read from there, nor written.
     options = TrainOptions(model=model, data=Path("data"), output=Path("output"), gpu=gpu, **given)
+    if options.head != "auto" and gpu is None:
+        raise OffloadError(
+            f"--head {options.head} cannot take effect: no layers run on a card; drop it, or give "
+            f"--gpu"
+        )
     found = outlook(options, machine, ram or machines.default_ram(machine))
     for line in found.lines():
         console.out().print(Text(line), soft_wrap=True)

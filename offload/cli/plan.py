@@ -46,6 +46,7 @@ def plan(
     max_grad_norm: tune.MaxGradNorm = None,
     lora_r: tune.LoraR = None,
     router_aux_loss: tune.RouterAuxLoss = None,
+    head: tune.HeadFlag = None,
     plan_out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the plan, for 'offload generate --plan' to obey."),
@@ -65,6 +66,7 @@ def plan(
     tuning = {
         "states": states, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum,
         "max_grad_norm": max_grad_norm, "lora_r": lora_r, "router_aux_loss": router_aux_loss,
+        "head": head,
     }  # fmt: skip
     if method is not None:
         others = [

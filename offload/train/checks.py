@@ -23,6 +23,7 @@ from offload.units import format_bytes
 ORDERS = ("vertical", "usual")
 GRAD_DTYPES = ("bf16", "fp32")
 QUANTS = ("q4", "q8")
+HEADS = ("auto", "gpu", "cpu")
 DTYPES = ("bfloat16", "float32")
 """What a model may be trained in."""
 
@@ -50,7 +51,12 @@ def check_options(options: TrainOptions, given: Collection[str] | None = None) -
     _check_numbers(options)
     _check_length(options, given)
     _check_method(options, given)
-    check_device(options)
+    choice = check_device(options)
+    if "head" in given and choice.kind == "cpu":
+        raise OffloadError(
+            f"--head {options.head} cannot take effect: no layers run on a device; drop it, or "
+            f"give --gpu SIZE --device sim"
+        )
     _check_gradients(options)
     _check_evaluation(options, given)
     _check_saving(options, given)
@@ -151,6 +157,7 @@ def _check_names(options: TrainOptions) -> None:
         ("grad_dtype", GRAD_DTYPES),
         ("keep", KEEPS),
         ("quant", QUANTS),
+        ("head", HEADS),
     ):
         value = getattr(options, name)
         optional = name in ("grad_dtype", "keep", "quant")

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from offload.blocks import align_up
+from offload.errors import PlanError
 from offload.models.expert_groups import expert_groups
 from offload.train.device_plan import DevicePlacement, device_units, plan_device, visit_bytes
 from offload.train.footprint import TrainFootprint, measure_training
+from offload.train.head_choice import head_places, with_reason
 from offload.train.head_find import HeadForm, find_head
+from offload.train.head_place import HeadPlacement
+from offload.train.head_weights import HEAD_ROWS
 from offload.train.keeping import KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout, lay_out
-from offload.train.link import Visited, link_of
-from offload.train.loop import HEAD_ROWS
+from offload.train.link import Link, Visited, link_of
 from offload.train.lora import Adapters, inject
 from offload.train.needs import (
     OnMeta,
@@ -107,16 +110,22 @@ def choose(
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len, tables)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
-    device, working = _device_tier(
-        meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows)
-    )
-    link = None
-    if device is not None:
+    heads, why = head_places(meta, options, gpu, form, layout, base, grad_dtype)
+    passes = 1 if vertical > 1 else options.grad_accum
+
+    def tier_of(head: HeadPlacement | None) -> tuple[_Tier, int]:
+        device, working = _device_tier(
+            meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows), head
+        )
+        if device is None:
+            return _Tier(None, None), working
         link = link_of(
             layout, device, _visits(layout, modules, footprint, *_router_copies(meta, options)),
-            passes=1 if vertical > 1 else options.grad_accum, micro_batches=options.grad_accum,
+            passes=passes, micro_batches=options.grad_accum,
             routed=touched_shares(meta, layout, options, micro_batches=1),
         )  # fmt: skip
+        return _Tier(device, link), working
+
     inputs = KeptInputs(
         sizes=input_sizes(layout, modules, footprint), at_once=vertical,
         micro_batches=options.grad_accum,
@@ -124,77 +133,134 @@ def choose(
     graphs = KeptGraphs(
         sizes=graph_sizes(layout, modules, footprint, options), at_once=vertical
     )  # fmt: skip
-    fixed = {
-        "activations of a unit": working,
-        KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
-        "loss": loss_bytes(meta, form, layout, options, grad_dtype),
-        "compiled products": product_bytes(layout, options, ram),
-    }
-    if device is not None:
-        fixed["copies to and from the device"] = device.host_bytes
-    fixed.update(more)
-    if base is not None:
-        tokens = options.batch_size * options.seq_len * vertical
-        on_device = frozenset[int]() if device is None else device.units
-        fixed["unpacked weights"] = base.work_bytes(layout, on_device) + base.scratch_bytes
-        fixed["rows of packed tables"] = base.table_bytes(
-            layout, tokens, HEAD_ROWS, sliced=form is not None
-        )
-    fixed["Python, data, tokenizer"] = process_bytes()
+    process = process_bytes()
+
+    def fixed_of(tier: _Tier, working: int) -> dict[str, int]:
+        device = tier.device
+        loss = loss_bytes(meta, form, options, grad_dtype)
+        if device is not None and device.head is not None:
+            loss = device.head.host_bytes
+        fixed = {
+            "activations of a unit": working,
+            KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
+            "loss": loss,
+            "compiled products": product_bytes(layout, options, ram),
+        }
+        if device is not None:
+            fixed["copies to and from the device"] = device.host_bytes
+        fixed.update(more)
+        if base is not None:
+            tokens = options.batch_size * options.seq_len * vertical
+            on_device = frozenset[int]() if device is None else device.units
+            fixed["unpacked weights"] = base.work_bytes(layout, on_device) + base.scratch_bytes
+            fixed["rows of packed tables"] = base.table_bytes(
+                layout, tokens, HEAD_ROWS, sliced=form is not None
+            )
+        fixed["Python, data, tokenizer"] = process
+        return fixed
+
     fetched = max(
         (2 * layout.blocks[ids[0]].nbytes for u in layout.units for ids in u.experts.values()),
         default=0,
     )
-    needs = Needs(
-        fixed=fixed, kinds=Updater.kinds(layout, options.states), grad_dtype=grad_dtype,
-        fetched_bytes=fetched, rows=rows, sliced=head_in_slices(layout, form, head, options),
-        updated=touched_shares(meta, layout, options) if options.skip_untouched_experts else {},
-        copies={} if link is None else link.copies,
-    )  # fmt: skip
-    passes = 1 if vertical > 1 else options.grad_accum
+    sliced = head_in_slices(layout, form, head, options)
+    updated = touched_shares(meta, layout, options) if options.skip_untouched_experts else {}
     always = frozenset[int]() if adapters is None else adapters.blocks(layout)
-    candidates: list[TrainPlan] = []
-    for first in ORDERS:
-        make = partial(
-            make_plan, layout, budget=ram, versions=versions,
-            clipping=clipping,
-            backwards=passes, first=first, always=always,
+
+    def planned(place: HeadPlacement | None) -> _Planned:
+        """Every plan with the head there.
+
+        Raises:
+            PlanError: none fits.
+        """
+        tier, working = tier_of(place)
+        device, link = tier.device, tier.link
+        needs = Needs(
+            fixed=fixed_of(tier, working), kinds=Updater.kinds(layout, options.states),
+            grad_dtype=grad_dtype, fetched_bytes=fetched, rows=rows, sliced=sliced,
+            updated=updated, copies={} if link is None else link.copies,
         )  # fmt: skip
-        candidates += plans(make, needs, inputs)
-        if base is None and device is None:
-            buffers = candidates[-1].placement.buffers
-            candidates += plans_keeping(make, needs, graphs, buffers=buffers)
-    if device is not None and link is not None:
-        moved = {phase: link.bytes_of(i) for i, phase in enumerate(PHASES)}
-        candidates = [
-            replace(p, placement=replace(p.placement, device=device), link=moved)
-            for p in candidates
-        ]
-    away = frozenset[int]() if device is None else device.units
-    rates = rates_of(Shape(layout, modules, form, tables, away))
-    plan, prediction = candidates[0], None
+        found: list[TrainPlan] = []
+        for first in ORDERS:
+            make = partial(
+                make_plan, layout, budget=ram, versions=versions, clipping=clipping,
+                backwards=passes, first=first, always=always,
+            )  # fmt: skip
+            found += plans(make, needs, inputs)
+            if base is None and device is None:
+                buffers = found[-1].placement.buffers
+                found += plans_keeping(make, needs, graphs, buffers=buffers)
+        if device is not None and link is not None:
+            moved = {phase: link.bytes_of(i) for i, phase in enumerate(PHASES)}
+            found = [
+                replace(p, placement=replace(p.placement, device=device), link=moved) for p in found
+            ]
+        return _Planned(tier, needs, found)
+
+    every: dict[bool, _Planned] = {}
+    refused: PlanError | None = None
+    for place in heads:
+        try:
+            every[place is not None] = planned(place)
+        except PlanError as error:
+            refused = error  # the last one needs least
+            much = str(error).partition(": ")[0]
+            why = f"{much} for them there" if place is not None else f"{much} for them in RAM"
+    if not every:
+        assert refused is not None
+        if options.head == "gpu":
+            raise PlanError(f"{refused}; or drop --head gpu")
+        raise refused
+    away = next(iter(every.values())).tier.device
+    rates = rates_of(Shape(layout, modules, form, tables, away.units if away else frozenset()))
     if rates is not None and base is not None:
         rates = rates.with_work(base.unpack_seconds(layout, options.grad_accum, passes))
-    if rates is not None:
-        predictions = [
-            predict(p, layout, needs, rates, clipping=clipping, backwards=passes, link=link)
-            for p in candidates
-        ]
-        i = best(candidates, predictions)
-        plan, prediction = candidates[i], predictions[i]
+    taken: dict[bool, tuple[TrainPlan, Prediction | None]] = {}
+    for there, mine in every.items():
+        taken[there] = mine.plans[0], None
+        if rates is not None:
+            predictions = [
+                predict(
+                    p, layout, mine.needs, rates.with_head_away() if there else rates,
+                    clipping=clipping, backwards=passes, link=mine.tier.link,
+                )
+                for p in mine.plans
+            ]  # fmt: skip
+            i = best(mine.plans, predictions)
+            taken[there] = mine.plans[i], predictions[i]
+    (plan, prediction), why = with_reason(taken, why)
+    device = plan.placement.device
+    if device is not None:
+        placed = replace(plan.placement, device=replace(device, head_why=why))
+        plan = replace(plan, placement=placed)
     return Chosen(
         adapters=adapters, form=form, layout=layout, plan=plan, prediction=prediction,
         grad_dtype=grad_dtype,
     )  # fmt: skip
 
 
+class _Tier(NamedTuple):
+    """A device's tier, and what a step copies for it."""
+
+    device: DevicePlacement | None
+    link: Link | None
+
+
+class _Planned(NamedTuple):
+    """All plans with the head in one place."""
+
+    tier: _Tier
+    needs: Needs
+    plans: list[TrainPlan]
+
+
 def _device_tier(
     meta: OnMeta, options: TrainOptions, gpu: int | None, layout: TrainLayout,
     modules: Sequence[Any], whole: TrainFootprint, tables: Sequence[torch.Tensor],
-    by_rows: frozenset[str],
+    by_rows: frozenset[str], head: HeadPlacement | None,
 ) -> tuple[DevicePlacement | None, int]:  # fmt: skip
-    """The device's tier, and bytes of activations of a unit in RAM, where ``whole`` is what all
-    units take."""
+    """The device's tier, with ``head`` there, and bytes of activations of a unit in RAM, where
+    ``whole`` is what all units take."""
     if gpu is None:
         return None, whole.unit_bytes
     units = device_units(layout, by_rows)
@@ -211,7 +277,8 @@ def _device_tier(
         whole.shared_bytes + beside,
     )
     work = working(True) + probabilities
-    return plan_device(layout, gpu, units, up=up, down=down, work=work), working(False)
+    placed = plan_device(layout, gpu, units, up=up, down=down, work=work, head=head)
+    return placed, working(False)
 
 
 def _visits(

@@ -1,16 +1,18 @@
 """The device's tier of a training plan: which units run there, and what that takes.
 
-Pure: numbers in, numbers out. Layers run on the device. Between them everything is in RAM: their
-inputs and outputs, embeddings, what is outside of layers, the head and the loss, gradients, states.
+Pure: numbers in, numbers out. Layers run on the device, and the head with the loss if that fits and
+pays (``head_place``). Between them everything is in RAM: their inputs and outputs, embeddings, what
+is outside of layers, gradients, states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.blocks import ALIGN, DTYPE_BYTES, align_up
 from offload.errors import OffloadError, PlanError
+from offload.train.head_place import HeadPlacement
 from offload.train.layout import TrainLayout
 from offload.units import format_bytes
 
@@ -47,7 +49,11 @@ class DevicePlacement:
     gradient_bytes: int
     """The largest one."""
     work_bytes: int
-    """Of activations while a unit runs forward and backward."""
+    """Of activations while a unit runs forward and backward, or of the loss."""
+    head: HeadPlacement | None = None
+    """The head and the loss, if they are computed there."""
+    head_why: str = ""
+    """Why they are, or are not."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -56,6 +62,7 @@ class DevicePlacement:
             "weights": self.slots * self.slot_bytes,
             "experts": self.expert_slots * self.expert_bytes,
             "unpacked weights": self.unpacked_bytes + self.unpacked_expert_bytes,
+            "head": 0 if self.head is None else self.head.nbytes,
             "activations of a unit": self.work_bytes,
             "arguments and results": self.up_bytes + self.down_bytes,
             "gradients on their way": self.gradients * self.gradient_bytes,
@@ -94,8 +101,18 @@ class DevicePlacement:
         )
         return (
             f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)}: {parts}; {count} layers "
-            f"run there, the weights of {held}{packed}{again}; embeddings, head, loss and updates "
-            f"in RAM"
+            f"run there, the weights of {held}{packed}{again}; {self._head_text()}"
+        )
+
+    def _head_text(self) -> str:
+        why = f" ({self.head_why})" * bool(self.head_why)
+        if self.head is None:
+            return f"embeddings, head, loss and updates in RAM{why}"
+        n, k = len(self.head.slices), self.head.slots
+        some = "all" if k == n else f"{k}"
+        return (
+            f"head and loss there{why}, {some} of {n} slices at a time; embeddings and updates in "
+            f"RAM"
         )
 
 
@@ -146,11 +163,13 @@ def visit_bytes(largest: int, shared: int) -> tuple[int, int]:
 
 
 def plan_device(
-    layout: TrainLayout, budget: int, units: frozenset[int], *, up: int, down: int, work: int
-) -> DevicePlacement:
+    layout: TrainLayout, budget: int, units: frozenset[int], *, up: int, down: int, work: int,
+    head: HeadPlacement | None = None,
+) -> DevicePlacement:  # fmt: skip
     """Place what fits under ``budget`` bytes: at least one unit's weights.
 
-    ``up``, ``down``: of ``visit_bytes``. ``work``: of activations while a unit runs.
+    ``up``, ``down``: of ``visit_bytes``. ``work``: of activations while a unit runs. ``head``:
+    computed there, too; as many of its slots as there is room for beside layers.
 
     Raises:
         PlanError: it does not fit; says by how much.
@@ -184,13 +203,20 @@ def plan_device(
         ),
         default=0,
     )
+    if head is not None:
+        head = replace(head, slots=head.least_slots)
+        gradient = max(gradient, *(align_up(n) for n in head.gradients), 0)
+        # Each of two tensors begins at a page.
+        up = max(up, align_up(head.arguments) + ALIGN)
+        down = max(down, align_up(head.results) + ALIGN)
+        work = max(work, head.work_bytes)
 
     def placed(slots: int, expert_slots: int, gradients: int) -> DevicePlacement:
         return DevicePlacement(
             budget=budget, units=units, slots=slots, slot_bytes=slot, adapter_bytes=adapters,
             expert_slots=expert_slots, expert_bytes=expert, unpacked_bytes=values,
             unpacked_expert_bytes=expert_values, up_bytes=up, down_bytes=down,
-            gradients=gradients, gradient_bytes=gradient, work_bytes=work,
+            gradients=gradients, gradient_bytes=gradient, work_bytes=work, head=head,
         )  # fmt: skip
 
     best = least = placed(1, min(1, len(experts)), 1)
@@ -213,7 +239,12 @@ def plan_device(
     left -= (slots - best.slots) * slot
     expert_slots = best.expert_slots
     if expert:
-        expert_slots = min(len(experts), expert_slots + left // expert)
+        more_experts = min(len(experts) - expert_slots, left // expert)
+        expert_slots += more_experts
+        left -= more_experts * expert
+    if head is not None:
+        more_slices = min(len(head.slices) - head.slots, left // head.slot_bytes)
+        head = replace(head, slots=head.slots + more_slices)
     return placed(slots, expert_slots, best.gradients)
 
 

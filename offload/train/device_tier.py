@@ -1,7 +1,8 @@
 """The device in training: where layers run, if there is one.
 
 Weights go up before a unit's forward and again before its backward (``device_weights``), a unit's
-arguments with it, its results and its gradients come down (``visits``). Optimizer, states, clipping
+arguments with it, its results and its gradients come down (``visits``); so with the head and the
+loss where the plan has them there (``device_head``). Optimizer, states, clipping
 and commits are in RAM as without a device, and so are the bits of a device that computes as the CPU
 does.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.runtime.device import Device
+from offload.train.device_head import DeviceHead
 from offload.train.device_plan import DevicePlacement
 from offload.train.device_values import Copy, Recipe
 from offload.train.device_weights import DeviceWeights
@@ -42,6 +44,11 @@ class DeviceTier:
         )
         self.visits = Visits(device, placement)
         self.gradients = FallingGradients(device, placement, gradients)
+        self.head: DeviceHead | None = None
+        if placement.head is not None:
+            self.head = self.weights.head = DeviceHead(
+                device, placement.head, weights, self.visits, shared, marks
+            )
         self.blocks = frozenset(
             b
             for u in placement.units
@@ -73,6 +80,11 @@ class Homes:
         self._weights = weights
         self._gradients = gradients
 
+    @property
+    def head(self) -> DeviceHead | None:
+        """The head on the device, if the loss is computed there."""
+        return None if self.tier is None else self.tier.head
+
     def away(self, unit: int) -> DeviceTier | None:
         """The device, if the unit runs there."""
         tier = self.tier
@@ -81,7 +93,12 @@ class Homes:
     def acquire(self, unit: int, blocks: list[int]) -> list[Entry] | list[Copy]:
         """A unit's weights where it runs, until ``release``."""
         tier = self.away(unit)
-        return self._weights.acquire_all(blocks) if tier is None else tier.weights.acquire(unit)
+        if tier is not None:
+            return tier.weights.acquire(unit)
+        head = self.head
+        if head is not None and unit == head.place.unit and head.stays:
+            return []
+        return self._weights.acquire_all(blocks)
 
     def release(self, unit: int, blocks: list[int]) -> None:
         tier = self.away(unit)
@@ -113,6 +130,18 @@ class Homes:
             self.tier.gradients.add(block, piece, gradient)
         else:
             self._gradients.add(block, piece, gradient)
+
+    def add_rows(
+        self, block: int, piece: int, gradient: torch.Tensor, rows: slice, *, once: bool = False
+    ) -> None:
+        """Add a gradient of some rows of the head's, from where the loss was computed. ``once``:
+        they come once in a step."""
+        if self.tier is not None and self.tier.head is not None:
+            self.tier.gradients.add(block, piece, gradient, rows, once=once)
+        elif once:
+            self._gradients.add_slice(block, piece, gradient, rows)
+        else:
+            self._gradients.add(block, piece, gradient, rows)
 
     def land(self) -> None:
         """All gradients that were added are in RAM."""

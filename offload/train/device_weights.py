@@ -19,6 +19,7 @@ from functools import partial
 from offload.blocks import align_up
 from offload.errors import PlanError
 from offload.runtime.device import Device, Event, Region
+from offload.train.device_head import DeviceHead
 from offload.train.device_plan import DevicePlacement
 from offload.train.device_values import Copy, DeviceValues, Recipe, as_it_lies
 from offload.train.layout import TrainLayout
@@ -103,6 +104,8 @@ class DeviceWeights:
             "experts", place.expert_slots, place.expert_bytes, place.unpacked_expert_bytes
         )
         self._closed = False
+        self.head: DeviceHead | None = None
+        """Set: the head's slices, which are told of updates, too."""
 
     def _pool(self, name: str, count: int, nbytes: int, unpacked: int) -> _Pool:
         values = DeviceValues(self._device, unpacked, f"unpacked {name}", self._recipes)
@@ -182,6 +185,8 @@ class DeviceWeights:
 
     def has(self, block: int) -> bool:
         """Whether the block's current weights are there, or on their way."""
+        if self.head is not None and self.head.has(block):
+            return True
         return any(
             block in blocks and block not in cargo.stale
             for pool in self._pools()
@@ -191,6 +196,8 @@ class DeviceWeights:
     def forget(self, blocks: Iterable[int]) -> None:
         """These change in RAM: what is here of them is worthless."""
         gone = set(blocks)
+        if self.head is not None:
+            self.head.forget(gone)
         for pool in self._pools():
             for key in [k for k in pool.cargos if not gone.isdisjoint(k)]:
                 cargo = pool.cargos[key]

@@ -17,6 +17,14 @@ from offload.errors import OffloadError
 IGNORE = -100
 """Label of a token that has none, as in transformers and torch."""
 
+HEAD_ROWS = 4096
+"""Rows of a slice of a streamed head: fixed, as results depend on it."""
+
+
+def slices_of(vocabulary: int) -> list[tuple[int, int]]:
+    """Rows ``(first, end)`` of the slices that a streamed head comes in."""
+    return [(a, min(a + HEAD_ROWS, vocabulary)) for a in range(0, vocabulary, HEAD_ROWS)]
+
 
 class HeadWeights(Protocol):
     """A head ``[V, H]`` that comes and whose gradient goes slice by slice."""

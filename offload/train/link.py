@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from offload.blocks import DTYPE_BYTES
 from offload.train.device_plan import DevicePlacement
+from offload.train.head_place import HeadPlacement
 from offload.train.layout import TrainLayout, TrainUnit
 
 FORWARD, BACKWARD = 0, 1
@@ -55,6 +56,8 @@ class UnitLink:
     """Down, of its weights, while backward computes."""
     last_gradient: float = 0.0
     """Of these, what is made last in each backward: nothing is left to compute beside it."""
+    slices: float = 0.0
+    """Up in backward, while it computes: a head's, each before it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +67,19 @@ class Link:
     units: Mapping[int, UnitLink]
     copies: Mapping[int, tuple[float, float]]
     """Block -> times that it goes up in forward and in backward, those of units on the device."""
+    head: UnitLink | None = None
+    """Of the head, if the loss is computed on the device."""
 
     def bytes_of(self, phase: int) -> tuple[int, int]:
         """(up, down) in ``FORWARD`` or ``BACKWARD``."""
         up = down = 0.0
-        for unit in self.units.values():
+        heads = [] if self.head is None else [self.head]
+        for unit in (*self.units.values(), *heads):
             up += unit.weights[phase] + unit.experts[phase] + unit.arguments[phase]
-            down += unit.results[phase] + (unit.gradients if phase == BACKWARD else 0.0)
+            down += unit.results[phase]
+            if phase == BACKWARD:
+                up += unit.slices
+                down += unit.gradients
         return round(up), round(down)
 
 
@@ -110,7 +119,23 @@ def link_of(
         sizes = _gradients(layout, unit, routed)
         found.gradients = micro_batches * sum(sizes)
         found.last_gradient = micro_batches * sizes[0] if sizes else 0.0
-    return Link(units=out, copies={b: (f, g) for b, (f, g) in replay.times.items()})
+    copies = {b: (f, g) for b, (f, g) in replay.times.items()}
+    head = place.head
+    if head is not None and head.stays:
+        copies |= {b: (0.0, 0.0) for b in head.blocks}
+    return Link(
+        units=out, copies=copies, head=None if head is None else _head_link(head, micro_batches)
+    )
+
+
+def _head_link(head: HeadPlacement, micro_batches: int) -> UnitLink:
+    found = UnitLink()
+    found.slices, first = head.copied(micro_batches)
+    found.arguments[BACKWARD] = first + micro_batches * head.arguments
+    found.results[BACKWARD] = float(micro_batches * head.results)
+    found.gradients = float(micro_batches * sum(head.gradients))
+    found.last_gradient = float(micro_batches * head.gradients[0]) if head.gradients else 0.0
+    return found
 
 
 def _trains(layout: TrainLayout, unit: TrainUnit) -> bool:

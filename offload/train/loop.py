@@ -6,7 +6,6 @@ sums over label tokens, divided by the label tokens of all micro-batches of the 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +19,13 @@ from torch import Tensor
 from offload.errors import OffloadError
 from offload.train.data.batches import Batch
 from offload.train.engine import Engine, Group, NotFinite, StepResult
+from offload.train.engine_head import EngineHead
 from offload.train.head_find import HeadForm, run_body
 from offload.train.head_loss import evaluate, head_loss, shift_labels
 from offload.train.layout import Piece
 from offload.train.phases import BACKWARD, FORWARD, Phases
 from offload.train.router_loss import RouterLoss
 from offload.train.vertical import Rounds
-
-HEAD_ROWS = 4096
-"""Rows of a slice of the head: fixed, as results depend on it."""
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
@@ -47,71 +44,9 @@ def random_key(seed: int, step: int, micro: int, place: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-class EngineHead:
-    """``head_loss.HeadWeights`` of a streamed model: its head's unit is entered around it."""
-
-    def __init__(self, engine: Engine, form: HeadForm) -> None:
-        module = engine.model.get_submodule(form.head)
-        self.engine = engine
-        self.module: Any = module
-        self.slices = [
-            (a, min(a + HEAD_ROWS, form.vocabulary)) for a in range(0, form.vocabulary, HEAD_ROWS)
-        ]
-        self.unit = next((u.index for u in engine.layout.units if u.module is module), None)
-        params = {id(p): name for name, p in engine.params.items()}
-        self._places = {
-            attr: engine.piece_of(params[id(module._parameters[attr])])
-            for attr in ("weight", "bias")
-            if module._parameters.get(attr) is not None
-        }
-
-    @property
-    def frozen(self) -> bool:
-        return not self.module.weight.requires_grad
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        block, _ = self._places["weight"]
-        gradients = self.engine.gradients
-        dtype: torch.dtype = getattr(torch, gradients.dtype_of(self.engine.layout.blocks[block]))
-        return dtype
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """The head's weights are in place inside; its gradients are complete behind it."""
-        if self.unit is None:
-            yield
-            return
-        with self.engine.running(self.unit, backward=True):
-            yield
-        if torch.is_grad_enabled():
-            self.engine.backward_done(self.unit)
-
-    @contextlib.contextmanager
-    def weight(self, i: int) -> Iterator[Tensor]:
-        first, end = self.slices[i]
-        rows = self.engine.table_rows
-        packed = None if rows is None else rows(self._places["weight"][0], first, end)
-        yield self.module.weight.detach()[first:end] if packed is None else packed
-
-    def bias(self, i: int) -> Tensor | None:
-        first, end = self.slices[i]
-        return None if self.module.bias is None else self.module.bias.detach()[first:end]
-
-    def _final(self) -> bool:
-        """Whether the slices of this micro-batch are the head's whole gradient in this step."""
-        engine = self.engine
-        users = engine.layout.users[self._places["weight"][0]]
-        alone = engine.rounds is None and engine.micro == 0 and engine.last_micro_batch
-        return alone and users == [self.unit]
-
-    def gradient(self, i: int, weight: Tensor, bias: Tensor | None) -> None:
-        rows = slice(*self.slices[i])
-        gradients = self.engine.gradients
-        add = gradients.add_slice if self._final() else gradients.add
-        add(*self._places["weight"], weight, rows)
-        if bias is not None and self.module.bias.requires_grad:
-            self.engine.gradients.add(*self._places["bias"], bias, rows)
+def _each(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """What a visit makes of tensors: as many."""
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 @dataclass(slots=True)
@@ -219,12 +154,13 @@ class LanguageLoop:
         labels = shift_labels(batch.labels)
         if self._router is not None:
             self._router.value()
-        with self.head.entered():
-            loss, gradient = head_loss(
-                hidden.detach().flatten(0, 1), labels, self.head, scale=1 / total,
-                transform=self.form.transform, frozen=self.head.frozen,
-                grad_dtype=self.head.grad_dtype,
+        with self.head.entered() as visit:
+            above, marks = _each(visit.up([hidden.detach().flatten(0, 1), labels]))
+            found = head_loss(
+                above, marks, self.head, scale=1 / total, transform=self.form.transform,
+                frozen=self.head.frozen, grad_dtype=self.head.grad_dtype,
             )  # fmt: skip
+            loss, gradient = _each(visit.down(found))
             self._check(loss)
         hidden.backward(gradient.view_as(hidden))
         if self._router is not None:
@@ -262,11 +198,11 @@ class LanguageLoop:
                     loss = out.loss * batch.label_tokens
                 else:
                     hidden = run_body(engine.model, self.form, **inputs_of(batch))
-                    with self.head.entered():
-                        loss = evaluate(
-                            hidden.flatten(0, 1), shift_labels(batch.labels), self.head,
-                            transform=self.form.transform,
-                        )  # fmt: skip
+                    with self.head.entered() as visit:
+                        labels = shift_labels(batch.labels)
+                        above, marks = _each(visit.up([hidden.flatten(0, 1), labels]))
+                        value = evaluate(above, marks, self.head, transform=self.form.transform)
+                        (loss,) = _each(visit.down([value]))
                 losses.append(float(loss))
                 tokens += batch.label_tokens
         finally:

@@ -19,8 +19,8 @@ from offload.train.beside import Updating, measure_updating
 from offload.train.footprint import TrainFootprint
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import workspace_bytes
+from offload.train.head_weights import slices_of
 from offload.train.layout import TrainLayout
-from offload.train.loop import HEAD_ROWS
 from offload.train.options import TrainOptions
 from offload.train.predicting import StepRates
 from offload.train.rates import Computing, compute_seconds, disk_mix
@@ -185,20 +185,33 @@ def head_in_slices(
 
 
 def loss_bytes(
-    meta: OnMeta, form: HeadForm | None, layout: TrainLayout, options: TrainOptions,
-    grad_dtype: str | None,
-) -> int:  # fmt: skip
+    meta: OnMeta, form: HeadForm | None, options: TrainOptions, grad_dtype: str | None
+) -> int:
     """Bytes of RAM that the loss of a micro-batch takes: slices of logits, or whole ones."""
-    tokens = options.batch_size * options.seq_len
     if form is None:
         config = meta.model.config.get_text_config()
+        tokens = options.batch_size * options.seq_len
         return tokens * int(getattr(config, "vocab_size", 0)) * 12
-    slices = [
-        (a, min(a + HEAD_ROWS, form.vocabulary)) for a in range(0, form.vocabulary, HEAD_ROWS)
-    ]
-    dtype = next(meta.model.get_submodule(form.head).parameters()).dtype
-    work = workspace_bytes(
-        tokens, form.width, slices, dtype, softcap=form.transform.softcap is not None,
+    return slices_bytes(meta, form, options, grad_dtype) + kept_bytes(meta, form, options)
+
+
+def slices_bytes(
+    meta: OnMeta, form: HeadForm, options: TrainOptions, grad_dtype: str | None
+) -> int:
+    """Of the loss by slices, where it is computed: all but its arguments and results."""
+    return workspace_bytes(
+        options.batch_size * options.seq_len, form.width, slices_of(form.vocabulary),
+        _head_dtype(meta, form), softcap=form.transform.softcap is not None,
         grad_dtype=getattr(torch, grad_dtype) if grad_dtype else None,
     )  # fmt: skip
-    return work + 3 * tokens * form.width * dtype.itemsize
+
+
+def kept_bytes(meta: OnMeta, form: HeadForm, options: TrainOptions) -> int:
+    """Of RAM, for what goes into the loss by slices and comes out of it."""
+    tokens = options.batch_size * options.seq_len
+    return 3 * tokens * form.width * _head_dtype(meta, form).itemsize
+
+
+def _head_dtype(meta: OnMeta, form: HeadForm) -> torch.dtype:
+    dtype: torch.dtype = next(meta.model.get_submodule(form.head).parameters()).dtype
+    return dtype

@@ -27,6 +27,9 @@ class TrainOptions:
     """Of the device that layers run on; None: of a simulated one as much as ``ram``."""
     device: str = "auto"
     """As of ``runtime.choice``: "auto", "cpu" or "sim"; "auto" is the CPU unless ``gpu`` is set."""
+    head: str = "auto"
+    """Where the LM head and the loss are computed if layers run on a device: there ("gpu"), in RAM
+    ("cpu"), or where a step is predicted to be faster ("auto")."""
     disk: Path | None = None
     """Where states and gradients live; None: ``OUTPUT.offload`` beside the output."""
     states: str = "fp32"

@@ -85,7 +85,8 @@ class Outlook:
             "inputs_bytes": plan.inputs_bytes,
             "device": None if place is None else {
                 "budget": place.budget, "bytes": dict(place.parts), "layers": len(place.units),
-                "layers_at_a_time": place.slots,
+                "layers_at_a_time": place.slots, "head": place.head is not None,
+                "head_why": place.head_why,
             },
             "step": {
                 "seconds": found.seconds, "phases": dict(found.phases),
@@ -167,15 +168,17 @@ def rates_of(shape: Shape, model: Any, options: TrainOptions, hardware: Hardware
         nbytes += sum(layout.blocks[b].nbytes for ids in unit.experts.values() for b in ids)
         forward = seconds(flops, nbytes, there if unit.index in shape.away else here)
         units[unit.index] = forward, turns * forward
-    loss = 0.0
+    loss = away = 0.0
     if shape.form is not None:
         size = shape.form.vocabulary * shape.form.width
-        loss = seconds((turns + 1) * 2.0 * tokens * size, 2 * size)
+        loss, away = (
+            seconds((turns + 1) * 2.0 * tokens * size, 2 * size, site) for site in (here, there)
+        )
     mixed = 2.0 / hardware.ssd_mixed.median
     read, write = hardware.ssd_read.median, hardware.ssd_write.median
     together = (1 / read + 1 / write) / mixed  # below 1: a mix is slower than its parts
     return StepRates(
-        units=units, head=loss, head_unit=head_unit,
+        units=units, head=loss, head_away=away, head_unit=head_unit,
         disk_read=read * together, disk_write=write * together,
         update=2 * hardware.memcpy.median / hardware.cores,
         beside=Beside(disk=1 / hardware.read_beside),

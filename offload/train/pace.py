@@ -9,7 +9,7 @@ both lanes work each is slower than alone: they share cores and memory (``Beside
 With a device two more: the link up and the link down. Weights go up ahead, one unit at a time, as
 far as there are slots; a unit's arguments, and experts, go up while nothing computes, behind what
 is on its way; results come down before the next unit begins, and gradients beside the backward that
-makes them, which ends when all have come.
+makes them, which ends when all have come. A head's slices go up beside the loss that they are for.
 
 Pure: seconds in, seconds out.
 """
@@ -62,6 +62,8 @@ class UnitSeconds:
     leave_backward: float = 0.0
     gradients_down: float = 0.0
     """Copying gradients back beside backward."""
+    slices_up: float = 0.0
+    """Copying to the device beside backward what that asks for piece by piece."""
 
 
 Name = tuple[str, int, int]
@@ -130,7 +132,8 @@ FORWARD, BACKWARD = "forward", "backward"
 def _through(phase: str, step: int, unit: int) -> tuple[Name, ...]:
     """What ends a unit's run: it has computed, and what it leaves behind has come down."""
     names: tuple[Name, ...] = ((phase, step, unit), (f"leave {phase}", step, unit))
-    return (*names, ("gradients", step, unit)) if phase == BACKWARD else names
+    beside: tuple[Name, ...] = ("gradients", step, unit), ("slices", step, unit)
+    return (*names, *beside) if phase == BACKWARD else names
 
 
 class _Lanes:
@@ -191,6 +194,8 @@ class _Lanes:
         if unit.gradients_down:
             task = _Task(("gradients", k, u), unit.gradients_down, tuple(needs))
             self.falling.append(task)
+        if unit.slices_up:
+            self.entering.append(_Task(("slices", k, u), unit.slices_up, tuple(needs)))
         self.fetches.append(_Task(("fetch backward", k, u), unit.fetch_backward, (read,)))
 
     def _device(

@@ -30,6 +30,8 @@ class StepRates:
     """Unit -> seconds of its forwards in a step, and of its backwards with running it again."""
     head: float = 0.0
     """Seconds of the loss by slices, with its gradients."""
+    head_away: float | None = None
+    """The same on a device; None: as long."""
     head_unit: int | None = None
     """The head, where it is a unit."""
     disk_read: float
@@ -51,6 +53,10 @@ class StepRates:
         """Phase -> seconds of computing in a step, with nothing to wait for."""
         forward, backward = (sum(unit[i] for unit in self.units.values()) for i in (0, 1))
         return {"forward": forward, "backward": backward + self.head}
+
+    def with_head_away(self) -> StepRates:
+        """Of a step whose loss is computed on the device."""
+        return self if self.head_away is None else replace(self, head=self.head_away)
 
     def with_work(self, more: Mapping[str, float]) -> StepRates:
         """With so many seconds more in each phase, spread evenly over all units (unpacking)."""
@@ -97,7 +103,12 @@ def predict(
     ]
     units = _units(plan, layout, needs, rates, ring, clipping=clipping, backwards=backwards)
     if link is not None:
-        units = [_on_link(unit, link.units.get(u), rates) for u, unit in enumerate(units)]
+        of = dict(link.units)
+        if link.head is not None:  # a unit, or what comes behind all of them
+            if rates.head_unit is None and not rates.head:
+                units.append(UnitSeconds())
+            of[len(units) - 1 if rates.head_unit is None else rates.head_unit] = link.head
+        units = [_on_link(unit, of.get(u), rates) for u, unit in enumerate(units)]
     seconds = pace(
         units, deferred=clipping, beside=rates.beside,
         ahead=max(1, ring // max(1, *per_unit) - 1), gradient_limit=place.gradient_bytes,
@@ -192,7 +203,7 @@ def _on_link(unit: UnitSeconds, link: UnitLink | None, rates: StepRates) -> Unit
         unit, up_forward=link.weights[0] / rates.up, up_backward=link.weights[1] / rates.up,
         enter_forward=enter[0], enter_backward=enter[1], leave_forward=leave[0] / rates.down,
         leave_backward=(leave[1] + last) / rates.down,
-        gradients_down=(link.gradients - last) / rates.down,
+        gradients_down=(link.gradients - last) / rates.down, slices_up=link.slices / rates.up,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from offload.runtime.device import Region, Stream
 from offload.train.footprint import any_unit_calls
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import ResidentHead, head_loss
-from offload.train.loop import HEAD_ROWS
+from offload.train.head_weights import HEAD_ROWS
 from offload.train.row_grads import RowGradient, taking_rows
 
 logger = logging.getLogger(__name__)

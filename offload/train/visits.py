@@ -203,6 +203,8 @@ class _Falling(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     end: Event
+    rows: slice | None
+    once: bool
 
 
 class FallingGradients:
@@ -222,8 +224,12 @@ class FallingGradients:
         self._next = 0
         self.down_bytes = 0
 
-    def add(self, block: int, piece: int, gradient: torch.Tensor) -> None:
-        """Begin to copy a gradient that compute has made; its memory may be freed."""
+    def add(
+        self, block: int, piece: int, gradient: torch.Tensor, rows: slice | None = None, *,
+        once: bool = False,
+    ) -> None:  # fmt: skip
+        """Begin to copy a gradient that compute has made; its memory may be freed. ``rows``: it is
+        of these alone; ``once``: and they come once in a step (``Gradients.add_slice``)."""
         device, pair = self._device, self._pair
         assert pair is not None
         if len(self._falling) == self._count:
@@ -236,7 +242,9 @@ class FallingGradients:
         device.d2h.wait(device.compute.record())
         end = device.copy(pair.host_part(at, nbytes), pair.device_part(at, nbytes), device.d2h)
         self.down_bytes += nbytes
-        self._falling.append(_Falling(block, piece, at, gradient.shape, gradient.dtype, end))
+        self._falling.append(
+            _Falling(block, piece, at, gradient.shape, gradient.dtype, end, rows, once)
+        )
 
     def land(self) -> None:
         """All that were begun are where updates read them."""
@@ -255,9 +263,15 @@ class FallingGradients:
         falling.end.wait()
         nbytes = falling.shape.numel() * falling.dtype.itemsize
         self._device.touch("host", pair.host_part(falling.place, nbytes), "r")
-        value = typed(pair.host, falling.place, falling.shape, falling.dtype).clone()
+        value = typed(pair.host, falling.place, falling.shape, falling.dtype)
         self._device.discard(pair.device_part(falling.place, nbytes), (falling.end,))
-        self._gradients.add(falling.block, falling.piece, value)
+        at, rows = (falling.block, falling.piece), falling.rows
+        if rows is None:
+            self._gradients.add(*at, value.clone())  # which may keep it
+        elif falling.once:
+            self._gradients.add_slice(*at, value, rows)
+        else:
+            self._gradients.add(*at, value, rows)
 
 
 __all__ = ["AT_HOME", "AtHome", "FallingGradients", "Visit", "Visits"]

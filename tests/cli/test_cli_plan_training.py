@@ -74,7 +74,7 @@ def test_layers_on_its_card(
     for phase, moved in link.items():
         lanes = large["step"]["lanes"][phase]
         assert lanes["link up"] == pytest.approx(moved["up_bytes"] / 12.6e9, rel=0.01)
-    lora = ("--method", "lora", "--gpu")
+    lora = ("--method", "lora", "--head", "cpu", "--gpu")
     kept = planned(cli, tmp_path, *words, *lora, "5GiB")
     parts = kept["device"]["bytes"]
     less = sum(parts.values()) - parts["weights"] // 2 - parts.get("experts", 0) * 9 // 10
@@ -83,6 +83,12 @@ def test_layers_on_its_card(
     assert moving["device"]["layers_at_a_time"] < moving["device"]["layers"]
     up = [sum(p["up_bytes"] for p in found["step"]["link"].values()) for found in (kept, moving)]
     assert up[0] < up[1]
+    assert kept["device"]["head"] is False
+    there = planned(cli, tmp_path, *words, "--method", "lora", "--head", "gpu", "--gpu", "5GiB")
+    assert there["device"]["head"] is True
+    assert there["device"]["bytes"]["head"] > 0
+    alone = cli("plan", "-m", *words, *LAPTOP, "--method", "lora", "--head", "gpu")
+    refused(alone, "--head gpu cannot take effect")
 
 
 def test_a_routers_sums_are_copied(cli: Cli, configs: dict[str, Path], tmp_path: Path) -> None:

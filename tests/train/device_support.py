@@ -100,7 +100,8 @@ def races_without(
     """The races that ``run`` has where ``who`` (a stream, or the host) does not wait in the
     functions of the package named ``caller``.
 
-    ``who`` "guards": a slot is free when its copy is over; "copied": updates know of no copy.
+    ``who`` "guards": a slot is free when its copy is over; "copied": updates know of no copy (that
+    ``caller`` makes, if one is named).
     """
     skipped = []
 
@@ -120,7 +121,8 @@ def races_without(
     elif who == "guards":
         monkeypatch.setattr(_Cargo, "guards", property(lambda cargo: (cargo.ready,)))
     elif who == "copied":
-        monkeypatch.setattr(Marks, "copied", lambda *_: None)
+        copied = unless_called_by(Marks.copied) if caller else lambda *_: None
+        monkeypatch.setattr(Marks, "copied", copied)
     else:
         stream = getattr(device, who)
         monkeypatch.setattr(stream, "wait", unless_called_by(stream.wait))

@@ -16,7 +16,8 @@ from offload.runtime.memory import HostMemory
 from offload.train.decay import group_maker
 from offload.train.head_find import run_body
 from offload.train.head_loss import ResidentHead, evaluate, head_loss, shift_labels
-from offload.train.loop import HEAD_ROWS, inputs_of
+from offload.train.head_weights import HEAD_ROWS
+from offload.train.loop import inputs_of
 from offload.train.lora import inject
 from offload.train.oracle import Oracle
 from offload.train.run import Run

@@ -162,7 +162,7 @@ def test_the_plan_has_both_tiers_and_a_least(
     planned_once(monkeypatch)
     model = write_model(tmp_path / "model")
     data = write_data(tmp_path / "data.jsonl")
-    options = options_for(model, data, tmp_path, device="sim", gpu=1 << 30)
+    options = options_for(model, data, tmp_path, device="sim", gpu=1 << 30, head="cpu")
     run = prepare(options)
     place = run.plan.placement.device
     text = "\n".join(run.describe())

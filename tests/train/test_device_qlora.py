@@ -220,7 +220,7 @@ def test_the_plan_has_room_for_what_is_unpacked(
     data = write_data(tmp_path / "data.jsonl")
     model = write_model(tmp_path / "model", "qwen3_moe", vocab_size=520)
     options = options_for(
-        model, data, tmp_path, method="lora", quant="q4", device="sim", gpu=1 << 30
+        model, data, tmp_path, method="lora", quant="q4", device="sim", gpu=1 << 30, head="cpu"
     )
     run = prepare(options)
     place, layout, base = run.plan.placement.device, run.layout, run.base

@@ -13,7 +13,7 @@ from run_support import Log, options_for, planned_once, write_data, write_model
 
 from offload.runtime.sim_device import SimDevice
 from offload.scheduler.hardware_file import parse
-from offload.train import preparing
+from offload.train import head_weights, preparing
 from offload.train import run as running
 from offload.train.device_plan import DevicePlacement
 from offload.train.engine import Engine
@@ -81,6 +81,8 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             tier = engine.homes.tier
             assert tier is not None
             assert isinstance(tier.device, SimDevice)
+            head = tier.head
+            assert head is None or head.up_bytes
             with engine.shared.changed:  # what is copied ahead is there
                 engine.shared.wait_for(
                     lambda: not tier.weights.rising and not engine.weights._loading, "copies"
@@ -103,8 +105,9 @@ def room_for(place: DevicePlacement, room: str) -> int:
     if room == "all":
         return place.budget
     n = 1 if room == "least" else 2
+    head = place.head and replace(place.head, slots=2 * n)
     return replace(
-        place, slots=n, expert_slots=min(3 * n - 2, place.expert_slots), gradients=n
+        place, slots=n, expert_slots=min(3 * n - 2, place.expert_slots), gradients=n, head=head
     ).nbytes  # fmt: skip
 
 
@@ -119,6 +122,11 @@ CASES = {
     ),
     "experts": ("qwen3_moe", {"grad_accum": 2}, 0.1),
     "adapters of experts": ("qwen3_moe", {"method": "lora", "quant": "q4"}, 0.05),
+    "the head": ("llama", {"head": "gpu", "grad_accum": 3}, 0.0),
+    "a tied head": ("gpt2", {"head": "gpu", "grad_accum": 2, "order": "usual"}, 0.0),
+    "a head with a bias": ("phi", {"head": "gpu", "max_grad_norm": 0.0}, 0.0),
+    "a frozen head": ("phi", {"head": "gpu", "method": "lora", "grad_accum": 2}, 0.0),
+    "a packed head": ("llama", {"head": "gpu", "method": "lora", "quant": "q4"}, 0.0),
 }  # fmt: skip
 """By name: family, options, and how far routers may be from even ones."""
 
@@ -126,9 +134,10 @@ CASES = {
 @pytest.mark.parametrize("room", ["all", "two", "least"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_counts_what_was_predicted(
-    tmp_path: Path, counted: Any, case: str, room: str
+    tmp_path: Path, counted: Any, case: str, room: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seconds of copies are those bytes at the link's rates, which are another in each case."""
+    monkeypatch.setattr(head_weights, "HEAD_ROWS", 64)  # nine slices
     family, more, uneven = CASES[case]
     up, down = 1e9 * (1 + len(case) % 3), 5e8 * (1 + len(room))
     model = write_model(tmp_path / "model", family, vocab_size=520)
