@@ -14,6 +14,7 @@ from offload.blocks import Tier
 from offload.cli import console, machines, output, planning, tracing
 from offload.cli.console import heading, rows
 from offload.cli.simulated_routing import Routing
+from offload.cli.view import cpu_json
 from offload.errors import OffloadError, PlanError
 from offload.models.hybrid import ROWS as SPLIT_ROWS
 from offload.models.shape import Shape, shape_of
@@ -118,6 +119,7 @@ def simulate(wish: Wish) -> Simulated:
         prompt_tokens=wish.prompt_tokens,
         tokens=wish.tokens,
         context=context,
+        hybrid=bool(wish.hybrid),
     )
     budgets = {Tier.RAM: wish.ram or machines.default_ram(hardware)}
     if wish.gpu is not None:
@@ -177,10 +179,15 @@ def _split_rows(wish: Wish, shape: Shape) -> int:
     """As ``offload.models.hybrid.split_rows``, for a model without modules."""
     if not wish.hybrid:
         return 0
-    if wish.gpu is None or not shape.experts:
-        what = "this model has no experts" if wish.gpu is not None else "there is no --gpu"
+    if wish.gpu is None or not (shape.experts or shape.apart):
+        what = (
+            "this model has no experts, and no linear layers that could do with their weights "
+            "elsewhere"
+            if wish.gpu is not None
+            else "there is no --gpu"
+        )
         raise OffloadError(f"--hybrid cannot take effect: {what}; drop it")
-    return SPLIT_ROWS
+    return SPLIT_ROWS if shape.experts else 0
 
 
 def _hardware(wish: Wish) -> Hardware:
@@ -245,6 +252,8 @@ def show(out: Console, found: Simulated, wish: Wish) -> None:
         out.print()
         out.print(heading(name))
         out.print(rows(lines))
+    if plan.sites is not None:
+        out.print(plan.reasons[-1], soft_wrap=True, markup=False, highlight=False)
     for name, timeline, said in (
         (f"a prompt of {found.prompt.tokens} tokens", found.prompt_time, found.prompt),
         (f"{_shown(found.decode_time)} tokens", _first(found.decode_time), found.decode),
@@ -332,6 +341,8 @@ def summary(found: Simulated, wish: Wish) -> dict[str, Any]:
             for tier, layout in plan.tiers.items()
         },
         "streamed_blocks": sum(h is Home.STREAMED for h in plan.homes.values()),
+        "cpu": cpu_json(plan),
+        "reasons": list(plan.reasons),
         "prompt": found.prompt.to_json(),
         "decode": found.decode.to_json(),
     }

@@ -142,7 +142,7 @@ def plan_json(prepared: Prepared, first: Forecast | None = None) -> dict[str, An
         "expected_hit_rate": plan.expected_hit_rate,
         "guesses": plan.guesses,
         "expert_policy": plan.expert_policy,
-        "cpu": _cpu_json(plan),
+        "cpu": cpu_json(plan),
         "predicted_decode_tok_s": None if predicted is None else tokens_per_s(predicted),
         "bound_decode_tok_s": 1 / plan.bound_pass_s if plan.bound_pass_s else None,
         "lane_s": dict(plan.lane_s),
@@ -153,7 +153,7 @@ def plan_json(prepared: Prepared, first: Forecast | None = None) -> dict[str, An
     return found if first is None else found | {"predicted_prompt": first.to_json()}
 
 
-def _cpu_json(plan: Plan) -> dict[str, Any] | None:
+def cpu_json(plan: Plan) -> dict[str, Any] | None:
     """The CPU's part beside a device: most tokens of a pass whose experts it shares (0: none), and
     the dense blocks that it computes in RAM; None without ``--hybrid``."""
     if plan.split is None and plan.sites is None:

@@ -162,13 +162,23 @@ def apart_blocks(cut: Cut, apart: frozenset[str]) -> frozenset[str]:
 
 def product_bytes(cut: Cut, apart: frozenset[str]) -> int:
     """Most bytes that a product of ``ROWS`` tokens sends between the sites."""
-    most = 0
     sizes = [layer.sizes for layers in layers_of(cut, apart).values() for layer in layers]
     if cut.head is not None:
         item = cut.head.param.tensor.element_size()
         columns = cut.head.param.tensor.shape[1]
         slice_rows = max(b - a for a, b in cut.head.rows)
         sizes.append((item * columns, item * slice_rows, item * slice_rows))
+    return _most_bytes(sizes)
+
+
+def packed_product_bytes(layers: Iterable[nn.Linear]) -> int:
+    """As ``product_bytes``, of layers that packed ones will take the place of."""
+    return _most_bytes((4 * layer.in_features, 4 * layer.out_features, 0) for layer in layers)
+
+
+def _most_bytes(sizes: Iterable[tuple[int, int, int]]) -> int:
+    """``sizes``: as of ``_Layer``."""
+    most = 0
     for down, up, beside in sizes:
         parts = (ROWS * down, ROWS * up, beside)
         most = max(most, sum(align_up(n, TENSOR_ALIGN) for n in parts))

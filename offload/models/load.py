@@ -22,7 +22,6 @@ from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models import host_products, kv_plan, prompt_plan
-from offload.models.expert_groups import expert_groups
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.experts import check_expert_loop
 from offload.models.footprint import Footprint, measure
@@ -58,9 +57,9 @@ from offload.models.recipes import (
     spill_directory,
 )
 from offload.models.request import expert_top_k, matrices, request_of, reserves_of
-from offload.models.split import STEP_BYTES, is_closed, split
+from offload.models.split import fine_units
 from offload.models.toy import Warm, warm_up
-from offload.models.units import Cut, cut, unit_modules
+from offload.models.units import Cut, cut
 from offload.models.workspace import WHOLE, limit_kernels, workspace_for
 from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
@@ -238,7 +237,7 @@ def plan_model(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    modules = _fine_units(meta.model)
+    modules = fine_units(meta.model)
     apart = host_products.apart_layers(meta.model, modules if options.hybrid else ())
     phases, made = placed_and_made(parameters(meta.model).values(), meta.mapping)
     if device == "cuda":
@@ -405,16 +404,6 @@ def load(path: str | Path, options: Options, progress: Progress | None = None) -
         model.offload.close()
         raise
     return model
-
-
-def _fine_units(model: Any) -> list[tuple[str, Any]]:
-    """The units to stream: layers, or the modules of large layers where that is shown safe."""
-    layers = unit_modules(model)
-    experts = {id(p.tensor) for g in expert_groups(model) for p in g.params}
-    fine = split(layers, experts, STEP_BYTES)
-    if len(fine) > len(layers) and is_closed(model, fine, experts):
-        return fine
-    return layers
 
 
 def drop_unloopable(result: Cut, notes: list[str]) -> None:

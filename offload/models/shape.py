@@ -20,12 +20,15 @@ import torch
 from offload.blocks import BlockKind, BlockSpec, Tier, layout
 from offload.errors import OffloadError
 from offload.io.pack_manifest import Kind
+from offload.models import host_products
 from offload.models.footprint import Footprint, measure
+from offload.models.host_products import ROWS
 from offload.models.meta import instantiate
 from offload.models.pack_outline import outline
 from offload.models.pack_plan import QUANTS, part_bytes, target
 from offload.models.pack_source import GGUF_OF, Experts, Tensor
 from offload.models.request import expert_top_k, rows_of, trace_of
+from offload.models.split import fine_units
 from offload.models.synth_config import read_source
 from offload.models.units import cut, unit_modules
 from offload.scheduler.costs import CostModel
@@ -47,7 +50,8 @@ class Shape:
             with.
         flops: per token, of blocks that are packed.
         plain_bytes: what is always resident beside the blocks (norms, routers; packed only).
-        head_streams: unquantised: whether the LM head is in slices.
+        apart: blocks that the CPU can compute where they lie in RAM, if that was asked for;
+            ``product_bytes``: most that one product of theirs sends between the sites.
     """
 
     name: str
@@ -67,6 +71,8 @@ class Shape:
     vocabulary: int
     width: int
     """Of the residual stream."""
+    apart: frozenset[str] = frozenset()
+    product_bytes: int = 0
     footprint: Footprint
     prompt_tokens: int
     context: int
@@ -92,9 +98,10 @@ class Shape:
             beside["norms, routers, biases"] = self.plain_bytes
         if top is Tier.RAM:
             return {Tier.RAM: beside | host}
-        if split_rows:
-            # Float32 rows of the residual stream: down once, up for each expert.
-            nbytes = 4 * self.width * split_rows * (1 + max(self.top_k.values(), default=0))
+        # Float32 rows of the residual stream: down once, up for each expert.
+        nbytes = 4 * self.width * split_rows * (1 + max(self.top_k.values(), default=0))
+        nbytes = max(nbytes, self.product_bytes)
+        if nbytes:
             host[SITE_ACTIVATIONS] = beside[SITE_ACTIVATIONS] = nbytes
         return {Tier.RAM: host, Tier.DEVICE: beside}
 
@@ -123,6 +130,8 @@ class Shape:
             guesses=guesses,
             expert_policy=expert_policy,
             split_rows=split_rows,
+            apart=self.apart,
+            apart_rows=ROWS if self.apart else 0,
         )
 
 
@@ -134,6 +143,7 @@ def shape_of(
     prompt_tokens: int = 512,
     tokens: int = 0,
     context: int | None = None,
+    hybrid: bool = False,
 ) -> Shape:
     """Read a config and describe its model.
 
@@ -143,6 +153,7 @@ def shape_of(
         layers: keep only so many.
         tokens: of an answer behind the prompt, for which there has to be room.
         context: None: what these need, and 1024 if the model takes as many.
+        hybrid: find out which dense blocks the CPU can compute beside a device.
 
     Raises:
         CheckpointError, UnsupportedModelError: the config cannot be used.
@@ -165,7 +176,7 @@ def shape_of(
     if most is not None and context > most:
         raise OffloadError(f"--context {context} is over the model's limit of {most} tokens")
     footprint = measure(model, prompt_tokens)
-    found = _packed(model, source.dtype, quant) if quant else _plain(model)
+    found = _packed(model, source.dtype, quant, hybrid) if quant else _plain(model, hybrid)
     path = Path(config_path)
     return Shape(
         name=path.parent.name if path.name == "config.json" else path.stem,
@@ -206,9 +217,11 @@ def _read(config_path: str | Path, quant: str | None, layers: int | None) -> Any
         return read_source(copy, dtype=None, layers=layers)
 
 
-def _plain(model: Any) -> dict[str, Any]:
+def _plain(model: Any, hybrid: bool) -> dict[str, Any]:
     """As ``load`` cuts a checkpoint; the head in slices."""
-    chosen = cut(model, stream_head=True, modules=unit_modules(model))
+    modules = fine_units(model)
+    apart = host_products.apart_layers(model, modules if hybrid else ())
+    chosen = cut(model, stream_head=True, modules=modules)
     blocks, by_row = rows_of(chosen)
     k = expert_top_k(model.config)
     top_k = {g.name: min(k, g.n_experts) for g in chosen.groups}
@@ -226,15 +239,22 @@ def _plain(model: Any) -> dict[str, Any]:
         "top_k": top_k,
         "always": frozenset(chosen.resident),
         "by_row": by_row,
+        "apart": host_products.apart_blocks(chosen, apart) & blocks.keys()
+        if hybrid
+        else frozenset(),
+        "product_bytes": host_products.product_bytes(chosen, apart) if hybrid else 0,
     }
 
 
-def _packed(model: Any, dtype: str, quant: str) -> dict[str, Any]:
+def _packed(model: Any, dtype: str, quant: str, hybrid: bool) -> dict[str, Any]:
     """As ``pack`` lays a model out, and a packed model runs it."""
     if quant not in QUANTS:
         raise OffloadError(f"quant {quant!r} is not one of {', '.join(QUANTS)}")
     native = GGUF_OF[dtype]
-    paths = [path for path, _ in unit_modules(model)]
+    units = unit_modules(model)
+    paths = [path for path, _ in units]
+    layers = host_products.apart_layers(model, units if hybrid else ())
+    apart: dict[str, Any] = {}
     blocks: dict[str, BlockSpec] = {}
     flops: dict[str, int] = {}
     by_row: set[str] = set()
@@ -271,6 +291,9 @@ def _packed(model: Any, dtype: str, quant: str) -> dict[str, Any]:
             continue
         active += count
         flops[item.name] = 2 * count
+        users = {_owner(paths, name) for name in item.names}
+        if len(users) == 1 and all(name.removesuffix(".weight") in layers for name in item.names):
+            apart[item.name] = model.get_submodule(item.name.removesuffix(".weight"))
         of_unit.setdefault(owner or item.name, []).append(item.name)
     steps: list[Step] = []
     for unit, own in of_unit.items():
@@ -289,6 +312,8 @@ def _packed(model: Any, dtype: str, quant: str) -> dict[str, Any]:
         "by_row": frozenset(by_row),
         "flops": flops,
         "plain_bytes": plain,
+        "apart": frozenset(apart),
+        "product_bytes": host_products.packed_product_bytes(apart.values()),
     }
 
 

@@ -16,12 +16,24 @@ import torch
 from torch import nn
 
 from offload.models.absent import absent
+from offload.models.expert_groups import expert_groups
 from offload.models.footprint import meta_forward
+from offload.models.units import unit_modules
 
 logger = logging.getLogger(__name__)
 
 STEP_BYTES = 32 * 2**20
 """Units above this size are split into their children, if they have any."""
+
+
+def fine_units(model: Any) -> list[tuple[str, nn.Module]]:
+    """The units to stream: layers, or the modules of large layers where that is shown safe."""
+    layers = unit_modules(model)
+    experts = {id(p.tensor) for g in expert_groups(model) for p in g.params}
+    fine = split(layers, experts, STEP_BYTES)
+    if len(fine) > len(layers) and is_closed(model, fine, experts):
+        return fine
+    return layers
 
 
 def split(

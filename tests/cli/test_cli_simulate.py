@@ -6,12 +6,20 @@ import json
 import os
 import signal
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_support import Cli, refused
 
+from offload.blocks import ALIGN, Tier
+from offload.models import load as loading
+from offload.models.shape import shape_of
+from offload.scheduler.plan import SITE_ACTIVATIONS
+from offload.scheduler.planner import PlanRequest, make_plan
+
+MACHINES = Path(__file__).resolve().parents[2] / "offload" / "hardware"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "configs" / "deepseek-v3-671b.json"
 
 
@@ -103,6 +111,67 @@ def test_impossible_simulations_are_refused(cli: Cli, small: Path, tmp_path: Pat
     config = tmp_path / "config.json"
     config.write_text(json.dumps(fp8))
     assert "--quant" in refused(cli("simulate", config, *laptop))
+
+
+@pytest.fixture
+def slow_link(tmp_path: Path) -> Path:
+    """A machine whose link is so slow that the CPU is faster with every weight in RAM."""
+    data = json.loads((MACHINES / "rtx3060-laptop.json").read_text())
+    for name in ("h2d", "d2h"):
+        data[name] |= dict.fromkeys(("median", "low", "high"), 1e6)
+    file = tmp_path / "slow.json"
+    file.write_text(json.dumps(data))
+    return file
+
+
+@pytest.mark.parametrize("quant", [None, "q4"])
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_dense_products_are_planned_as_for_a_run(
+    cli: Cli, request: Any, slow_link: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    model: str, quant: str | None,
+) -> None:  # fmt: skip
+    """With the same rates, room and overhead the CPU gets the same blocks as in the plan of the
+    checkpoint, but for what only a process knows of itself, and its files of where tensors lie in
+    their pages."""
+    directory = request.getfixturevalue(model)
+    asked: list[PlanRequest] = []
+    monkeypatch.setattr(loading, "make_plan", lambda r: (asked.append(r), make_plan(r))[1])
+    how = ("--hardware", slow_link, "--hybrid", "--prompt-tokens", 16, "-c", 64,
+           *(() if quant is None else ("--quant", quant)))  # fmt: skip
+    report = tmp_path / "plan.json"
+    words = ("plan", "-m", directory, *how, "--ram", "512MiB", "--json", report)
+    assert cli(*words, "--gpu", "64MiB").code == 0
+    gpu = json.loads(report.read_text())["minimum_bytes"]["device"] + 2**17
+    found = cli(*words, "--gpu", gpu)
+    assert found.code == 0, found.err
+    real = asked[-1]
+    shape = shape_of(
+        directory / "config.json", quant=quant, prompt_tokens=16, context=64, hybrid=True
+    )
+    assert shape.apart == real.apart
+    assert shape.product_bytes <= real.reserves[Tier.DEVICE][SITE_ACTIVATIONS]
+    assert real.costs is not None
+    for block, spec in real.blocks.items():
+        assert abs(spec.slot_nbytes - shape.blocks[block].slot_nbytes) <= 2 * ALIGN
+    mine = replace(
+        shape.request(real.budgets, real.costs, split_rows=real.split_rows),
+        reserves=real.reserves, overhead_s=real.overhead_s, blocks=real.blocks,
+    )  # fmt: skip
+    wanted = make_plan(real).sites
+    assert wanted is not None
+    assert wanted.blocks
+    assert make_plan(mine).sites == wanted
+    words = ("simulate", directory / "config.json", *how, "--ram", "512MiB", "--gpu", gpu)
+    shown = cli(*words, "-n", 4, "--json", report)
+    assert shown.code == 0, shown.err
+    data = json.loads(report.read_text())
+    assert data["cpu"]["dense"]["blocks"] > 0
+    assert data["cpu"]["expert_rows"] == (32 if model == "moe" else 0)
+    assert "are computed there by the CPU" in shown.out
+    assert data["reasons"][-1] in shown.out
+    alone = cli(*(w for w in words if w != "--hybrid"), "-n", 4, "--json", report)
+    assert alone.code == 0, alone.err
+    assert json.loads(report.read_text())["cpu"] is None
 
 
 def test_a_checkpoint_is_planned_for_another_machine(cli: Cli, moe: Path, tmp_path: Path) -> None:
