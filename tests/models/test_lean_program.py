@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_packed_run import IDS, LEAN, least, load, packed
+from test_packed_run import IDS, LEAN, least, load, packed, planned
 
 from offload.cpu_ops.program import Program
 from offload.errors import ClosedError, SchedulerError
@@ -71,14 +71,11 @@ def test_bits_of_layer_by_layer(family: str, tmp_path: Path, runs: list[int]) ->
 
 def pinned(pack_dir: Path, ram: int, *, experts: bool) -> bool:
     """Whether all experts, or all of the layers but experts, are pinned under a budget in bytes."""
-    model = load(pack_dir, ram)
-    try:
-        plan, cut = model.offload.plan, model.offload.attachment.cut
-        there = plan.tiers[plan.compute_tier].pinned
-        of_layers = [b for b in plan.blocks if "layers" in b]
-        return all(b in there for b in of_layers if bool(cut.blocks[b].group) == experts)
-    finally:
-        model.offload.close()
+    prepared = planned(pack_dir, ram)
+    plan, blocks = prepared.plan, prepared.cut.blocks
+    there = plan.tiers[plan.compute_tier].pinned
+    of_layers = [b for b in plan.blocks if "layers" in b]
+    return all(b in there for b in of_layers if bool(blocks[b].group) == experts)
 
 
 def budgets_about(pack_dir: Path, *, experts: bool) -> tuple[int, int]:

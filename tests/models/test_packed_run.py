@@ -4,7 +4,10 @@ bits whatever the budget."""
 from __future__ import annotations
 
 import inspect
+import shutil
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from offload.models.options import Options
 from offload.models.pack_checkpoint import CheckpointSource
 from offload.models.pack_reader import PackedModel
 from offload.models.pack_run import pack
-from offload.models.packed_load import plan_packed
+from offload.models.packed_load import PackedPrepared, plan_packed
 from offload.models.toy import Warm
 
 RUNS = {
@@ -43,21 +46,31 @@ RUNS = {
 IDS = torch.tensor([[5, 9, 17, 3, 44, 21, 8]])
 
 
+_checkpoints = TemporaryDirectory(prefix="packed-")
+
+
 def packed(family: str, tmp_path: Path, quant: str) -> tuple[Path, Path]:
-    write(family, tmp_path / "m")
-    source = CheckpointSource.open(tmp_path / "m")
-    try:
-        pack(source, tmp_path / "p", quant=quant)
-    finally:
-        source.close()
-    return tmp_path / "m", tmp_path / "p"
+    """A copy of a tiny checkpoint and of its pack, which are made once."""
+    made = Path(_checkpoints.name)
+    whole, small = made / family / "m", made / family / quant
+    if not whole.exists():
+        write(family, whole)
+    if not small.exists():
+        with closing(CheckpointSource.open(whole)) as source:
+            pack(source, small, quant=quant)
+    shutil.copytree(small, tmp_path / "p")
+    return shutil.copytree(whole, tmp_path / "m"), tmp_path / "p"
+
+
+def planned(pack_dir: Path, ram: int = 2**30, **options: Any) -> PackedPrepared:
+    """As by ``offload.load`` in a process that is warm already."""
+    chosen = Options(ram=ram, context=32, overhead_bytes=0, **options)
+    pack_ = PackedModel.open(pack_dir)
+    return plan_packed(pack_, read_config(pack_dir), chosen, Warm(baseline_rss=0))
 
 
 def load(pack_dir: Path, ram: int = 2**30, **options: Any) -> Any:
-    """As ``offload.load`` in a process that is warm already."""
-    chosen = Options(ram=ram, context=32, overhead_bytes=0, **options)
-    pack_ = PackedModel.open(pack_dir)
-    return plan_packed(pack_, read_config(pack_dir), chosen, Warm(baseline_rss=0)).open()
+    return planned(pack_dir, ram, **options).open()
 
 
 def least(pack_dir: Path) -> int:
