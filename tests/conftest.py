@@ -31,8 +31,8 @@ def searched() -> list[int]:
 def what_other_modules_left(searched: list[int]) -> None:
     """A module's fixtures (models, their threads and files) are frozen while they live. A whole
     search before another module finds what they left in cycles; it takes up to half a second, and
-    is made once there is a twentieth more to search."""
-    if gc.get_freeze_count() > 1.05 * searched[0]:
+    is made once there is a fifth more to search."""
+    if gc.get_freeze_count() > 1.2 * searched[0]:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
