@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.models.sampling import FiniteLogits, check_settings
+from offload.models.sampling import FiniteLogits, check_settings, choose_alone
 
 OnToken = Callable[[int], bool]
 """Gets each new token; True ends the generation behind it."""
@@ -30,7 +30,7 @@ class Sampling:
 
     def apply(self, settings: Any) -> None:
         """Write it into a transformers ``GenerationConfig``."""
-        settings.num_beams = settings.num_return_sequences = 1
+        choose_alone(settings)
         settings.do_sample = self.temperature > 0
         if not settings.do_sample:
             settings.temperature = settings.top_k = settings.top_p = settings.min_p = None
@@ -106,7 +106,7 @@ def generate(
     (sampling or Sampling()).apply(settings)
     settings.max_new_tokens, settings.max_length = max_new_tokens, None
     settings.return_dict_in_generate = False
-    settings.cache_implementation = None  # the plan's cache, whatever the checkpoint wishes
+    settings.stop_strings = None  # whoever takes the tokens stops them
     if ignore_eos:
         # Not None, which generate() fills in from the checkpoint again.
         settings.eos_token_id = []

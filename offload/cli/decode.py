@@ -170,9 +170,10 @@ def generate(
     run = Run(prompt_tokens=len(prompt_ids), at_start=start, at_end=start, finished="failed")
     if cache is not None:
         run.reused_tokens = cache.get_seq_length()
-        # A checkpoint's own wish for a kind of cache contradicts one that is there.
-        settings.cache_implementation = None
         more["past_key_values"] = cache
+    own = settings.stop_strings or []  # the checkpoint's; transformers needs a tokenizer for them
+    settings.stop_strings = None
+    stops = [*stops, *([own] if isinstance(own, str) else own)]
     tap = Tap(run, model.offload.stats, decoder, stops, show)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
     try:

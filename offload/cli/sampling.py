@@ -51,14 +51,14 @@ class Sampling:
 
         Returns what is in force, for the report; empty when greedy.
         """
-        settings.num_beams = settings.num_return_sequences = 1
+        from offload.models.sampling import check_settings, choose_alone
+
+        choose_alone(settings)
         settings.do_sample = self.temp > 0
         if not settings.do_sample:
             settings.temperature = settings.top_k = settings.top_p = settings.min_p = None
             return {}
         import torch
-
-        from offload.models.sampling import check_settings
 
         settings.temperature = self.temp
         # 0 and not None: transformers would fill a top-k of 50 in.

@@ -122,8 +122,8 @@ def _copy(x: int, n: int, out: int) -> None:
 
 @inline
 def _bound(choice: int, n: int) -> None:
-    """In place: NaN becomes infinity, minus infinity the least finite number. As order keys NaNs
-    with a sign are below the padding, and what is below the padding is never found."""
+    """In place: NaN becomes infinity, and minus infinity the least finite number. As order keys
+    NaNs with a sign are below the padding, and what is below the padding is never found."""
     minus, lowest, least = splat(float32(-1.0)), splat(float32(_LOWEST)), splat(float32(_LEAST))
     for i in range(0, n, 16):
         opposite = fmul(load_f32(choice + 4 * i), minus)
@@ -133,8 +133,8 @@ def _bound(choice: int, n: int) -> None:
 
 @inline
 def _keep_groups(choice: int, n: int, groups: int, keep: int, ranks: int) -> None:
-    """Set all but the best ``keep`` groups to the least number. A group's rank: the sum of its two
-    best. Scratch ``ranks``: MOST_GROUPS floats."""
+    """Set all but the best ``keep`` groups to the least number. A group's rank is the sum of its
+    two best. Scratch ``ranks``: MOST_GROUPS floats."""
     size = n // groups
     for g in range(groups):
         first, second = float32(_LOWEST), float32(_LOWEST)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from offload.errors import CheckpointError
 from offload.io.gguf import GGUFFile
 from offload.models.gguf_metadata import Metadata
 from offload.models.gguf_rope import rope_parameters
@@ -65,7 +66,14 @@ def config_from_gguf(gguf: GGUFFile) -> Any:
     fields = _common(meta) | fields
     layers, rope = fields["num_hidden_layers"], fields["rope_parameters"]
     log.debug("%s: %s, %d layers, rope %s", gguf.name, kind, layers, rope)
-    config = CONFIG_MAPPING[kind](**fields)
+    try:
+        config = CONFIG_MAPPING[kind](**fields)
+    except Exception as error:  # whatever a family's code makes of its fields
+        message = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{gguf.name}: transformers cannot make a config of its metadata: "
+            f"{message or type(error).__name__}"
+        ) from error
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
@@ -90,7 +98,7 @@ def _common(meta: Metadata) -> dict[str, Any]:
         "num_hidden_layers": _layers(meta),
         "num_attention_heads": _at_least_one(meta, "attention.head_count"),
         "max_position_embeddings": _at_least_one(meta, "context_length"),
-        "rms_norm_eps": meta.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _epsilon(meta),
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": _dtype(meta.gguf),
     }
@@ -106,6 +114,14 @@ def _dtype(gguf: GGUFFile) -> str:
         nbytes[t.type] = nbytes.get(t.type, 0) + t.nbytes
     most = max(nbytes, key=lambda kind: nbytes[kind])
     return {"f32": "float32", "f16": "float16"}.get(most, "bfloat16")
+
+
+def _epsilon(meta: Metadata) -> float:
+    key = "attention.layer_norm_rms_epsilon"
+    epsilon = meta.real(key)
+    if epsilon < 0:
+        meta.fail(f"{meta.arch}.{key} is {epsilon:g}, not a number from 0 on")
+    return epsilon
 
 
 def _at_least_one(meta: Metadata, key: str) -> int:
@@ -266,7 +282,7 @@ def _gemma3(meta: Metadata) -> tuple[str, dict[str, Any]]:
     heads, layers = _at_least_one(meta, "attention.head_count"), _layers(meta)
     head_dim = meta.optional("attention.key_length") or 256
     scaled = rope_parameters(meta, head_dim, base=1_000_000.0)
-    local = {"rope_type": "default", "rope_theta": meta.real("rope.freq_base_swa", 10_000.0)}
+    local = {"rope_type": "default", "rope_theta": meta.positive("rope.freq_base_swa", 10_000.0)}
     # By llama.cpp's graph: only the model of 62 layers scales by hidden size over heads.
     whole = layers == _GEMMA3_27B_LAYERS
     scalar = meta.integer("embedding_length") // heads if whole else head_dim

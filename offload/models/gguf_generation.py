@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from offload.io.gguf import GGUFFile
@@ -52,9 +53,13 @@ def generation_defaults(gguf: GGUFFile) -> dict[str, Any]:
         if (value := gguf.metadata.get(f"general.sampling.{key}")) is not None
     }
     for field, value in sampling.items():
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or not math.isfinite(value):
             vocabulary.meta.fail(f"general.sampling for {field} is {value!r:.40}, not a number")
+        if (value < 0 and field == "temperature") or (value <= 0 and field == "repetition_penalty"):
+            vocabulary.meta.fail(f"general.sampling for {field} is {value:g}, which is too small")
         out[field] = value if type(value) is int else shortest(value)
     if sampling:
         out["do_sample"] = out.get("temperature", 1.0) > 0
+    if out.get("temperature") == 0:
+        del out["temperature"]  # greedy: nothing is divided by it
     return out

@@ -6,6 +6,7 @@ once may be lists with one value per layer; lists of equal values count as that 
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any, NoReturn
 
@@ -58,9 +59,16 @@ class Metadata:
     def real(self, key: str, default: float | None = None) -> float:
         """A number; one stored as float32 gives the shortest decimal that rounds to it."""
         value = self._value(key, default)
-        if type(value) not in (int, float) or value != value:
+        if type(value) not in (int, float) or not math.isfinite(value):
             self.fail(f"{self.arch}.{key} is {value!r:.60}, not a number")
         return shortest(float(value))
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """``real`` of something that is divided by, or whose logarithm is taken."""
+        value = self.real(key, default)
+        if value <= 0:
+            self.fail(f"{self.arch}.{key} is {value:g}, not above 0")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)

@@ -37,11 +37,11 @@ def rope_parameters(
         UnsupportedModelError: a scaling we do not know.
     """
     out: dict[str, Any] = {
-        "rope_theta": meta.real("rope.freq_base", 10000.0 if base is None else base)
+        "rope_theta": meta.positive("rope.freq_base", 10000.0 if base is None else base)
     }
     kind = meta.text("rope.scaling.type", "none")
     if kind == "none" and meta.has("rope.scale_linear"):  # files of 2023
-        factor = meta.real("rope.scale_linear")
+        factor = meta.positive("rope.scale_linear")
         return out | ({"rope_type": "linear", "factor": factor} if factor != 1 else _plain())
     if FREQS in meta.gguf.tensors:
         if kind != "none":
@@ -50,7 +50,7 @@ def rope_parameters(
     if kind == "none":
         return out | _plain()
     if kind == "linear":
-        return out | {"rope_type": "linear", "factor": meta.real("rope.scaling.factor")}
+        return out | {"rope_type": "linear", "factor": meta.positive("rope.scaling.factor")}
     if kind == "yarn":
         return out | _yarn(meta)
     meta.refuse(f"RoPE scaling of type {kind!r} is not supported; known are none, linear, yarn")
@@ -61,16 +61,16 @@ def _plain() -> dict[str, Any]:
 
 
 def _yarn(meta: Metadata) -> dict[str, Any]:
-    factor = meta.real("rope.scaling.factor")
+    factor = meta.positive("rope.scaling.factor")
     original = "rope.scaling.original_context_length"
     out: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": (
-            meta.integer(original) if meta.has(original) else meta.integer("context_length")
+            meta.optional(original) or meta.integer("context_length")
         ),
-        "beta_fast": meta.real("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": meta.real("rope.scaling.yarn_beta_slow", 1.0),
+        "beta_fast": meta.positive("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": meta.positive("rope.scaling.yarn_beta_slow", 1.0),
     }
     attention = meta.real("rope.scaling.attn_factor", 1.0)
     if attention != 1.0:
@@ -84,7 +84,10 @@ def _yarn(meta: Metadata) -> dict[str, Any]:
 
 
 def _single(x: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    except OverflowError:
+        return x
 
 
 def _from_factors(meta: Metadata, base: float, rotary_dim: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from offload.errors import CheckpointError
 from offload.io.gguf import GGUFFile, read_gguf
@@ -113,7 +114,10 @@ class GgufSource:
             if self._gguf.metadata.get("tokenizer.ggml.model", "none") != "none":
                 load_tokenizer(self._gguf).save_pretrained(folder)
                 make: Any = GenerationConfig  # untyped
-                make(**generation_defaults(self._gguf)).save_pretrained(folder)
+                # Not save_pretrained: it refuses a top_k beside greedy decoding, which is what a
+                # file with a temperature of 0 says.
+                settings = make(**generation_defaults(self._gguf))
+                settings.to_json_file(Path(folder, GENERATION_CONFIG_NAME))
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
     def check(self) -> None:

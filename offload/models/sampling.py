@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +28,55 @@ class FiniteLogits:
                 f"try --dtype float32, and check the download"
             )
         return scores
+
+
+_ALONE: dict[str, Any] = {
+    "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None, "is_assistant": False, "token_healing": False,
+    "cache_implementation": None,
+}  # fmt: skip
+"""Ways to generate that need several sequences, another model, code from the hub, the tokenizer, or
+a cache of another kind than the plan's."""
+
+
+def choose_alone(settings: Any) -> None:
+    """Have a ``GenerationConfig`` generate one sequence, each token from its logits, whatever ways
+    the checkpoint's file wishes; what it says of logits stays.
+
+    Raises:
+        OffloadError: what it says of them is nothing.
+    """
+    for name, value in _ALONE.items():
+        if hasattr(settings, name):
+            setattr(settings, name, value)
+    for name in ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"):
+        value = getattr(settings, name, None)
+        if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+            _refuse(name, value, "not a number above 0")
+    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+        value = getattr(settings, name, None)
+        if value is not None and type(value) is not int:
+            _refuse(name, value, "not a number of tokens")
+    ends = getattr(settings, "stop_strings", None)
+    if not (
+        ends is None
+        or isinstance(ends, str)
+        or (isinstance(ends, list) and all(isinstance(end, str) and end for end in ends))
+    ):
+        _refuse("stop_strings", ends, "not a list of texts")
+    words = getattr(settings, "bad_words_ids", None)
+    if words is not None and not (
+        isinstance(words, list)
+        and words
+        and all(isinstance(ids, list) and ids for ids in words)
+        and all(type(i) is int and i >= 0 for ids in words for i in ids)
+    ):
+        _refuse("bad_words_ids", words, "not a list of lists of ids")
+
+
+def _refuse(name: str, value: Any, why: str) -> NoReturn:
+    raise OffloadError(f"generation_config.json says {name} {value!r:.60}, {why}; correct it")
 
 
 def check_settings(settings: Any) -> None:
@@ -65,4 +115,4 @@ def check_tokens(settings: Any) -> None:
             )
 
 
-__all__ = ["FiniteLogits", "check_settings", "check_tokens"]
+__all__ = ["FiniteLogits", "check_settings", "check_tokens", "choose_alone"]

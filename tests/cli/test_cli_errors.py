@@ -226,6 +226,51 @@ def test_generation_settings_that_are_nothing(
     assert cli("generate", "-m", bare, *IDS, "--temp", 1, *good).code == 0
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"repetition_penalty": 0},
+        {"repetition_penalty": "high"},
+        {"no_repeat_ngram_size": "two"},
+        {"bad_words_ids": []},
+        {"stop_strings": 3},
+    ],
+)
+def test_generation_settings_of_logits_that_are_nothing(
+    cli: Cli, bare: Path, wrong: dict[str, Any]
+) -> None:
+    (bare / "generation_config.json").write_text(json.dumps(wrong))
+    name, value = next(iter(wrong.items()))
+    refused(
+        cli("generate", "-m", bare, *IDS),
+        f"generation_config.json says {name} {value!r}",
+        "correct",
+    )
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"force_words_ids": [[3]]},
+        {"is_assistant": True},
+        {"token_healing": True},
+        {"cache_implementation": "offloaded"},
+        {"num_beams": 3, "num_return_sequences": 2},
+    ],
+)
+def test_the_checkpoints_way_to_generate_is_not_taken(
+    cli: Cli, bare: Path, wish: dict[str, Any]
+) -> None:
+    """Greedy, as it says, and not what needs code from the hub, a tokenizer or another cache."""
+    (bare / "generation_config.json").write_text("{}")
+    plain = cli("generate", "-m", bare, *IDS)
+    (bare / "generation_config.json").write_text(json.dumps(wish))
+    result = cli("generate", "-m", bare, *IDS)
+    assert (result.code, result.out) == (0, plain.out)
+
+
 @pytest.mark.parametrize("command", ["generate", "plan"])
 def test_a_budget_too_small_says_the_least_and_that_works(
     cli: Cli, bare: Path, command: str

@@ -182,6 +182,26 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "qwen3", {"qwen3.rope.scaling.type": "yarn"}, CheckpointError,
         "qwen3.rope.scaling.factor is missing",
     ),
+    "no angles": (
+        "llama", {"llama.rope.freq_base": 0.0}, CheckpointError, "freq_base is 0, not above 0",
+    ),
+    "infinite": (
+        "llama", {"llama.rope.freq_base": float("inf")}, CheckpointError, "is inf, not a number",
+    ),
+    "below zero": (
+        "llama", {"llama.attention.layer_norm_rms_epsilon": -1.0}, CheckpointError,
+        "layer_norm_rms_epsilon is -1, not a number from 0 on",
+    ),
+    "scaled by nothing": (
+        "qwen3",
+        {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 0.0,
+         "qwen3.rope.scaling.attn_factor": 2.0},
+        CheckpointError, "scaling.factor is 0, not above 0",
+    ),
+    "odd heads": (
+        "qwen3", {"qwen3.attention.key_length": 33, "qwen3.attention.value_length": 33},
+        CheckpointError, "transformers cannot make a config of its metadata: .* even rotary",
+    ),
     "a scale": (
         "llama", {"llama.attention.scale": 0.5}, UnsupportedModelError,
         "llama.attention.scale is 0.5, which is not supported",

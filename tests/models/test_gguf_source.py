@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -439,6 +441,20 @@ def test_what_is_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     with pytest.raises(OffloadError, match="is a file; give the directory"):
         open_source(tmp_path / "text")
+
+
+def test_a_file_that_is_meant_to_be_greedy(tmp_path: Path) -> None:
+    """transformers does not save a top-k beside greedy decoding; a file may have both."""
+    example = Path(__file__).parents[2] / "examples" / "tiny_moe"
+    model = tiny("qwen3_moe", vocab_size=2048)
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", model, tokenizer=(example, "gpt-2")))
+    wish = {"general.sampling.temp": 0.0, "general.sampling.top_k": 20}
+    source = GgufSource(replace(file, metadata=file.metadata | wish))
+    settings = json.loads(source.extras()["generation_config.json"])
+    source.close()
+    assert settings["top_k"] == 20
+    assert not settings.get("do_sample")
+    assert "temperature" not in settings
 
 
 def test_a_split_file_by_any_part(tmp_path: Path) -> None:

@@ -334,6 +334,22 @@ def test_generation_defaults(tmp_path: Path, byte_level: dict[str, Any]) -> None
     assert GenerationConfig(**got).temperature == 0.7
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("temp", float("nan"), "temperature is nan, not a number"),
+        ("temp", -1.0, "temperature is -1, which is too small"),
+        ("penalty_repeat", 0.0, "repetition_penalty is 0, which is too small"),
+    ],
+)
+def test_sampling_that_is_nothing(
+    tmp_path: Path, byte_level: dict[str, Any], key: str, value: float, message: str
+) -> None:
+    more = {f"general.sampling.{key}": value}
+    with pytest.raises(CheckpointError, match=message):
+        generation_defaults(write(tmp_path / "a", **byte_level, **more))
+
+
 def test_a_message_of_harmony_is_no_end(tmp_path: Path, byte_level: dict[str, Any]) -> None:
     names = ["<|end|>", "<|return|>", "<|call|>"]
     n = len(byte_level["tokens"])
