@@ -129,6 +129,11 @@ class Attachment:
         if self._recorder is not None:
             self._recorder.close()
 
+    def abandon(self) -> None:
+        """Publish nothing: the model that was to be recorded has not been opened."""
+        if self._recorder is not None:
+            self._recorder.abandon()
+
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Inside, nothing is recorded: what runs is no use of the model."""

@@ -138,11 +138,13 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
 
 
 def serve_caches(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
-    """What the plan says of keys and values; on an error the handle is closed."""
+    """What the plan says of keys and values; on an error the handle is closed, and nothing is
+    recorded."""
     try:
         _serve_blocks(prepared, model, handle)
         _serve_prompts(prepared, model, handle)
     except BaseException:
+        handle.attachment.abandon()  # an earlier recording of that name stays
         handle.close()
         raise
 

@@ -17,6 +17,7 @@ import offload
 from offload.blocks import Tier
 from offload.errors import OffloadError, StoreError
 from offload.io.routing_file import RoutingReader
+from offload.models import opening
 from offload.models.expert_groups import ExpertGroup
 from offload.models.load import prepare
 from offload.models.options import Options
@@ -205,6 +206,25 @@ def test_a_routing_that_cannot_be_written_leaves_a_closed_model(
         model.offload.close()
     assert model.offload.executor.closed
     model.offload.close()
+
+
+@pytest.mark.parametrize("quant", [None, "q8"])
+def test_an_opening_that_fails_leaves_the_recording_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str | None
+) -> None:
+    """However late: caches come when everything else is there."""
+
+    def full(*_: Any) -> None:
+        raise StoreError("no space left")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(opening, "_serve_prompts", full)
+    target = tmp_path / "r"
+    target.write_bytes(b"before")
+    with pytest.raises(StoreError, match="no space left"):
+        offload.load(MODEL, ram="256MiB", context=64, record_routing=target, quant=quant)
+    assert target.read_bytes() == b"before"
+    assert {file.name for file in tmp_path.iterdir()} <= {"r", "cache"}
 
 
 @pytest.mark.parametrize(
