@@ -22,6 +22,9 @@ from offload.models.sources import CheckpointMap, SourceMap
 
 logger = logging.getLogger(__name__)
 
+MOST_SHARED_LAYERS = 1024
+"""Layers may share tensors; beyond so many a checkpoint has at least a tensor for each."""
+
 
 def resolve(path: str | Path) -> Path:
     """The directory of a checkpoint: ``path`` itself, or a hub id in the local cache.
@@ -98,7 +101,19 @@ def read_config(directory: Path) -> Any:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise CheckpointError(f"{file} says num_hidden_layers {layers}: a model has 1 or more")
+    _check_experts(config.get_text_config(), file)
     return config
+
+
+def _check_experts(config: Any, file: Path) -> None:
+    """Of a MoE: a token cannot go to more experts than there are."""
+    used = getattr(config, "num_experts_per_tok", None)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = getattr(config, name, None)
+        if type(used) is int and type(count) is int and count > 0 and not 0 <= used <= count:
+            raise CheckpointError(
+                f"{file} says num_experts_per_tok {used} of {name} {count}: not between 0 and all"
+            )
 
 
 def model_class(config: Any) -> type:
@@ -106,7 +121,7 @@ def model_class(config: Any) -> type:
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
-        found: Any = getattr(transformers, name, None)
+        found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -175,6 +190,14 @@ def assemble(
         CheckpointError: weights are missing, or of other shapes than the config says.
         UnsupportedModelError: transformers cannot build the model.
     """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > max(MOST_SHARED_LAYERS, len(index.tensors)):
+        # Before they are built: a million of them take minutes.
+        raise CheckpointError(
+            f"{index.directory.name}: config.json says num_hidden_layers {layers}, the checkpoint "
+            f"has {len(index.tensors)} tensors; they are of different models, or the download is "
+            f"incomplete"
+        )
     model, chosen = instantiate(config, pick_dtype(dtype, config, index))
     mapping = CheckpointMap(model, index)
     _check(model, mapping.map, index.directory)
@@ -196,6 +219,8 @@ def instantiate(config: Any, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
         if part is not None:
             part._experts_implementation = "eager"
     config.dtype = dtype
+    # With tuples models do not get through their own code, and generate() asks for the other.
+    config.return_dict = True
     try:
         with ContextManagers(cls.get_init_context(dtype, False, False, None)):
             model = cls(config)

@@ -136,6 +136,10 @@ def padding_beyond(directory: Path) -> None:
     edit_config(directory, pad_token_id=10**6)
 
 
+def a_million_layers(directory: Path) -> None:
+    edit_config(directory, num_hidden_layers=10**6, layer_types=None)
+
+
 def layers_as_text(directory: Path) -> None:
     edit_config(directory, num_hidden_layers="8")
 
@@ -172,6 +176,7 @@ def encoder(directory: Path) -> None:
         (link_to_nothing, ["is a link to ../../blobs/ab12, which is not there"]),
         (small_floats, ["float8_e4m3fn of config.json", "--dtype"]),
         (end_as_text, ["eos_token_id [2, '</s>']", "no token's id"]),
+        (a_million_layers, ["num_hidden_layers 1000000, the checkpoint has"]),
         (layers_as_text, ["num_hidden_layers", "expected int, got str"]),
         (killed_pack, ["is not finished: give 'offload pack' the same source and directory again"]),
     ],
@@ -195,6 +200,23 @@ def test_a_broken_chat_template(cli: Cli, dense: Path, tmp_path: Path) -> None:
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
     refused(cli("generate", "-m", broken, "-p", "x"), "no such role", "--raw")
+
+
+@pytest.mark.parametrize("used", [17, -1])
+def test_more_experts_for_a_token_than_there_are(
+    cli: Cli, moe: Path, bare: Path, used: int
+) -> None:
+    (bare / "config.json").write_bytes((moe / "config.json").read_bytes())
+    edit_config(bare, num_experts_per_tok=used)
+    refused(cli("generate", "-m", bare, *IDS), f"num_experts_per_tok {used} of num_experts 16")
+
+
+@pytest.mark.parametrize("odd", [{"return_dict": False}, {"architectures": [3]}])
+def test_a_config_that_says_nothing_of_the_model(cli: Cli, bare: Path, odd: dict[str, Any]) -> None:
+    plain = cli("generate", "-m", bare, *IDS)
+    edit_config(bare, **odd)
+    result = cli("generate", "-m", bare, *IDS)
+    assert (result.code, result.out) == (0, plain.out)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
