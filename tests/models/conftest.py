@@ -52,9 +52,9 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def split_layers(cut_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split layers into their projections as well, where that is possible."""
-    from offload.models import load
+    from offload.models import split
 
-    monkeypatch.setattr(load, "STEP_BYTES", 4096)
+    monkeypatch.setattr(split, "STEP_BYTES", 4096)
 
 
 @pytest.fixture(scope="session")

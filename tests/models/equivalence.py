@@ -16,7 +16,7 @@ import torch
 from left_threads import threads_left
 
 from offload.blocks import Tier
-from offload.models import load, units
+from offload.models import split, units
 from offload.models.load import Options, Prepared, prepare
 
 PLENTY = 2**31
@@ -89,7 +89,7 @@ def options(device: str, **kwargs: Any) -> Options:
 
 def budgets(directory: Path, device: str, **kwargs: Any) -> dict[str, dict[str, int]]:
     """``ram`` and ``gpu`` under which everything, about half, and as little as possible fits."""
-    key = (directory, device, repr(kwargs), load.STEP_BYTES, units.HEAD_SLICE_BYTES)
+    key = (directory, device, repr(kwargs), split.STEP_BYTES, units.HEAD_SLICE_BYTES)
     if key not in _budgets:
         _budgets[key] = find_budgets(directory, device, **kwargs)
     return _budgets[key]
