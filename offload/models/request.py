@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.blocks import ALIGN, BlockSpec, TensorSpec, Tier, align_up
 from offload.models.footprint import Footprint
+from offload.models.host_cost import product_overhead_s
 from offload.models.kv_plan import KvPlan
 from offload.models.meta import MetaModel
 from offload.models.options import Options
@@ -136,6 +137,7 @@ def request_of(
             staged=staged,
             expert_overhead_s=warm.expert_s,
             fetch_s=warm.fetch_s,
+            product_overhead_s=_product_overhead_s(options, top) if apart_rows else None,
             on_card=computes_on_card(options, top),
         )
         if options.guess_precision is not None:
@@ -159,6 +161,13 @@ def request_of(
         apart=apart & blocks.keys(),
         apart_rows=apart_rows,
     )
+
+
+def _product_overhead_s(options: Options, top: Tier) -> float | None:
+    """Measured here; None for another machine, and where there is no device to compute beside."""
+    if options.elsewhere or top is not Tier.DEVICE:
+        return None
+    return product_overhead_s(options.choice)
 
 
 def computes_on_card(options: Options, top: Tier) -> bool:

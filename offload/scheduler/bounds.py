@@ -17,8 +17,9 @@ READ, H2D, COMPUTE, CPU = "read", "h2d", "compute", "cpu"
 """Lanes: disk to RAM, RAM to device, computation, and the CPU's where a device computes, too."""
 
 PRODUCT_S = 1.5e-4
-"""What a product that the CPU computes beside the device costs besides the product and the copies:
-Python, and threads that wake each other (as on a simulated device, whose streams are threads)."""
+"""What a product that the CPU computes beside the device costs besides the product and the copies,
+where nobody has measured it (a machine that is not here): Python, and threads that wake each
+other."""
 
 
 def experts_of(plan: Plan) -> dict[str, list[str]]:
@@ -181,7 +182,9 @@ def host_product_s(spec: BlockSpec, costs: CostModel, tokens: float = 1.0) -> fl
     matrices a hidden state that goes down and one that comes up."""
     # A packed matrix is just bytes.
     matrices = sum(len(t.shape) > 1 or t.dtype == "uint8" for t in spec.tensors)
-    each_s = PRODUCT_S + 2 * costs.copy_latency_s
+    each_s = costs.product_overhead_s
+    if each_s is None:
+        each_s = PRODUCT_S + 2 * costs.copy_latency_s
     return costs.beside_card().weights_s((spec,), tokens) + matrices * each_s
 
 

@@ -42,6 +42,8 @@ class CostModel:
         expert_overhead_s: seconds per expert call that are not its weights (dispatch).
         fetch_s: seconds that a block read from disk takes of the time of those who compute, where
             the CPU does: the threads that fetch it run on the same cores.
+        product_overhead_s: seconds of a product that the CPU computes beside a device, besides the
+            product: its copies and threads (see ``bounds.host_product_s``); None: not measured.
         guess_precision: share of the experts guessed for the next layer that it will use: 0.7 to
             0.8 on a small trained model with two experts per token, 0.9 to 1 on random ones with
             eight. What a model's own guesses were, where that is known.
@@ -60,6 +62,7 @@ class CostModel:
     staged: bool = False
     expert_overhead_s: float = 0.0
     fetch_s: float = 0.0
+    product_overhead_s: float | None = None
     guess_precision: float = 0.85
     flops: Mapping[str, int] = field(default_factory=dict, hash=False)
     on_card: bool = False
