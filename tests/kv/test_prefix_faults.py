@@ -232,27 +232,35 @@ import os, signal, sys
 sys.path[:0] = {path!r}
 import test_prefix_faults as t
 from pathlib import Path
+from offload.io.files import DirectFile
 directory, how = Path(sys.argv[1]), sys.argv[2]
-if how.startswith("kill"):
-    from offload.io.files import DirectFile
-    from offload.kv import prefix_folder
+def write(self, offset, buf, whole=DirectFile.write):
+    whole(self, offset, buf[: buf.nbytes // 8192 * 4096])
+    os.kill(os.getpid(), signal.SIGKILL)
+def fill_until_killed(how):
+    replace = os.replace
+    def killed(*args, **kwargs):
+        if how == "kill-after":
+            replace(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "kill-write":
-        whole = DirectFile.write
-        def write(self, offset, buf):
-            whole(self, offset, buf[: buf.nbytes // 8192 * 4096])
-            os.kill(os.getpid(), signal.SIGKILL)
         DirectFile.write = write
     else:
-        replace = os.replace
-        def killed(*args, **kwargs):
-            if how == "kill-after":
-                replace(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
         os.replace = killed
-    prompts = t.opened(directory)
+    prompts = t.opened(directory / how)
     t.read(prompts, t.ids(3))
     prompts.flush()
-    sys.exit("it was not killed")
+if how.startswith("kill"):
+    # A process each, from one that has imported everything and begun nothing.
+    for one in how.split():
+        child = os.fork()
+        if child == 0:
+            try:
+                fill_until_killed(one)
+            finally:
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.exit()
 prompts = t.opened(directory, limit=12 * t.GROUP)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -276,11 +284,12 @@ def start(directory: Path, how: str) -> subprocess.Popen[str]:
 
 
 def test_killed_in_a_write(tmp_path: Path) -> None:
-    for how, left in (("kill-write", 0), ("kill-before", 1), ("kill-after", 1)):
+    cases = (("kill-write", 0), ("kill-before", 1), ("kill-after", 1))
+    process = start(tmp_path, " ".join(how for how, _ in cases))
+    shown, _ = process.communicate(timeout=240)
+    assert shown.split() == [str(-signal.SIGKILL)] * len(cases)
+    for how, left in cases:
         directory = tmp_path / how
-        process = start(directory, how)
-        process.communicate(timeout=240)
-        assert process.returncode == -signal.SIGKILL
         found = list(directory.rglob("*.kv*"))
         assert len(found) == left, found
         prompts = opened(directory)
