@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from batch_support import write_model
+from measured_once import measured_once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +27,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Iterator[None]:
+    with measured_once():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,35 +1,55 @@
-"""Footprints that are measured once for each model, however often a test run plans it."""
+"""What a test run measures once for each model, however often it plans it."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from offload.models import load, packed_load
 from offload.models.footprint import Footprint, measure
+from offload.models.toy import Warm, warm_up
+from offload.runtime.rss import current_rss
 
 _found: dict[Any, Footprint] = {}
+_warmed: dict[Any, Warm] = {}
 
 
 @contextmanager
 def measured_once() -> Iterator[None]:
     """Planning passes a model through the meta device, which takes longer than all the rest of it:
     a quarter of a second, three times in a test that compares budgets. What comes out depends on
-    nothing but what is in the key."""
+    nothing but what is in the key. And before it a toy of the family runs, to warm the process:
+    with half a second that is most of what a command takes here, and the process stays warm."""
 
     def once(model: Any, tokens: int, batch: int = 1) -> Footprint:
         config = model.config
         dtypes = tuple((name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters())
-        ways = (getattr(config, f"_{of}_implementation", None) for of in ("attn", "experts"))
-        key = (type(model), config.to_json_string(use_diff=False), dtypes, *ways, tokens, batch)
+        key = (type(model), *_ways(config), dtypes, tokens, batch)
         if key not in _found:
             _found[key] = measure(model, tokens, batch)
         return _found[key]
 
+    def warm(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
+        key = (model_cls, *_ways(config), dtype, torch.get_num_threads())
+        if key not in _warmed:
+            _warmed[key] = warm_up(config, model_cls, dtype)
+        # Everything but the times is of the moment.
+        gc.collect()
+        return replace(_warmed[key], baseline_rss=current_rss())
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "measure", once)
-        patch.setattr(packed_load, "measure", once)
+        for module in (load, packed_load):
+            patch.setattr(module, "measure", once)
+            patch.setattr(module, "warm_up", warm)
         yield
+
+
+def _ways(config: Any) -> tuple[Any, ...]:
+    ways = (getattr(config, f"_{of}_implementation", None) for of in ("attn", "experts"))
+    return config.to_json_string(use_diff=False), *ways

@@ -6,11 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from measured_once import measured_once
 from serve_support import Alone, open_streaming
 from tqdm import tqdm
 
 # Its thread would start with the reference's progress bar and be left over.
 tqdm.monitor_interval = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Iterator[None]:
+    with measured_once():
+        yield
 
 
 @pytest.fixture(scope="session")
