@@ -13,16 +13,19 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# A process per core and one thread in each: two OpenMP pools on the same cores wait for one another.
-# A process that is done takes half of what another has left, so that all end together. Hundreds of
-# programs are started: none should compile our modules again.
+# A process per core and one thread in each: two OpenMP pools on the same cores wait for one another,
+# and where a test asks for several threads they sleep as they wait: by default they spin, on a core
+# that another process needs. A process that is done takes half of what another has left, so that all
+# end together. Hundreds of programs are started: none should compile our modules again.
+OPENMP := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
+
 test: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto \
+	$(OPENMP) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto \
 		--maxprocesses 8 --dist worksteal -m "not sweep" $(PYTEST_ARGS)
 
 # Every family of models, an hour or so: before a release.
 sweep: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 8 \
+	$(OPENMP) $(BIN)/python -m pytest -n auto --maxprocesses 8 \
 		-m sweep $(PYTEST_ARGS)
 
 # What a developer runs between edits.
