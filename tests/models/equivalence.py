@@ -16,7 +16,7 @@ import torch
 from left_threads import threads_left
 
 from offload.blocks import Tier
-from offload.models import split, units
+from offload.models import load, split, units
 from offload.models.load import Options, Prepared, prepare
 
 PLENTY = 2**31
