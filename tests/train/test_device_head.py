@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from device_support import races_without
+from fake_card import FakeCard
 from run_support import (
     options_for,
     planned_once,
@@ -23,6 +24,7 @@ from test_link import machine, made_up
 
 from offload.cli.machines import load
 from offload.errors import OffloadError, PlanError
+from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
 from offload.train import choosing, head_weights, preparing
 from offload.train import run as running
@@ -124,6 +126,30 @@ def test_every_wait_is_needed(
     if who == "guards":
         monkeypatch.setattr(_There, "guards", property(lambda there: (there.ready,)))
     assert races_without(who, caller, monkeypatch, run)
+
+
+@pytest.mark.parametrize("refuse", [None, "not permitted"])
+def test_what_drives_cards_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: str | None
+) -> None:
+    """The device of a card, on a card of paper whose streams lag."""
+    model = write_model(tmp_path / "model", vocab_size=520)
+    data = write_data(tmp_path / "data.jsonl")
+
+    def run(name: str, **where: Any) -> Any:
+        options = options_for(model, data, tmp_path / name, **where)
+        if where:
+            options = replace(options, gpu=least_room(options))
+        log = train(options, change=everything_else_on_disk if where else lambda _: None)
+        return log.losses, log.norms, weights_of(tmp_path / name / "out")
+
+    wanted = run("cpu")
+    card = FakeCard(seed=0, refuse=refuse)
+    monkeypatch.setattr(
+        running, "make_device", lambda *_: CudaDevice(1 << 30, api=card, watchdog_s=30)
+    )
+    assert run("card", device="sim", head="gpu") == wanted
+    card.end()
 
 
 def test_ram_is_held_until_copies_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
