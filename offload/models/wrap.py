@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from offload.blocks import TENSOR_ALIGN, Tier
-from offload.errors import ClosedError, OffloadError
+from offload.errors import ClosedError, OffloadError, UnsupportedModelError
 from offload.io.engines import make_engine
 from offload.io.memory import Staging
 from offload.io.pack import PackStore
@@ -71,6 +71,12 @@ def wrap(
             "a model that is already in memory is streamed on the CPU; for a card, save it with "
             "save_pretrained and call offload.load(path, gpu=...) on that"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{name or type(model).__name__} is a TorchScript module, whose weights are not "
+                f"reached through Python; wrap the module that it was made from"
+            )
     began = time.perf_counter()
     baseline = current_rss()
     kept, notes = _keep(model)

@@ -257,6 +257,19 @@ def test_a_lazy_module_is_run_first() -> None:
     offload.unwrap(model)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["whole", "part", "traced"])
+def test_torchscript_is_refused(how: str, tmp_path: Path) -> None:
+    """Its weights are in C++: hooks, and parameters put in place, do not reach them."""
+    inner, x = nn.Linear(8, 8), torch.randn(2, 8)
+    made = torch.jit.trace(inner, x) if how == "traced" else torch.jit.script(inner)
+    model = made if how == "whole" else nn.Sequential(nn.Linear(8, 8), made)
+    want = model(x)
+    with pytest.raises(UnsupportedModelError, match=r"is a TorchScript module.*made from"):
+        offload.wrap(model, ram="16MiB", disk=tmp_path)
+    assert torch.equal(model(x), want)
+
+
 def test_a_streamed_model_is_not_copied() -> None:
     model = offload.wrap(mlp()[0], ram="64MiB")  # all of it resident: nothing else refuses
     try:
