@@ -25,7 +25,7 @@ from offload.models.experts import ExpertProxy, ExpertSource
 from offload.models.units import unit_modules
 from offload.runtime.memory import HostMemory
 
-TOKENS = 25
+TOKENS = 13
 
 AREA_BYTES = 32 << 20
 WIDEST = 1024

@@ -35,16 +35,18 @@ def return_large_blocks() -> bool:
 
 def keep_small_heap(budget: int) -> bool:
     """For a ``budget`` (bytes) below ``SMALL_BUDGET`` have glibc keep up to ``KEPT_BYTES`` that are
-    free at the end of its heap; whether it will. Process-wide, and harmless if called again. To be
-    called before the process is weighed.
+    free at the end of its heap, and one heap for all threads that start from now on; whether it
+    will. Process-wide, and harmless if called again. To be called before the process is weighed.
 
     By default it gives them back once they pass a threshold, and whether that is just before a
     weighing or behind it is chance. oneDNN's code for products of another number of rows (two
     blocks of 256 KiB, soon replaced and freed) moves the end of the heap by 2 to 4 MiB. What was in
     use differed by 70 KiB between runs, the process weighed before it by 2.3 MiB: a budget of
     6.6 MiB was exceeded by 0.8 MiB of free memory that had been given back before the weighing.
+    Likewise with the heaps that threads of the streamed toy leave behind: those that read for the
+    model find them again or not, which is 1 to 2 MiB.
     """
-    return budget < SMALL_BUDGET and _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    return budget < SMALL_BUDGET and _set(_M_TRIM_THRESHOLD, KEPT_BYTES) and share_one_heap()
 
 
 def share_one_heap() -> bool:
