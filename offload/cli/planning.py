@@ -22,8 +22,9 @@ from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import read_header
 from offload.kv.prefix_folder import open_directory
 from offload.models.choose import model_directory
-from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare
+from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare, ram_budget
 from offload.models.recipes import spill_directory
+from offload.models.workspace import limit_kernels
 from offload.runtime.choice import with_card
 from offload.runtime.guess_cache import recall
 from offload.runtime.hardware_cache import load_cached, save
@@ -196,6 +197,8 @@ def make_plan(
     # What was imported stays. The searches for garbage before and after the model is opened would
     # visit its half a million objects, for a third of a second each time.
     gc.freeze()
+    # Before the first product, and probes multiply: later it would have no effect.
+    limit_kernels(ram_budget(options))
     if wanted.predict and wanted.hardware is None and frozen is None:
         # Before the plan: it measures what the process weighs, and a probe weighs something.
         hardware = find_hardware(directory)

@@ -231,9 +231,9 @@ class Bursts:
         """Wait for it; returns its bytes per second, from when each worker has done one request:
         the first ones begin with threads that wake and a disk that has slept."""
         with burst.chunks:
+            ends = burst.ends()  # before an error is raised: nobody writes into the chunks any more
             nbytes = sum(job.result() for job in burst.jobs)
             first = len(burst.jobs) // PER_WORKER
-            ends = burst.ends()
             spent = ends[-1] - ends[first - 1]
             if spent <= 0.0:  # they have all ended at once
                 return nbytes / (ends[-1] - burst.began)

@@ -173,7 +173,7 @@ def prepare(
     choice.warm_up(options.choice)
     import_programs(options)
     keep_small_heap(ram_budget(options))
-    warm = warm_up(config, model_class(config), dtype)
+    warm = warm_up(config, model_class(config), dtype, options.hardware is not None)
     reset_peak_rss()
     return plan_model(directory, options, warm, compiling)
 

@@ -139,7 +139,7 @@ def prepare_packed(
             options.hardware = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)
     choice.warm_up(options.choice)
-    warm = warm_up(config, model_class(config), torch.float32)
+    warm = warm_up(config, model_class(config), torch.float32, options.hardware is not None)
     reset_peak_rss()
     return plan_packed(pack, config, options, warm, lean, compiling)
 

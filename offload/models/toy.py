@@ -158,9 +158,9 @@ class Warm:
     fetch_s: float = 0.0
 
 
-def warm_up(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
+def warm_up(config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True) -> Warm:
     """Run a toy of the family, by plain transformers and then streamed by this package from a few
-    kilobytes on disk, and look at what the process weighs and how long it took.
+    kilobytes on disk, and look at what the process weighs and, if ``timed``, how long it took.
 
     So the baseline is the bare process: imported code, started threads, warmed kernels and
     allocator pools, and nothing of any model. Falls back to the resident set as it is if the
@@ -172,7 +172,8 @@ def warm_up(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
             continue
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                times = _run_toy(toy, model_cls, dtype, toy_times.Like.of(config, dtype))
+                like = toy_times.Like.of(config, dtype) if timed else None
+                times = _run_toy(toy, model_cls, dtype, like)
             break
         except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
             logger.info("the toy of %s does not run: %s", type(config).__name__, error)
@@ -180,7 +181,8 @@ def warm_up(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
     return replace(times, baseline_rss=current_rss())
 
 
-def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like) -> Warm:
+def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like | None) -> Warm:
+    """``like``: the model whose predictions need times; None: nobody asks."""
     from offload.models.load import Options, plan_model
 
     model = model_cls._from_config(toy, dtype=dtype).eval()
@@ -190,20 +192,20 @@ def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like)
     fetch_s = 0.0
     with tempfile.TemporaryDirectory() as directory, quiet():
         model.save_pretrained(directory)
-        timed = model.can_generate()
+        timed = like if model.can_generate() else None
         del model
         # All of it in memory, but asked for as ever: that is a quarter of an expert's time.
         options = Options(ram=2**30, context=32, overhead_bytes=0)
         with contextlib.closing(_Streamed(Path(directory), options)) as kept:
             _one_token(kept.model)
-            if timed:
-                times = toy_times.measure(kept.model, like)
+            if timed is not None:
+                times = toy_times.measure(kept.model, timed)
         prepared = plan_model(Path(directory), options, Warm(baseline_rss=0))
         options.ram = prepared.minimum[Tier.RAM]
         with contextlib.closing(_Streamed(Path(directory), options)) as streamed:
             _one_token(streamed.model)
-            if timed:
-                fetched = toy_times.measure(streamed.model, like)
+            if timed is not None:
+                fetched = toy_times.measure(streamed.model, timed)
                 more_s = fetched.token_s - fetched.wait_s - times.token_s
                 fetch_s = max(0.0, more_s) / fetched.blocks if fetched.blocks else 0.0
     return Warm(

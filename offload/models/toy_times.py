@@ -26,6 +26,7 @@ from offload.models.units import unit_modules
 from offload.runtime.memory import HostMemory
 
 TOKENS = 13
+"""Decoded; the first ones do not count."""
 
 AREA_BYTES = 32 << 20
 WIDEST = 1024

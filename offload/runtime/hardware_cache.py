@@ -7,11 +7,11 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from pathlib import Path
 
 import psutil
 
+from offload.io.whole_file import PRIVATE, whole_file
 from offload.runtime.rss import ram_limit
 from offload.scheduler.hardware import Hardware
 
@@ -134,14 +134,6 @@ def save(
     path = cache_path()
     entries = _entries() | {machine_key(directory, threads): hardware.to_json()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(prefix=".hardware-", dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            json.dump({"version": VERSION, "machines": entries}, f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path, PRIVATE) as file:
+        file.write(json.dumps({"version": VERSION, "machines": entries}, indent=1).encode())
     return path

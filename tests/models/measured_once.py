@@ -35,10 +35,10 @@ def measured_once() -> Iterator[None]:
             _found[key] = measure(model, tokens, batch)
         return _found[key]
 
-    def warm(config: Any, model_cls: Any, dtype: torch.dtype) -> Warm:
-        key = (model_cls, *_ways(config), dtype, torch.get_num_threads())
+    def warm(config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True) -> Warm:
+        key = (model_cls, *_ways(config), dtype, torch.get_num_threads(), timed)
         if key not in _warmed:
-            _warmed[key] = warm_up(config, model_cls, dtype)
+            _warmed[key] = warm_up(config, model_cls, dtype, timed)
         # Everything but the times is of the moment.
         gc.collect()
         return replace(_warmed[key], baseline_rss=current_rss())

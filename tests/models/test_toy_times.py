@@ -106,3 +106,11 @@ def test_a_warm_process_knows_its_times() -> None:
     assert warm.baseline_rss > 0
     assert min(warm.layer_s, warm.expert_s, warm.fixed_s) > 0
     assert warm.fetch_s >= 0
+
+
+def test_nobody_waits_for_times_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_times, "measure", lambda *_: pytest.fail("timed"))
+    config = tiny_config("llama")
+    warm = toy.warm_up(config, model_class(config), torch.float32, False)
+    assert warm.baseline_rss > 0
+    assert warm.layer_s == warm.fixed_s == warm.fetch_s == 0
