@@ -7,8 +7,8 @@ Matrices are Q4_0 with random nibbles, norms ones; there is no vocabulary, only 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -71,4 +71,10 @@ def write(config_file: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path, help="a Llama's config.json")
+    parser.add_argument("target", type=Path, help="the file to write")
+    args = parser.parse_args()
+    write(args.config, args.target)

@@ -209,7 +209,11 @@ class PrefixCache:
                 try:
                     if group is None:
                         break
-                    restorer.add(slot.parts(group), self.chunk)
+                    try:
+                        restorer.add(slot.parts(group), self.chunk)
+                    except DamagedGroupError as error:
+                        self._folder.drop(names[i])
+                        raise DamagedGroupError(f"{names[i]}: {error}") from error
                     read += slot.filled
                     compute_s += group.compute_s
                     found += 1

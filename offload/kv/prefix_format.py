@@ -24,7 +24,7 @@ from offload.blocks import ALIGN, DTYPE_BYTES, align_up
 from offload.errors import StoreError
 from offload.io.checksum import xxh3
 
-FORMAT = 1
+FORMAT = 2
 PIECE_ALIGN = 64
 
 _MAGIC = b"offload kv group"

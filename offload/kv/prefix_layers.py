@@ -2,8 +2,10 @@
 
 Layers that keep tokens are recorded by what ``update`` is given: the pass's own keys and values,
 whatever the layer makes of them. Given the same again, it is in the same state: a full layer, a
-window that forgets, blocks on two tiers, the memory of decode kernels. Layers with a running state
-(convolutions, linear attention) are recorded by that state at the end of the pass.
+window that forgets, blocks on two tiers. Those that kernels write to (``STORED``) tell afterwards
+what the pass has left. Layers with a running state (convolutions, linear attention) are recorded by
+that state at the end of the pass. Tokens that came by another road end the recording: a group
+without them would bring nothing back.
 
 A kind of layer that is not known here is refused: nothing says that the same calls bring it to the
 same state, and a wrong state is worse than none.
@@ -29,6 +31,7 @@ from transformers.cache_utils import (
 )
 
 from offload.errors import UnsupportedModelError
+from offload.kv.prefix_format import DamagedGroupError
 
 Put = Callable[[int, str, torch.Tensor], None]
 """``put(layer, part, tensor)``: copy a tensor now."""
@@ -49,6 +52,10 @@ _STATES = (
 APPENDS = "appends_exactly"
 """An attribute of our own layers: whatever pieces tokens come in, the state is the same; and
 ``extend(keys, values)``, where there is one, is ``update`` without what it returns."""
+
+STORED = "stored"
+"""A method of those of our own layers that kernels append to without ``update``: ``stored(start,
+stop)`` gives these tokens' keys and values [1, H, T, D], just as ``update`` takes them."""
 
 
 def check_layers(cache: Any) -> None:
@@ -89,6 +96,7 @@ def recording(cache: Any, tokens: int, put: Put) -> Iterator[None]:
     """
     seen: dict[tuple[int, str], int] = {}
     wrapped: list[tuple[Any, str]] = []
+    before = [n.get_seq_length() if _keeps_tokens(n) else 0 for n in cache.layers]
 
     def wrap(index: int, layer: Any, method: str, *parts: str) -> None:
         inner = getattr(layer, method)
@@ -110,7 +118,7 @@ def recording(cache: Any, tokens: int, put: Put) -> Iterator[None]:
 
     try:
         for index, layer in enumerate(cache.layers):
-            if _keeps_tokens(layer):
+            if _keeps_tokens(layer) and not hasattr(layer, STORED):
                 wrap(index, layer, "update", "keys", "values")
             if type(layer) is DynamicIndexedLayer:
                 wrap(index, layer, "update_indexer", "indexer")
@@ -124,6 +132,16 @@ def recording(cache: Any, tokens: int, put: Put) -> Iterator[None]:
                 f"layer {index} does not get {part} of {tokens} tokens once"
             )
     for index, layer in enumerate(cache.layers):
+        if _keeps_tokens(layer) and (index, "keys") not in seen:
+            more = layer.get_seq_length() - before[index]
+            if hasattr(layer, STORED) and more == tokens:
+                for part, state in zip(
+                    ("keys", "values"), layer.stored(before[index], before[index] + tokens),
+                    strict=True,
+                ):  # fmt: skip
+                    put(index, part, state)
+            elif hasattr(layer, STORED) or more:
+                raise UnsupportedModelError(f"layer {index} got {more} of {tokens} tokens unseen")
         if getattr(layer, "indexer_position_ids", None) is not None:
             raise UnsupportedModelError(f"layer {index} keeps positions of its indexer")
         if type(layer) in _STATES:
@@ -152,7 +170,14 @@ class Restorer:
         self._done = 0
 
     def add(self, parts: Mapping[int, Parts], tokens: int) -> None:
-        """The next group; ``parts``: of each layer, in memory that may be used again after."""
+        """The next group; ``parts``: of each layer, in memory that may be used again after.
+
+        Raises:
+            DamagedGroupError: a layer would stay empty; nothing has been added.
+        """
+        for index, layer in enumerate(self._cache.layers):
+            if hasattr(layer, STORED) and "keys" not in parts.get(index, {}):
+                raise DamagedGroupError(f"it has no keys of layer {index}")
         for index, found in parts.items():
             layer = self._cache.layers[index]
             if "keys" in found and type(layer) in _WHOLE:

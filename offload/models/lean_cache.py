@@ -52,6 +52,13 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values = torch.from_numpy(store.values(index))[None]
         return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
 
+    def stored(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens ``start`` to ``stop``, views; prompts' kernels append them
+        without ``update``. See ``offload.kv.prefix_layers``."""
+        store, index = self._store, self._index
+        keys, values = (torch.from_numpy(n(index)) for n in (store.keys, store.values))
+        return keys[None, :, start:stop], values[None, :, start:stop]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import QuantoQuantizedLayer
+from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
 
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.kv.prefix_cache import PrefixCache, Reuse
@@ -195,6 +195,58 @@ def test_a_pass_over_something_else_is_not_stored(tiny: Callable[..., Any], tmp_
         prompts.restore(prompt, cache)
 
 
+def test_tokens_that_come_by_another_road(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    """Without ``update`` nothing was seen: no group, and one sentence; or the layer tells."""
+    said: list[str] = []
+    prompt = ids(20)
+    keys = torch.rand(1, 2, CHUNK, 4)
+
+    class Odd(DynamicLayer):
+        appends_exactly = True
+
+        def unseen(self) -> None:
+            DynamicLayer.update(self, keys, keys + 1)
+
+    class Telling(Odd):
+        def stored(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.keys[:, :, start:stop], self.values[:, :, start:stop]
+
+    def read(prompts: PrefixCache, layer: Any, method: str) -> Any:
+        cache = DynamicCache(config=tiny("llama").config)
+        cache.layers = [layer]
+        with prompts.recording(prompt, 0, cache):
+            getattr(layer, method)()
+        prompts.flush()
+        return cache
+
+    prompts = opened(tmp_path / "a", say=said.append)
+    read(prompts, Odd(), "unseen")
+    assert files(prompts) == []
+    assert "unseen" in said.pop()
+    prompts.close()
+    prompts = opened(tmp_path / "b", say=said.append)
+    read(prompts, Telling(), "get_seq_length")  # nothing came
+    assert files(prompts) == []
+    assert "0 of 8 tokens" in said.pop()
+    prompts.close()
+    prompts = opened(tmp_path / "c", say=said.append)
+    read(prompts, Telling(), "unseen")
+    cache = DynamicCache(config=tiny("llama").config)
+    cache.layers = [Telling()]
+    assert prompts.restore(prompt, cache).tokens == CHUNK
+    assert torch.equal(cache.layers[0].keys, keys)
+    assert torch.equal(cache.layers[0].values, keys + 1)
+    # A layer that the file says nothing of would stay empty.
+    cache.layers = [Telling(), Telling()]
+    reuse = prompts.restore(prompt, cache)
+    assert (reuse.tokens, reuse.damaged) == (0, 1)
+    assert "layer 1" in said.pop()
+    assert cache.get_seq_length() == 0
+    assert files(prompts) == []
+    prompts.close()
+    assert not said
+
+
 def test_a_broken_pass_leaves_nothing(tiny: Callable[..., Any], prompts: PrefixCache) -> None:
     model = tiny("llama")
     prompt = ids(20)
@@ -257,7 +309,7 @@ def test_anything_that_changes_a_number_is_another_name(
     assert reused(facts) == 16
     for name in facts:
         assert reused({**facts, name: "x"}) == 0, name
-    monkeypatch.setattr("offload.kv.prefix_format.FORMAT", 2)
+    monkeypatch.setattr("offload.kv.prefix_format.FORMAT", 99)
     assert reused(facts) == 0
 
 

@@ -139,11 +139,25 @@ def test_packed_weights_and_their_decode_kernels(tmp_path: Path) -> None:
     with contextlib.closing(open_source(TINY)) as source:
         pack(source, packed, quant="q8")
 
+    asked = 0
+
+    def count(_: Any, args: Any) -> None:
+        nonlocal asked
+        asked += args[0].numel()
+
     def run() -> tuple[Any, int]:
+        nonlocal asked
+        asked = 0
         with loaded(tmp_path / "p", packed) as model:
+            model.get_input_embeddings().register_forward_pre_hook(count)
             found = generate(model)
             assert type(model.offload.new_cache()).__name__ == "LeanCache"
-            return found, model.offload.prompts.last.tokens
+            last = model.offload.prompts.last
+            config = model.config
+        row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+        assert last.read_bytes >= last.tokens * row, "keys and values of every layer"
+        assert asked == IDS.shape[1] - last.tokens + NEW - 1
+        return found, last.tokens
 
     first, none = run()
     again, all_of_it = run()
