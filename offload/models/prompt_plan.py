@@ -31,7 +31,7 @@ HARMLESS = frozenset({
     "request_bytes", "hardware", "guess", "expert_policy", "routing", "record_routing", "kv_ram",
     "sequences", "pass_rows", "seed", "overhead_bytes", "tokenizer_bytes", "caller_bytes",
     "prompt_cache", "prompt_cache_limit", "prompt_cache_chunk", "kv_block_tokens",
-    "kv_keep", "kv_importance", "kv_spill",
+    "kv_keep", "kv_importance", "kv_spill", "elsewhere", "sample", "guess_precision", "recorder",
 })  # fmt: skip
 """Options that change no number. All others are part of a stored prefix's name: an option that is
 not known here costs a hit, and never a wrong one."""

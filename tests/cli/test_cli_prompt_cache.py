@@ -67,6 +67,26 @@ def test_a_second_run_reads_only_the_rest(cli: Cli, tmp_path: Path) -> None:
     assert sum(p.stat().st_size for p in stored(directory)) <= few
 
 
+@pytest.mark.parametrize("more", [(), ("--quant", "q4")], ids=["as it is", "packed"])
+def test_predictions_and_traces_are_no_other_model(
+    more: tuple[str, ...], cli: Cli, tmp_path: Path
+) -> None:
+    """What a run was told of the machine, of its guesses, or to write down changes no number."""
+    figures = tmp_path / "figures.json"
+    for turn in range(3):
+        trace = ("--trace", tmp_path / "trace.json") if turn == 2 else ()
+        found = cli(
+            "generate", "-m", TINY, "-p", WORDS * 6, "-n", 4, "--ignore-eos", "-t", 1, *more,
+            "--ram", "60MiB", "--prompt-cache", tmp_path / "p", "--prompt-cache-chunk", CHUNK,
+            "--json", figures, *trace,
+        )  # fmt: skip
+        assert found.code == 0, found.err
+        found = json.loads(figures.read_text())
+        whole = (found["prompt_tokens"] - 1) // CHUNK * CHUNK
+        assert found["predicted_decode_tok_s"] is not None
+        assert found["prompt_cache"]["tokens"] == (whole if turn else 0)
+
+
 def chat(cli: Cli, model: Path, stdin: str, figures: Path, *more: object) -> tuple[Result, Any]:
     found = cli(
         "chat", "-m", model, "-c", 700, "-n", 12, "--ignore-eos", "--no-predict", "-t", 1, "-v",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +17,10 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from offload.errors import OffloadError
+from offload.models.options import Options
 from offload.models.pack_open import open_source
 from offload.models.pack_run import pack
+from offload.models.prompt_plan import HARMLESS
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_moe"
 CHUNK, NEW = 32, 6
@@ -200,6 +204,16 @@ def test_conversations_go_on_where_they_were(reference: Any, tmp_path: Path) -> 
         other = IDS[:, 1 : 3 * CHUNK]
         assert prompts.keep(cache, other[0].tolist())
         assert cache.get_seq_length() == 0
+
+
+def test_options_in_a_name_are_words_and_numbers() -> None:
+    """An object's text may say where in memory it lies, and nothing would be found again."""
+    hints = typing.get_type_hints(Options)
+    for field in dataclasses.fields(Options):
+        if field.name not in HARMLESS:
+            kinds = {*typing.get_args(hints[field.name])} or {hints[field.name]}
+            assert kinds <= {str, int, float, bool, type(None), torch.dtype}, field.name
+    assert {f.name for f in dataclasses.fields(Options)} >= HARMLESS
 
 
 def test_refusals_come_before_loading(tmp_path: Path) -> None:
