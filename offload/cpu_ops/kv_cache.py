@@ -131,6 +131,13 @@ class KvCache:
         """Count tokens that a kernel has stored at the end."""
         self._lengths[layer] = self.make_room(layer, tokens) + tokens
 
+    def room(self, layer: int, tokens: int) -> tuple[Array, Array]:
+        """Where the next ``tokens`` keys and values belong, views [G, T, D] as they are stored; who
+        has written there says ``advance``. Raises as ``make_room``."""
+        start = self.make_room(layer, tokens)
+        rows = slice(start, start + tokens)
+        return self._keys[layer][:, rows], self._values[layer][:, rows]
+
     def append(self, layer: int, keys: Array, values: Array) -> None:
         """Store T tokens after those that are there: float32 [G, T, D], any strides.
 

@@ -43,14 +43,20 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"this cache is for one sequence, and got {key_states.shape[0]}; leave "
                 f"past_key_values to generate"
             )
-        self.lazy_initialization(key_states, value_states)
+        self.extend(key_states, value_states)
         store, index = self._store, self._index
-        store.append(
-            index, key_states[0].detach().float().numpy(), value_states[0].detach().float().numpy()
-        )
         self.keys = torch.from_numpy(store.keys(index))[None]
         self.values = torch.from_numpy(store.values(index))[None]
         return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
+
+    def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Store what is new, by all of torch's threads: most of the time a long prompt that is
+        brought back takes is the first touch of its memory."""
+        self.lazy_initialization(key_states, value_states)
+        room = self._store.room(self._index, key_states.shape[-2])
+        for rows, new in zip(room, (key_states, value_states), strict=True):
+            torch.from_numpy(rows).copy_(new[0].detach())
+        self._store.advance(self._index, key_states.shape[-2])
 
     def stored(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens ``start`` to ``stop``, views; prompts' kernels append them
