@@ -213,8 +213,8 @@ def attend_rows(kind: Any, a: int) -> None:
     groups = (tokens + together - 1) // together
     task = _next(a)
     while task < groups * key_heads:
-        t0 = (groups - 1 - task // key_heads) * together
-        _attend(kind, a, task % key_heads, t0, min(together, tokens - t0), partials)
+        t0 = (groups - 1 - task % groups) * together
+        _attend(kind, a, task // groups, t0, min(together, tokens - t0), partials)
         task = _next(a)
 
 
