@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.kv_cache import Array, KvCache
 from offload.errors import OffloadError
 
 
+def _tensor(rows: Array) -> torch.Tensor:
+    """The same memory; numpy has no bfloat16."""
+    tensor = torch.from_numpy(rows)
+    return tensor.view(torch.bfloat16) if rows.dtype == np.uint16 else tensor
+
+
 class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values ``[1, heads, tokens, dim]``, float32."""
+    """One layer's keys and values ``[1, heads, tokens, dim]``, float32 or bfloat16."""
 
     is_sliding = False
     is_croppable = True
@@ -45,8 +52,7 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self.extend(key_states, value_states)
         store, index = self._store, self._index
-        self.keys = torch.from_numpy(store.keys(index))[None]
-        self.values = torch.from_numpy(store.values(index))[None]
+        self.keys, self.values = (_tensor(n(index))[None] for n in (store.keys, store.values))
         return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
 
     def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -55,14 +61,14 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.lazy_initialization(key_states, value_states)
         room = self._store.room(self._index, key_states.shape[-2])
         for rows, new in zip(room, (key_states, value_states), strict=True):
-            torch.from_numpy(rows).copy_(new[0].detach())
+            _tensor(rows).copy_(new[0].detach())
         self._store.advance(self._index, key_states.shape[-2])
 
     def stored(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens ``start`` to ``stop``, views; prompts' kernels append them
         without ``update``. See ``offload.kv.prefix_layers``."""
         store, index = self._store, self._index
-        keys, values = (torch.from_numpy(n(index)) for n in (store.keys, store.values))
+        keys, values = (_tensor(n(index)) for n in (store.keys, store.values))
         return keys[None, :, start:stop], values[None, :, start:stop]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

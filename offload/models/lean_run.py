@@ -22,7 +22,7 @@ from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import FORMATS, Format, get_format
 from offload.cpu_ops.kernels import Floats, address_of
-from offload.cpu_ops.kv_cache import KvCache
+from offload.cpu_ops.kv_cache import KvCache, KvType
 from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.packing import pack_rows
 from offload.cpu_ops.program import program_kernels
@@ -62,6 +62,8 @@ class LeanModel:
 
     layers: dict[str, Lean]
     why_not: str = ""
+    kv: KvType = KvType.F32
+    """How keys and values are kept."""
 
     @property
     def plans(self) -> list[LayerPlan]:
@@ -132,7 +134,9 @@ def prove_lean(model: Any, lean: LeanModel) -> LeanModel:
 def lean_kernels(lean: LeanModel) -> list[Kernel]:
     """What the layers run on, and before them their twins."""
     found = [
-        kernel for plan in lean.plans for kernel in (*layer_kernels(plan), *twin_kernels(plan))
+        kernel
+        for plan in lean.plans
+        for kernel in (*layer_kernels(plan, lean.kv), *twin_kernels(plan))
     ]
     return list(dict.fromkeys([*found, *program_kernels()])) if found else []
 
@@ -164,7 +168,7 @@ class LeanRun:
         """``caches``: that live at the same time, each for ``capacity`` tokens."""
         first = next(iter(lean.layers.values())).plan.attention
         self._model = model
-        self._shape = len(lean.layers), first.key_heads, first.dim, capacity
+        self._shape = len(lean.layers), first.key_heads, first.dim, capacity, lean.kv
         self._store = KvCache(*self._shape)
         self._free = [self._store]
         self._most = caches
@@ -256,8 +260,16 @@ class LeanRun:
         return inner(hidden_states, *args, **kwargs)
 
     def _generate(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" not in kwargs and self._fits(args, kwargs):
-            kwargs["past_key_values"] = self.new_cache()
+        if "past_key_values" not in kwargs:
+            if self._fits(args, kwargs):
+                kwargs["past_key_values"] = self.new_cache()
+            elif self._store.kind is not KvType.F32:
+                raise OffloadError(
+                    f"keys and values are kept in {self._store.kind.value} for one sequence of up "
+                    f"to {self._store.capacity} tokens, without padding or beams, and this is "
+                    f"something else; load the model with attention='offload' for it, or with a "
+                    f"longer context"
+                )
         return inner(*args, **kwargs)
 
     def _fits(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

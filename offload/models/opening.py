@@ -190,7 +190,9 @@ def _serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> Non
     options, capacity = prepared.options, None
     if handle.make_cache is not None and handle.kv is None:
         capacity = max(options.context, options.prompt_tokens or 0)
-    prompts = PromptReuse(model, prepared.prompts, handle.new_cache, capacity)
+    prompts = PromptReuse(
+        model, prepared.prompts, handle.new_cache, capacity, lean=handle.lean is not None
+    )
     prompts.serve(handle.attachment.on_detach)
     handle.prompts = prompts
     weakref.finalize(model, prompts.prefixes.close)

@@ -18,6 +18,7 @@ import torch
 
 from offload.blocks import Tier
 from offload.cpu_ops.entries import Kernel
+from offload.cpu_ops.kv_cache import KvType
 from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
@@ -128,7 +129,7 @@ def prepare_packed(
     pack = PackedModel.open(directory)
     config = read_config(directory)
     shape = instantiate(config, torch.float32)[0]
-    lean = detect_lean(shape, pack)
+    lean = kept_as(detect_lean(shape, pack), options)
     # Before the process is weighed: they are the program and not the model.
     if kind != "cpu":
         lean = LeanModel({}, ON_DEVICE)
@@ -142,6 +143,16 @@ def prepare_packed(
     warm = warm_up(config, model_class(config), torch.float32, options.hardware is not None)
     reset_peak_rss()
     return plan_packed(pack, config, options, warm, lean, compiling)
+
+
+def kept_as(lean: LeanModel, options: Options) -> LeanModel:
+    """The same layers with keys and values as ``--kv`` says, if theirs can be kept so: prompts too
+    run on kernels that read them, nobody asks for blocks, and there is one sequence at a time."""
+    wanted = options.kv == KvType.BF16.value and options.attention is None
+    blocks = options.kv_ram is not None or options.kv_keep is not None
+    if wanted and not blocks and options.batch == 1 and lean.runs_prompts:
+        return replace(lean, kv=KvType.BF16)
+    return lean
 
 
 def pack_kernels(pack: PackedModel) -> list[Kernel]:
@@ -168,7 +179,17 @@ def plan_packed(
     cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
     ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)
-    kv = kv_plan.asked_for(need, options, model_name(pack.path))
+    kind = check_device(options)
+    if lean is None and kind != "cpu":
+        lean = LeanModel({}, ON_DEVICE)
+    decoder = lean or kept_as(find_lean(model, pack), options)
+    if options.record_routing is not None or options.expert_policy in SCORED:
+        decoder = LeanModel({}, "its routing is listened to")
+    kv = None
+    if decoder.kv is KvType.F32:
+        kv = kv_plan.asked_for(need, options, model_name(pack.path))
+    if kv is not None:
+        decoder = LeanModel({}, IN_BLOCKS)
     if kv is not None and kv.need.in_place:
         baseline += compiled_bytes(kv.need.kernels(), compiling)
     notes = [
@@ -179,14 +200,6 @@ def plan_packed(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
-    kind = check_device(options)
-    if lean is None and kind != "cpu":
-        lean = LeanModel({}, ON_DEVICE)
-    decoder = lean or find_lean(model, pack)
-    if options.record_routing is not None or options.expert_policy in SCORED:
-        decoder = LeanModel({}, "its routing is listened to")
-    if kv is not None:
-        decoder = LeanModel({}, IN_BLOCKS)
     # Before the cut: what takes the linear layers' place computes on bytes, and not on meta.
     apart = (
         host_products.apart_layers(model, unit_modules(model)) if options.hybrid else frozenset()
@@ -230,7 +243,8 @@ def plan_packed(
         found = {
             Tier.RAM: reserves(
                 model, pack, chosen, options, footprint,
-                cache=cache * options.sequences, prompt=read, ram=ram, kept=kept, overhead=overhead,
+                cache=cache * options.sequences // (1 if decoder.kv is KvType.F32 else 2),
+                prompt=read, ram=ram, kept=kept, overhead=overhead,
                 lean_bytes=decoder.scratch_bytes(max(options.context, prompt)),
                 prompt_bytes=decoder.prompt_bytes(
                     max(read, options.sequences), max(options.context, prompt)
@@ -300,6 +314,8 @@ def plan_packed(
     if together is not None:
         plan = kv_plan.predicted(plan, together, ask(ram).costs)
         notes.append(together.note(options))
+    if decoder.kv is not KvType.F32:
+        notes.append("keys and values are kept in bfloat16, which is lossy")
     if prompts is not None:
         notes.append(prompts.note)
     if not decoder.layers:

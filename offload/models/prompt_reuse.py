@@ -39,9 +39,20 @@ class PromptReuse:
     """The prompt cache of an open model."""
 
     def __init__(
-        self, model: Any, plan: PromptPlan, new_cache: Callable[[], Any], capacity: int | None
+        self,
+        model: Any,
+        plan: PromptPlan,
+        new_cache: Callable[[], Any],
+        capacity: int | None,
+        *,
+        lean: bool = False,
     ) -> None:
-        """``capacity``: tokens that a cache of ``new_cache`` takes at most; None: any number."""
+        """
+        Args:
+            capacity: tokens that a cache of ``new_cache`` takes at most; None: any number.
+            lean: kernels compute whole layers (``LeanRun``), and round otherwise than the model's
+                own code, which a smaller budget may leave them to.
+        """
         self._model = model
         self._new_cache = new_cache
         self._capacity = capacity
@@ -52,7 +63,7 @@ class PromptReuse:
         self._positions = "position_ids" in accepted
         self.prefixes = PrefixCache(
             plan.directory,
-            {**plan.facts, "live": self._live},
+            {**plan.facts, "live": self._live, "lean": lean},
             chunk=plan.chunk,
             limit=plan.limit,
             group_bytes=plan.group_bytes,

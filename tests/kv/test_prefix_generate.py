@@ -167,6 +167,9 @@ def test_packed_weights_and_their_decode_kernels(tmp_path: Path) -> None:
     again, all_of_it = run()
     assert (none, all_of_it) == (0, 5 * CHUNK)
     check_equal(again, first)
+    with loaded(tmp_path / "p", packed, kv_ram="1536KiB") as model:
+        generate(model)
+        assert model.offload.prompts.last.tokens == 0, "its own layers round otherwise"
     with loaded(tmp_path / "p") as model:
         generate(model)
         assert model.offload.prompts.last.tokens == 0, "unquantised weights are another model"
