@@ -6,7 +6,8 @@ Nothing here knows of a conductor. ``generate`` is what a sequence's ``work`` ca
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,21 @@ class _Tap:
         return torch.full((1,), self.hit, dtype=torch.bool, device=input_ids.device)
 
 
+@contextmanager
+def settings_apart(model: Any) -> Iterator[Any]:
+    """The model's generation settings, and meanwhile the model has none: what a run takes out of
+    its own (stop strings, ways to generate that need several sequences), transformers would fill
+    in again from the model's."""
+    from transformers import GenerationConfig
+
+    before, blank = model.generation_config, GenerationConfig  # untyped
+    model.generation_config = blank()
+    try:
+        yield before
+    finally:
+        model.generation_config = before
+
+
 def generate(
     model: Any,
     prompt_ids: Sequence[int],
@@ -83,6 +99,7 @@ def generate(
     ignore_eos: bool = False,
     on_token: OnToken | None = None,
     cache: Any = None,
+    settings: Any = None,
     **more: Any,
 ) -> Generation:
     """Generate from one prompt with settings of its own; ``model.generation_config`` stays.
@@ -95,6 +112,8 @@ def generate(
         prompt_ids: at least one.
         cache: that holds the first tokens of the prompt already, fewer than all; None: a fresh one,
             whose memory is given back at the end.
+        settings: a ``GenerationConfig`` to start from in place of the model's; see
+            ``settings_apart``.
         more: for ``model.generate`` (e.g. ``prefill_chunk_size``).
 
     Raises:
@@ -102,7 +121,7 @@ def generate(
     """
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
-    settings = copy.deepcopy(model.generation_config)
+    settings = copy.deepcopy(model.generation_config if settings is None else settings)
     (sampling or Sampling()).apply(settings)
     settings.max_new_tokens, settings.max_length = max_new_tokens, None
     settings.return_dict_in_generate = False
@@ -140,4 +159,4 @@ def generate(
     return out
 
 
-__all__ = ["Generation", "OnToken", "Sampling", "generate"]
+__all__ = ["Generation", "OnToken", "Sampling", "generate", "settings_apart"]

@@ -85,6 +85,11 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise OffloadError("not JSON that can be read: nested too deeply") from None
     if not isinstance(found, dict):
         raise OffloadError('not a JSON object; give e.g. {"prompt": "..."}')
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        # JSON can escape what is no character.
+        raise OffloadError("not Unicode text: it escapes half of a surrogate pair") from None
     return found
 
 

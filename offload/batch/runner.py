@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.batch.conductor import Conductor
-from offload.batch.generation import Generation, OnToken, Sampling, generate
+from offload.batch.generation import Generation, OnToken, Sampling, generate, settings_apart
 from offload.batch.sequence import Sequence
 from offload.errors import ClosedError, StoreError, WatchdogError
 
@@ -89,7 +89,7 @@ def run_batch(
     reading: set[int] = set()  # tasks without a token
     tally = Tally(len(waiting))
     began = time.perf_counter()
-    with Conductor(model, most_rows=pass_rows) as conductor:
+    with settings_apart(model) as settings, Conductor(model, most_rows=pass_rows) as conductor:
 
         def begin() -> None:
             task = waiting.popleft()
@@ -112,6 +112,7 @@ def run_batch(
                     sampling=task.sampling,
                     ignore_eos=task.ignore_eos,
                     on_token=counted,
+                    settings=settings,
                 )
 
             def end(sequence: Sequence) -> None:

@@ -21,12 +21,13 @@ from offload.cli.planning import context_limit, find_model, fit_context, make_pl
 from offload.cli.session import Wish, close_model, measured_tokenizer, open_model, say_kernel_error
 from offload.cli.session import stop_between_units as stop_between
 from offload.cli.signals import raise_received, signals_wait
-from offload.cli.text import StopFilter, TextDecoder
+from offload.cli.text import StoppedText, TextDecoder
 from offload.cpu_ops import row_products
 from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
+from offload.models.sampling import own_stops
 from offload.units import format_bytes, format_rate
 
 TICK_S = 0.2
@@ -210,7 +211,7 @@ def _answer(
     start = end = model.offload.stats()
 
     def tap(task: Task) -> OnToken:
-        texts[task.index] = text = _Text(tokenizer, jobs[task.index].stops)
+        texts[task.index] = text = _Text(tokenizer, [*jobs[task.index].stops, *own])
         return text.push
 
     def on_answer(task: Task, found: Generation) -> None:
@@ -236,6 +237,7 @@ def _answer(
         stop_between(prepared)
         say_kernel_error(prepared, model)
         start = model.offload.stats()
+        own = own_stops(model.generation_config)
         with console.share_progress("answering") as bar:
             tell = _Progress(bar)
             tally = run_batch(
@@ -267,15 +269,15 @@ class _Text:
     """The text of one answer as it comes."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._decoder, self._filter = TextDecoder(tokenizer), StopFilter(stops)
+        self._text = StoppedText(TextDecoder(tokenizer), stops)
         self._pieces: list[str] = []
 
     def push(self, token: int) -> bool:
-        self._pieces.append(self._filter.push(self._decoder.push(token)))
-        return self._filter.hit
+        self._pieces.append(self._text.push(token))
+        return self._text.hit
 
     def finish(self) -> str:
-        self._pieces += [self._filter.push(self._decoder.finish()), self._filter.finish()]
+        self._pieces.append(self._text.finish())
         return "".join(self._pieces)
 
 

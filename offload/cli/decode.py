@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.cli.signals import Interrupted, raise_received
-from offload.cli.text import Decoder, StopFilter
+from offload.cli.text import Decoder, StoppedText
 from offload.errors import OffloadError
-from offload.models.sampling import FiniteLogits
+from offload.models.sampling import FiniteLogits, own_stops
 
 if TYPE_CHECKING:
     from offload.kv.prefix_cache import Reuse
@@ -83,8 +83,7 @@ class Tap:
     ) -> None:
         self._run = run
         self._snapshot = snapshot
-        self._decoder = decoder
-        self._filter = StopFilter(stops)
+        self._text = StoppedText(decoder, stops)
         self._show = show
         self._seen: int | None = None
         self._began = time.perf_counter()
@@ -102,20 +101,19 @@ class Tap:
         run.decode_s = now - self._first
         for token in input_ids[0, self._seen :].tolist():
             run.token_ids.append(token)
-            self._pass(self._filter.push(self._decoder.push(token)))
+            self._pass(self._text.push(token))
         self._seen = length
         raise_received()
-        return torch.full((1,), self._filter.hit, dtype=torch.bool, device=input_ids.device)
+        return torch.full((1,), self.hit, dtype=torch.bool, device=input_ids.device)
 
     def finish(self) -> None:
         """Show what was held back."""
-        self._pass(self._filter.push(self._decoder.finish()))
-        self._pass(self._filter.finish())
+        self._pass(self._text.finish())
 
     @property
     def hit(self) -> bool:
         """A stop string has been met."""
-        return self._filter.hit
+        return self._text.hit
 
     def _pass(self, text: str) -> None:
         if text:
@@ -171,11 +169,10 @@ def generate(
     if cache is not None:
         run.reused_tokens = cache.get_seq_length()
         more["past_key_values"] = cache
-    own = settings.stop_strings or []  # the checkpoint's; transformers needs a tokenizer for them
-    settings.stop_strings = None
-    stops = [*stops, *([own] if isinstance(own, str) else own)]
-    tap = Tap(run, model.offload.stats, decoder, stops, show)
+    kept, own = settings.stop_strings, own_stops(settings) if decoder.is_text else ()
+    tap = Tap(run, model.offload.stats, decoder, [*stops, *own], show)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
+    settings.stop_strings = None  # transformers needs a tokenizer for them
     try:
         # An OffloadError is raised inside of forward; nothing between here and there eats it.
         model.generate(
@@ -194,6 +191,7 @@ def generate(
         run.finished = "interrupted"
         raise
     finally:
+        settings.stop_strings = kept  # of the next turn, too
         if run.finished in ("failed", "interrupted"):
             run.at_end = model.offload.stats()
             take_reuse(run, model)

@@ -89,6 +89,7 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
         model = session.open_model(prepared)
         try:
             session.say_kernel_error(prepared, model)
+            session.say_lost_stops(model, tokenizer)
             prompts = Prompts(tokenizer, directory=directory, config=config, context=context)
             engine = Engine(
                 model,

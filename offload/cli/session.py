@@ -22,6 +22,7 @@ from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
 from offload.models.pause import pause_before
+from offload.models.sampling import own_stops
 from offload.runtime.guess_cache import remember
 from offload.runtime.rss import current_rss
 from offload.units import format_bytes
@@ -98,6 +99,7 @@ def _load_and_run(
     try:
         stop_between_units(prepared)
         say_kernel_error(prepared, model)
+        say_lost_stops(model, tokenizer)
         sampling = wish.sampling.apply(model.generation_config)
         with console.waiting(f"reading the prompt, {len(ids)} tokens") as first_text:
             decode.generate(
@@ -176,6 +178,18 @@ def say_kernel_error(prepared: Prepared, model: Any) -> None:
         prepared.check_kernels(model)
     if (found := prepared.kernel_error) is not None:
         console.note(f"{found} ({found.seconds:.1f} s)", "fast kernels")
+
+
+def say_lost_stops(model: Any, tokenizer: Any | None) -> None:
+    """Say which of the checkpoint's stop strings nobody can look for without text.
+
+    Raises:
+        OffloadError: they are nothing.
+    """
+    own = own_stops(model.generation_config)
+    if own and tokenizer is None:
+        shown = ", ".join(map(repr, own))
+        console.note(f"without a tokenizer the checkpoint's stop strings ({shown:.60}) end nothing")
 
 
 def _show(text: str, first_text: Any) -> None:

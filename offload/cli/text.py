@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -12,6 +12,20 @@ class Decoder(Protocol):
     def push(self, token: int) -> str: ...
 
     def finish(self) -> str: ...
+
+    @property
+    def specials(self) -> Mapping[int, str]:
+        """Tokens that no text shows, by id: what they are called."""
+        ...
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its pieces are what the model says, so that stop strings may be found there."""
+        ...
+
+
+_FIRST_MARK, _MOST_MARKS = 0xD800, 0x400
+"""High surrogates: text has none, and what is no UTF-8 on a command line comes as low ones."""
 
 
 class TextDecoder:
@@ -54,6 +68,16 @@ class TextDecoder:
         )
         return str(text)
 
+    @property
+    def specials(self) -> Mapping[int, str]:
+        """Special tokens by id."""
+        known = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {i: token.content for i, token in known.items() if token.special}
+
+    @property
+    def is_text(self) -> bool:
+        return True
+
 
 class IdDecoder:
     """Without a tokenizer: the ids themselves, as ``--prompt-ids`` takes them."""
@@ -68,6 +92,53 @@ class IdDecoder:
 
     def finish(self) -> str:
         return ""
+
+    @property
+    def specials(self) -> Mapping[int, str]:
+        return {}
+
+    @property
+    def is_text(self) -> bool:
+        return False
+
+
+class StoppedText:
+    """What tokens say, up to the first stop string.
+
+    A special token is no part of the text, and may be a stop string or a part of one
+    (``<|im_end|>``), as for transformers. In what the filter sees, a character that no decoder
+    gives stands for it: half of a surrogate pair.
+    """
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
+        self._decoder = decoder
+        called = decoder.specials
+        found = {i: s for i, s in called.items() if s and any(s in stop for stop in stops)}
+        longest_first = sorted(found, key=lambda i: -len(found[i]))[:_MOST_MARKS]
+        self._marks = {i: chr(_FIRST_MARK + at) for at, i in enumerate(longest_first)}
+        marked = list(stops)
+        for i, mark in self._marks.items():
+            marked = [stop.replace(found[i], mark) for stop in marked]
+        # What is special may be typed in ordinary letters, too.
+        self._filter = StopFilter(list(dict.fromkeys([*stops, *marked])))
+        self._hidden = {ord(mark): None for mark in self._marks.values()}
+
+    @property
+    def hit(self) -> bool:
+        """A stop string has been met: nothing more comes."""
+        return self._filter.hit
+
+    def push(self, token: int) -> str:
+        """The text that is certain with ``token``."""
+        return self._shown(self._decoder.push(token) + self._marks.get(token, ""))
+
+    def finish(self) -> str:
+        """What was held back and turned out to be no stop string."""
+        text = self._shown(self._decoder.finish())
+        return text + self._filter.finish().translate(self._hidden)
+
+    def _shown(self, text: str) -> str:
+        return self._filter.push(text).translate(self._hidden)
 
 
 class StopFilter:

@@ -58,13 +58,7 @@ def choose_alone(settings: Any) -> None:
         value = getattr(settings, name, None)
         if value is not None and type(value) is not int:
             _refuse(name, value, "not a number of tokens")
-    ends = getattr(settings, "stop_strings", None)
-    if not (
-        ends is None
-        or isinstance(ends, str)
-        or (isinstance(ends, list) and all(isinstance(end, str) and end for end in ends))
-    ):
-        _refuse("stop_strings", ends, "not a list of texts")
+    own_stops(settings)
     words = getattr(settings, "bad_words_ids", None)
     if words is not None and not (
         isinstance(words, list)
@@ -73,6 +67,21 @@ def choose_alone(settings: Any) -> None:
         and all(type(i) is int and i >= 0 for ids in words for i in ids)
     ):
         _refuse("bad_words_ids", words, "not a list of lists of ids")
+
+
+def own_stops(settings: Any) -> tuple[str, ...]:
+    """The stop strings of a ``GenerationConfig``: the checkpoint's own.
+
+    Raises:
+        OffloadError: what the checkpoint's file says is no list of texts.
+    """
+    stops = getattr(settings, "stop_strings", None)
+    if stops is None or stops == "":
+        return ()
+    many = [stops] if isinstance(stops, str) else stops
+    if not (isinstance(many, list) and all(isinstance(stop, str) and stop for stop in many)):
+        _refuse("stop_strings", stops, "not a list of texts")
+    return tuple(many)
 
 
 def _refuse(name: str, value: Any, why: str) -> NoReturn:
@@ -115,4 +124,4 @@ def check_tokens(settings: Any) -> None:
             )
 
 
-__all__ = ["FiniteLogits", "check_settings", "check_tokens", "choose_alone"]
+__all__ = ["FiniteLogits", "check_settings", "check_tokens", "choose_alone", "own_stops"]

@@ -418,3 +418,11 @@ class _Counted:
 
     def finish(self) -> str:
         return self._inner.finish()
+
+    @property
+    def specials(self) -> Mapping[int, str]:
+        return self._inner.specials
+
+    @property
+    def is_text(self) -> bool:
+        return self._inner.is_text

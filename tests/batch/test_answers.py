@@ -123,6 +123,9 @@ def test_lines_get_defaults_for_what_they_leave_out(tmp_path: Path) -> None:
         ('["a"]', "not a JSON object"),
         ("{", "not JSON"),
         ("\udcff", "not UTF-8"),
+        ('{"prompt": "\\ud83d"}', "half of a surrogate pair"),
+        ('{"prompt": "a", "stop": "\\udfff"}', "half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
     ],
 )
 def test_a_wrong_line_is_named_before_any_work(tmp_path: Path, line: str, says: str) -> None:

@@ -82,6 +82,38 @@ def test_the_text_of_single_runs(
     assert "other settings" in capsys.readouterr().err
 
 
+def test_the_checkpoints_own_settings_are_those_of_single_runs(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its stop strings end answers, and ways to generate that need more than one sequence do not
+    come back by transformers' own filling in."""
+    whole = checkpoint("qwen3")
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in whole.iterdir():
+        (model / file.name).symlink_to(file)
+    lines = [{"prompt": "the disk"}, {"prompt": "feeds"}]
+    source, target = write(tmp_path / "in", lines), tmp_path / "out"
+    flags = ("--ignore-eos",)
+    assert main(words(model, source, target, *flags)) == 0
+    text = answers(target)[0]["text"]
+    stop = text[len(text) // 2 :][:2]
+    settings = json.loads((whole / "generation_config.json").read_text())
+    settings |= {"stop_strings": [stop], "cache_implementation": "static", "penalty_alpha": 0.6}
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    target = tmp_path / "stopped"
+    assert main(words(model, source, target, *flags)) == 0
+    found = answers(target)
+    assert found[0]["text"] == text[: text.index(stop)]
+    assert found[0]["finish_reason"] == "stop"
+    capsys.readouterr()
+    for index, line in enumerate(lines):
+        single = ["generate", "-m", model, "-p", line["prompt"], "--no-predict", "-t", 1]
+        assert main([str(w) for w in (*single, "-n", 12, *flags)]) == 0
+        assert capsys.readouterr().out == found[index]["text"]
+
+
 def test_prompts_with_one_beginning_read_it_once(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,20 @@ def test_stop_strings_do_not_come_back(cli: Cli, tiny: Path, tmp_path: Path) -> 
     assert run["turns"][1]["reused_tokens"] > 0
 
 
+def test_the_checkpoints_stop_strings_hold_in_every_turn(
+    cli: Cli, tiny: Path, tmp_path: Path
+) -> None:
+    before = chat(cli, tiny, tmp_path, "-n", NEW, say=MESSAGES[:2])["turns"]
+    first, second = (turn["text"] for turn in before)
+    stop = next(s for i in range(4, len(second)) if (s := second[i : i + 3]) not in first)
+    file = tiny / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"stop_strings": [stop]}))
+    turns = chat(cli, tiny, tmp_path, "-n", NEW, say=MESSAGES[:2])["turns"]
+    assert turns[0]["text"] == first
+    assert turns[1]["finished"] == "stop"
+    assert turns[1]["text"] == second[: second.index(stop)]
+
+
 def test_what_cannot_work_is_refused_before_the_plan(
     cli: Cli, tiny: Path, moe: Path, bare: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from offload.cli.text import IdDecoder, StopFilter, TextDecoder
+from offload.cli.text import IdDecoder, StopFilter, StoppedText, TextDecoder
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +126,30 @@ def test_what_may_become_a_stop_waits() -> None:
     assert stop_filter.hit
     assert stop_filter.push("more") == ""
     assert stop_filter.finish() == ""
+
+
+@pytest.mark.parametrize(
+    ("stops", "shown", "hit"),
+    [
+        (["<end>"], "a words", True),
+        (["s<end> wo"], "a word", True),
+        (["never", "d<end>", "<end> word"], "a words", True),
+        (["<end><end>"], "a words words", False),
+        (["end>"], "a words words", False),
+    ],
+)
+def test_special_tokens_stop_and_are_never_shown(stops: list[str], shown: str, hit: bool) -> None:
+    text = StoppedText(TextDecoder(_spaced()), stops)
+    pieces = []
+    for token in [1, 2, 3, 8, 2, 3]:
+        pieces.append(text.push(token))
+        if text.hit:
+            break
+    pieces.append(text.finish())
+    assert text.hit == hit
+    assert "".join(pieces) == shown
+
+
+def test_ids_have_no_special_tokens() -> None:
+    text = StoppedText(IdDecoder(), ["<end>"])
+    assert [text.push(8), text.push(1), text.finish()] == ["8", ",1", ""]

@@ -69,6 +69,24 @@ def test_answers_are_those_of_each_alone(waiting: Engine, alone: Alone) -> None:
     assert stats["passes"] < 8 * 12  # shared
 
 
+def test_the_checkpoints_stop_strings_end_every_answer(model: Any, alone: Alone) -> None:
+    ids = alone.ids("What is a list?")
+    whole = alone.answer(ids, 12)
+    stop = whole[len(whole) // 2 :][:3]
+    model.generation_config.stop_strings = [stop]
+    engine = make_engine(model, alone.tokenizer)
+    try:
+        engine.start()
+        for _ in range(2):
+            text, end = Listener(engine, request(ids, 12, ignore_eos=False)).result()
+            assert text == whole[: whole.index(stop)]
+            assert isinstance(end, Ended)
+            assert end.finish == "stop"
+    finally:
+        engine.close()
+        model.generation_config.stop_strings = None
+
+
 def test_weights_are_read_once_for_all(alone: Alone) -> None:
     """Three equal prompts that begin together read what one reads. Without guesses, which go into
     whatever time the disk has; and the prompts fit one pass together, or one would be a token
