@@ -112,7 +112,11 @@ class GgufSource:
         with tempfile.TemporaryDirectory(prefix="offload-") as folder:
             self._config.save_pretrained(folder)
             if self._gguf.metadata.get("tokenizer.ggml.model", "none") != "none":
-                load_tokenizer(self._gguf).save_pretrained(folder)
+                tokenizer = load_tokenizer(self._gguf)
+                # Several templates go into the settings: as files they would take a folder, and
+                # names that the file chose.
+                single = not isinstance(tokenizer.chat_template, dict)
+                tokenizer.save_pretrained(folder, save_jinja_files=single)
                 make: Any = GenerationConfig  # untyped
                 # Not save_pretrained: it refuses a top_k beside greedy decoding, which is what a
                 # file with a temperature of 0 says.

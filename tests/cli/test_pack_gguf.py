@@ -88,6 +88,18 @@ def test_config_and_tokenizer_are_the_files(cli: Cli, write: Write, tmp_path: Pa
     assert read.special_tokens_map == tokenizer.special_tokens_map
 
 
+def test_a_file_with_several_chat_templates(cli: Cli, write: Write, tmp_path: Path) -> None:
+    named = {"default": "<{{ messages[0].content }}>", "tool_use": "tools", "rag": "found"}
+    templates = [{"name": name, "template": text} for name, text in named.items()]
+    out = tmp_path / "p"
+    result = cli("pack", write("dense", templates=templates), out)
+    assert result.code == 0, result.err
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.chat_template == named
+    message = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "<hi>"
+
+
 def test_a_file_without_a_vocabulary(cli: Cli, models: dict[str, Any], tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", models["moe"][1], Type.F16)
     assert cli("pack", path, tmp_path / "p", "--quant", "q4").code == 0

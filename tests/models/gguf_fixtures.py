@@ -276,18 +276,21 @@ def write_gguf(
     tokenizer: tuple[Path, str] | None = None,
     extra: dict[str, torch.Tensor] | None = None,
     kinds: dict[str, Kind] | None = None,
+    templates: list[dict[str, str]] | None = None,
     **writer: Any,
 ) -> Path:
     """Write ``model`` with its matrices in ``kind`` (vectors and routers in F32, as llama.cpp).
 
     ``kinds``: of tensors whose names end so, whatever they are. Kinds that ``gguf.quants`` cannot
-    quantise to get random bits.
+    quantise to get random bits. ``templates``: named chat templates, as ``GGUFWriter`` takes them.
     """
     config = model.config
     w = gguf.GGUFWriter(path, ARCH[config.model_type], **writer)
     _metadata(w, config, mla=split_kv_b)
     if tokenizer:
         add_byte_level_tokenizer(w, *tokenizer)
+    if templates:
+        w.add_chat_template(templates)
     tensors = to_gguf_tensors(model, split_kv_b=split_kv_b, fuse=fuse) | (extra or {})
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
