@@ -17,7 +17,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,37 @@ def has_commits(directory: str | os.PathLike[str]) -> bool:
     """Whether there is a file that is named like a commit."""
     path = Path(directory)
     return path.is_dir() and any(_COMMIT.fullmatch(name) for name in os.listdir(path))
+
+
+def check_directory(directory: str | os.PathLike[str], *, resume: bool) -> None:
+    """Refuse early what making a store in ``directory`` (or opening the one there: ``resume``)
+    would refuse. Nothing is made or changed.
+
+    Raises:
+        StoreError: somebody else's files are in it, it cannot be read, or it is in use.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        return
+    TileDirectory.lock(path, TileSyscalls()).close()
+    if not resume:
+        try:
+            _check_empty(path, os.listdir(path))
+        except OSError as e:
+            raise StoreError(f"cannot look into {path}: {e.strerror}") from e
+
+
+def _check_empty(path: Path, names: Collection[str]) -> None:
+    if DATA in names:
+        raise StoreError(
+            f"{path} already holds training states; continue from them with --resume, or choose "
+            "another directory"
+        )
+    if names:
+        raise StoreError(
+            f"{path} is not empty (it has {min(names)}) and no store of training states; nothing "
+            "in it was touched, choose another directory"
+        )
 
 
 def _rename(old: str, new: str, folder: int) -> None:
@@ -102,17 +133,7 @@ class TileDirectory:
             raise StoreError(f"cannot make {path}: {e.strerror}; choose another directory") from e
         self = cls.lock(path, calls)
         try:
-            names = sorted(os.listdir(self._folder))
-            if DATA in names:
-                raise StoreError(
-                    f"{path} already holds training states; continue from them with --resume, "
-                    "or choose another directory"
-                )
-            if names:
-                raise StoreError(
-                    f"{path} is not empty (it has {names[0]}) and no store of training states; "
-                    "nothing in it was touched, choose another directory"
-                )
+            _check_empty(path, os.listdir(self._folder))
             os.fchmod(self._folder, 0o700)
             _sync_directory(path.parent)
         except BaseException as e:

@@ -31,6 +31,7 @@ from offload.io.tile_directory import (
     DoubtfulError,
     TileDirectory,
     TileSyscalls,
+    check_directory,
     has_commits,
     is_tile_store,
 )
@@ -48,8 +49,8 @@ from offload.io.tile_waiting import WaitingWrites, Write
 from offload.io.transfer import Moved, Transfer, failed
 
 __all__ = [
-    "Checksum", "TileStore", "has_commits", "is_tile_store", "manifest_space", "reserved",
-    "space_needed",
+    "Checksum", "TileStore", "check_directory", "has_commits", "is_tile_store", "manifest_space",
+    "reserved", "space_needed",
 ]  # fmt: skip
 
 

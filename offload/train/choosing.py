@@ -328,10 +328,9 @@ def _router_copies(meta: OnMeta, options: TrainOptions) -> tuple[int, int]:
 
 
 def _choose_trained(meta: OnMeta, options: TrainOptions) -> Adapters | None:
-    """Everything, or nothing but the adapters that are added here."""
+    """Everything that its class does not keep as it is (tables of sines, biases that a router only
+    counts with), or nothing but the adapters that are added here."""
     if options.method == "full":
-        for parameter in meta.model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
         return None
     adapters = inject(
         meta.model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout,

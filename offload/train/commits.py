@@ -19,7 +19,13 @@ from typing import Any
 from offload.errors import OffloadError, StoreError
 from offload.io.checksum import xxh3
 from offload.io.private import nameless_file, reserve
-from offload.io.tile_store import TileStore, has_commits, is_tile_store, manifest_space
+from offload.io.tile_store import (
+    TileStore,
+    check_directory,
+    has_commits,
+    is_tile_store,
+    manifest_space,
+)
 from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
@@ -32,7 +38,8 @@ _LARGE = 10**12
 
 
 def check_states(directory: Path, *, resume: bool) -> None:
-    """Refuse to begin where another run's states are, and to resume where there are none.
+    """Refuse to begin where another run's states are, or anything else, to resume where there are
+    none, and to do either where another process trains. Before anything is planned.
 
     Raises:
         OffloadError: with the flag to give or to drop.
@@ -47,6 +54,7 @@ def check_states(directory: Path, *, resume: bool) -> None:
             f"{directory} holds the states of another run; continue it with --resume, or delete "
             f"it, or give another --output or --disk"
         )
+    check_directory(directory, resume=resume)
 
 
 def state_versions(options: TrainOptions, directory: Path, total: int) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from offload.errors import ClosedError, OffloadError
+from offload.io.tile_store import check_directory, is_tile_store
 from offload.models.meta import MetaModel
 from offload.train.engine import Engine
 from offload.train.foreign import ForeignLoop
@@ -53,14 +54,16 @@ class DropinOptions:
 
 
 def choose_trained(model: nn.Module, train: Trains) -> None:
-    """Set every parameter's ``requires_grad``. ``train``: True or "full": all; "adapters": none of
-    the checkpoint's (modules that are put on top train); a function of the name.
+    """Set every parameter's ``requires_grad``. ``train``: True or "full": as the model's class has
+    it, which is all but tables of sines and the like; "adapters": none of the checkpoint's (modules
+    that are put on top train); a function of the name.
 
     Raises:
         OffloadError: another value.
     """
+    chosen: Callable[[str], bool]
     if train is True or train == "full":
-        chosen: Callable[[str], bool] = lambda _: True  # noqa: E731
+        chosen = {name: p.requires_grad for name, p in model.named_parameters()}.__getitem__
     elif train == "adapters":
         chosen = lambda _: False  # noqa: E731
     elif callable(train):
@@ -76,6 +79,30 @@ def choose_trained(model: nn.Module, train: Trains) -> None:
         some |= param.requires_grad
     if not some and train != "adapters":
         raise OffloadError("nothing to train: train= says no to every parameter")
+
+
+def check_place(directory: Path | None, resume: bool | int | str | Path) -> None:
+    """Refuse to begin where states (or anything else) are, and to resume where there are none, or
+    where another process trains. ``directory``: None: a private one.
+
+    Raises:
+        OffloadError: with what to give or to drop.
+    """
+    there = directory is not None and is_tile_store(directory)
+    asked = resume is not False
+    if asked and not there:
+        where = f"{directory} holds no training states" if directory else "no disk= is given"
+        raise OffloadError(
+            f"resume: {where}; give disk= the directory of the run that is to go on, or drop "
+            f"resume="
+        )
+    if there and not asked:
+        raise OffloadError(
+            f"{directory} holds the states of another run; continue it with resume=True, or give "
+            f"another disk=, or delete it"
+        )
+    if directory is not None:
+        check_directory(directory, resume=asked)
 
 
 def open_trainable(
@@ -167,25 +194,15 @@ class Training:
 
     def _tiles(self, meta: MetaModel, layout: TrainLayout, options: DropinOptions) -> Any:
         from offload.io.checksum import xxh3
-        from offload.io.tile_store import TileStore, is_tile_store
-        from offload.train.identity import layout_fingerprint, model_fingerprint
+        from offload.io.tile_store import TileStore
+        from offload.train.identity import layout_fingerprint, model_identity
 
         if not layout.trained:
             return lambda *_: _NoTiles()
+        check_place(self.directory, options.resume)
         there = is_tile_store(self.directory)
-        if options.resume and not there:
-            raise OffloadError(
-                f"resume: {self.directory} holds no training states; give disk= the directory of "
-                f"the run that is to go on, or drop resume="
-            )
-        if there and not options.resume:
-            raise OffloadError(
-                f"{self.directory} holds the states of another run; continue it with resume=True, "
-                f"or give another disk=, or delete it"
-            )
         identity = {
-            "model": model_fingerprint(meta),
-            "dtype": str(meta.dtype).removeprefix("torch."),
+            **model_identity(meta),
             "layout": layout_fingerprint(layout),
             "states": options.states,
             "grad_dtype": options.grad_dtype or "of the weights",

@@ -20,7 +20,7 @@ from offload.models.workspace import limit_kernels
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.checks import check_dtypes
-from offload.train.dropin import DropinOptions, choose_trained, open_trainable
+from offload.train.dropin import DropinOptions, check_place, choose_trained, open_trainable
 from offload.train.footprint import measure_training
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.options import STATES, TrainOptions
@@ -51,6 +51,8 @@ def load_trainable(
         raise OffloadError(f"states={options.states!r}: choose one of {', '.join(STATES)}")
     if batch < 1 or context < 1:
         raise OffloadError(f"batch={batch} and context={context} must be at least 1")
+    where = None if disk is None else Path(disk).expanduser()
+    _check_states(options, where)
     directory = resolve(path)
     budget = int(available_ram() * SAFE_SHARE) if ram is None else parse_bytes(ram)
     limit_kernels(budget)
@@ -70,12 +72,23 @@ def load_trainable(
     layout = lay_out(meta.model)
     plan = plan_dropin(meta, layout, options, budget, baseline, context, batch)
     log.info("%s of RAM for a step: %s", format_bytes(plan.ram_bytes), plan.ram)
-    where = None if disk is None else Path(disk).expanduser()
     model = open_trainable(
         meta, layout, plan.placement, options, where, progress or (lambda *_: None)
     )
     model.offload.plan = plan
     return model
+
+
+def _check_states(options: DropinOptions, where: Path | None) -> None:
+    """Before anything is planned. Raises OffloadError."""
+    if options.train == "adapters":
+        if options.resume is not False:
+            raise OffloadError(
+                "resume= cannot take effect with train='adapters': no weights are trained here "
+                "whose states could go on; drop it, and load the adapters with PEFT"
+            )
+        return
+    check_place(where, options.resume)
 
 
 def plan_dropin(

@@ -6,10 +6,15 @@ change no bit of the result.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from typing import Any
 
+from offload.errors import CheckpointError
+from offload.io.files import open_to_read
+from offload.io.safetensors import CheckpointIndex
 from offload.models.meta import MetaModel
 from offload.train.data.opening import TrainData
 from offload.train.layout import TrainLayout
@@ -21,6 +26,10 @@ _SETTINGS = (
     "skip_untouched_experts",
 )  # fmt: skip
 _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets")
+_NO_MODEL = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+"""What says nothing of how a model computes, or is told by itself."""
+_SAMPLED, _BYTES = 2048, 256
+"""Tensors, and bytes of each."""
 
 
 def identity_of(
@@ -37,8 +46,7 @@ def identity_of(
     )
     return {
         "base": base or "the checkpoint's own weights",
-        "model": model_fingerprint(meta),
-        "dtype": str(meta.dtype).removeprefix("torch."),
+        **model_identity(meta),
         # Of several differences the first one in the alphabet is told: causes come before effects.
         "model layout": layout_fingerprint(layout),
         "tokenised data": data.fingerprint,
@@ -46,15 +54,57 @@ def identity_of(
     }
 
 
+def model_identity(meta: MetaModel) -> dict[str, str]:
+    """What a model is, by its files, its config and some of its values."""
+    return {
+        "model": model_fingerprint(meta),
+        "model config": config_fingerprint(meta.model.config),
+        "model values": values_fingerprint(meta.index),
+        "dtype": str(meta.dtype).removeprefix("torch."),
+    }
+
+
 def model_fingerprint(meta: MetaModel) -> str:
-    """Of the checkpoint's files: names, sizes, and every tensor's place and dtype. Not of the
-    values: reading them all would take as long as a step."""
+    """Of the checkpoint's files: names, sizes, and every tensor's place and dtype."""
     digest = hashlib.sha256()
     digest.update(type(meta.model).__name__.encode())
     for file in meta.index.files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
     for name, (number, tensor) in sorted(meta.index.tensors.items()):
         digest.update(f"{name} {number} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def config_fingerprint(config: Any) -> str:
+    """Of what differs from its class's defaults, but for where it came from and what wrote it: the
+    files of a model say nothing of its epsilons and rotations."""
+    facts = {k: v for k, v in config.to_diff_dict().items() if k not in _NO_MODEL}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def values_fingerprint(index: CheckpointIndex) -> str:
+    """Of a few bytes from the middle of up to ``_SAMPLED`` tensors. Of a pack there are no files:
+    its blocks' checksums say what is in them.
+
+    A base model and what was made of it have files of the same shape. Reading all of them would
+    take as long as a step; which tensors are read is decided by the digests of their names, as a
+    stride could meet the same kind in every layer.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    names = sorted(index.tensors, key=lambda n: hashlib.sha256(n.encode()).digest())
+    places = sorted(index.tensors[name] for name in names[:_SAMPLED])
+    try:
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(open_to_read(file, 0)) for file in index.files]
+            for number, tensor in places if opened else ():
+                at = tensor.offset + max(0, tensor.nbytes - _BYTES) // 2
+                size = min(_BYTES, tensor.nbytes)
+                digest.update(os.pread(opened[number].fileno(), size, at))
+    except OSError as e:
+        raise CheckpointError(f"cannot read {index.directory}: {e.strerror}") from e
     return digest.hexdigest()[:32]
 
 

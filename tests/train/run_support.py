@@ -72,10 +72,11 @@ def write_tokenizer(directory: Path, **special: str) -> None:
 
 
 def write_model(
-    directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **overrides: Any
-) -> Path:
+    directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, *, seed: int = 0,
+    **overrides: Any,
+) -> Path:  # fmt: skip
     """A tiny checkpoint with a tokenizer."""
-    write(family, directory, dtype, config=tiny_config(family, **overrides))
+    write(family, directory, dtype, config=tiny_config(family, **overrides), seed=seed)
     write_tokenizer(directory, eos_token="<end>", pad_token="<pad>")
     return directory
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +27,9 @@ from run_support import (
     write_model,
 )
 
+import offload
 from offload.errors import OffloadError, PlanError
+from offload.train import dropin_load, preparing
 from offload.train.preparing import prepare
 from offload.train.run import Run
 
@@ -217,3 +223,62 @@ def test_other_data_and_another_model_are_named(
         train(again(options, data=write_data(tmp_path / "other.jsonl", seed=1)))
     with pytest.raises(OffloadError, match="model"):
         train(again(options, model=str(models("tied"))))
+
+
+def test_another_model_of_the_same_shape_is_named(
+    models: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    """A base model and what was made of it differ in nothing but values, or in a number of the
+    config."""
+    options = options_for(models("llama"), data, tmp_path, method="lora")
+    train(options, stop_after=1)
+    other = write_model(tmp_path / "other", seed=1)
+    with pytest.raises(OffloadError, match="its model values is"):
+        train(again(options, model=str(other)))
+    moved = shutil.copytree(models("llama"), tmp_path / "moved")
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    with pytest.raises(OffloadError, match="its model config is"):
+        train(again(options, model=str(moved)))
+    (moved / "config.json").write_text(json.dumps(config | {"transformers_version": "5.99.0"}))
+    assert list(train(again(options, model=str(moved))).losses) == [2, 3, 4]
+
+
+def test_where_states_cannot_be_is_said_before_anything_is_planned(
+    models: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(models("llama"), data, tmp_path)
+    train(options, stop_after=1)
+    other = options_for(models("llama"), data, tmp_path / "other")
+    (tmp_path / "other" / "disk").mkdir(parents=True)
+    (tmp_path / "other" / "disk" / "thesis.tex").write_text("mine")
+
+    def planned(*_: Any, **__: Any) -> int:
+        raise AssertionError("it was planned before")
+
+    monkeypatch.setattr(preparing, "warm_training", planned)
+    monkeypatch.setattr(dropin_load, "warm_training", planned)
+
+    def loaded(disk: Path, **how: Any) -> None:
+        offload.load(options.model, train=True, ram="1GiB", context=16, disk=disk, **how)
+
+    with pytest.raises(OffloadError, match="thesis"):
+        prepare(other)
+    with pytest.raises(OffloadError, match="thesis"):
+        loaded(tmp_path / "other" / "disk")
+    with pytest.raises(OffloadError, match="resume=True"):
+        loaded(tmp_path / "disk")
+    with pytest.raises(OffloadError, match="no training states"):
+        loaded(tmp_path / "nowhere", resume=True)
+    with pytest.raises(OffloadError, match="cannot take effect"):
+        offload.load(options.model, train="adapters", resume=True)
+    holder = os.open(tmp_path / "disk", os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(OffloadError, match="in use"):
+            prepare(again(options))
+        with pytest.raises(OffloadError, match="in use"):
+            loaded(tmp_path / "disk", resume=True)
+    finally:
+        os.close(holder)
+    assert not (tmp_path / "nowhere").exists()
