@@ -129,12 +129,17 @@ def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
         model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     )
     hidden = int(getattr(config, "hidden_size", 1024))
-    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    inner = widest(getattr(config, "intermediate_size", None)) or 4 * hidden
     layers = int(getattr(config, "num_hidden_layers", 24))
     rows = tokens * batch
     vocabulary = int(getattr(config, "vocab_size", 0))
     activations = rows * (12 * hidden + 3 * inner) * max(element, 4) + 12 * batch * vocabulary
     return Footprint(activations, 2 * layers * rows * hidden * element, False)
+
+
+def widest(size: Any) -> int:
+    """A size of a config, of which some families have one for each layer; 0 for none."""
+    return max(map(int, size), default=0) if isinstance(size, list | tuple) else int(size or 0)
 
 
 def meta_forward(

@@ -315,6 +315,12 @@ class Training:
 
     # -- the end --------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OffloadError(
+            "a streamed model cannot be copied as a whole (for a model to compare with, say): load "
+            "it a second time with offload.load(path), or train adapters, which can be switched off"
+        )
+
     def __enter__(self) -> Any:
         return self.model
 

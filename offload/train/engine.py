@@ -371,6 +371,12 @@ class Engine(Stepping):
         """Call ``close`` when the engine closes, after its thread has ended."""
         self._closers.append(close)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OffloadError(
+            "a streamed part of the model that holds others, or experts, cannot be copied: its "
+            "weights are not in memory; leave it out of modules_to_save (or of what copies it)"
+        )
+
     def close(self) -> None:
         """End the threads and free the memory. Updates that are pending are lost: ``drain`` or
         commit first. Idempotent."""

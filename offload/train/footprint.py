@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.models.expert_groups import expert_groups
-from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts
+from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts, widest
 from offload.models.meta_attention import CpuAttention
 from offload.models.params import parameters
+from offload.train.passing import without_caches
 from offload.train.row_grads import RowGradient, taking_rows
-from offload.train.segments import without_caches
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def measure_training(
         logger.info("activations are estimated by formula: %s", error)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
     hidden = int(getattr(config, "hidden_size", 1024))
-    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    inner = widest(getattr(config, "intermediate_size", None)) or 4 * hidden
     heads = int(getattr(config, "num_attention_heads", 16))
     tokens = rows * length
     size = max((p.element_size() for p in model.parameters()), default=4)

@@ -194,8 +194,8 @@ def trainer_optimizer(
     learning rate, betas, eps and weight decay of ``args``, a ``TrainingArguments``.
 
     Raises:
-        OffloadError: ``args`` ask for fp16, for another optimizer than AdamW, or for clipping
-            together with ``in_backward``.
+        OffloadError: ``args`` ask for fp16, for another optimizer than AdamW, for torch.compile,
+            for the best weights in the place of the last, or for clipping with ``in_backward``.
     """
     if getattr(args, "fp16", False):
         raise OffloadError("fp16 with a GradScaler is not supported; use bf16=True, or neither")
@@ -204,6 +204,17 @@ def trainer_optimizer(
         raise OffloadError(
             f"optim={asked!r} is not what streamed states are updated by; leave optim at its "
             f"default (adamw_torch) and choose their format when loading: states='bf16' or '8bit'"
+        )
+    if getattr(args, "torch_compile", False):
+        raise OffloadError(
+            "torch_compile=True cannot be used: streamed weights come and go inside the model; "
+            "leave it out"
+        )
+    if getattr(args, "load_best_model_at_end", False):
+        raise OffloadError(
+            "load_best_model_at_end=True cannot be used: streamed weights are not replaced while "
+            "the model is open; leave it out, and load trainer.state.best_model_checkpoint when "
+            "training is over (metric_for_best_model and save_strategy='best' still choose it)"
         )
     if in_backward and args.max_grad_norm and args.max_grad_norm > 0:
         raise OffloadError(

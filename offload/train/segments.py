@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
 from offload.train.inputs import Kept
+from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
 from offload.train.visits import AT_HOME, Tensors, Visit
 
 
@@ -66,20 +68,6 @@ class Runtime(Protocol):
         ...
 
 
-def without_caches(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A unit's arguments without caches: recomputing would append a step's keys a second time."""
-    args = tuple(None if _is_cache(x) else x for x in args)
-    kwargs = {k: None if _is_cache(v) else v for k, v in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return args, kwargs
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether it is one of transformers' caches, by whatever argument it comes."""
-    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
-
-
 class Segment:
     """Replaces ``module.forward``. Without autograd it runs the unit with its weights in place."""
 
@@ -94,12 +82,14 @@ class Segment:
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        grad = torch.is_grad_enabled()
+        grad = training = torch.is_grad_enabled()
         # Adapters that were put into the unit later are nobody's but autograd's.
         if grad and not self.trains and not any(p.requires_grad for p in self.module.parameters()):
             # Below the first trained unit there is nothing to go back for.
             leaves, _ = tree_flatten((args, kwargs))
             grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        if training:
+            refuse_filled(args, kwargs)
         if not grad:
             with (
                 torch.no_grad(),
@@ -109,25 +99,40 @@ class Segment:
                 if self.module.training:  # dropout below the first adapter is the unit's own, too
                     self.runtime.forward_key(self.unit)
                 with self.runtime.visiting(self.unit) as visit:
-                    return self._without_autograd(visit, args, kwargs)
-        args, kwargs = without_caches(args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+                    return self._without_autograd(visit, args, kwargs, caches=not training)
+        leaves, spec = tree_flatten(without_caches(args, kwargs))
         anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
         call = _Call(self, spec, leaves)
         out = _Run.apply(
             call, anchor, *[x if isinstance(x, torch.Tensor) else None for x in leaves]
         )
-        return tree_unflatten(
+        result, stored = tree_unflatten(
             [call.fixed[i] if t is None else t for i, t in enumerate(out)], call.out_spec
         )
+        hand_over(stored, args, kwargs)
+        return result
 
-    def _without_autograd(self, visit: Visit, args: Any, kwargs: Any) -> Any:
-        if visit is AT_HOME:
+    def _without_autograd(self, visit: Visit, args: Any, kwargs: Any, *, caches: bool) -> Any:
+        if visit is AT_HOME and caches:
             return self.inner(*args, **kwargs)
         leaves, spec = tree_flatten(without_caches(args, kwargs))
-        args, kwargs = tree_unflatten(_tensors(leaves, visit.up), spec)
-        out, spec = tree_flatten(self.inner(*args, **kwargs))
-        return tree_unflatten(_tensors(out, visit.down), spec)
+        up, more = tree_unflatten(_tensors(leaves, visit.up), spec)
+        watch = Watch(up, more)
+        out, spec = tree_flatten((self.inner(*up, **more), watch.stored()))
+        result, stored = tree_unflatten(_tensors(out, visit.down), spec)
+        hand_over(stored, args, kwargs)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the unit is an ordinary module with weights of its own in memory (what peft
+        makes of ``modules_to_save``): its ``forward`` is what ours was put in the place of."""
+        copied = memo.get(id(self.module))
+        if copied is None or not isinstance(self.inner, MethodType):
+            raise OffloadError(
+                f"{type(self.module).__name__} of a streamed model cannot be copied with what was "
+                f"put in the place of its forward"
+            )
+        return MethodType(self.inner.__func__, copied)
 
     def restore(self) -> None:
         self.module.__dict__.pop("forward", None)
@@ -170,8 +175,9 @@ class _Call:
     def run(self, tensors: list[torch.Tensor | None]) -> list[Any]:
         leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
+        watch = Watch(args, kwargs)
         with self.autocast.entered():
-            out, spec = tree_flatten(self.segment.inner(*args, **kwargs))
+            out, spec = tree_flatten((self.segment.inner(*args, **kwargs), watch.stored()))
         if self.out_spec is None:
             self.out_spec = spec
         elif self.out_spec != spec:

@@ -69,6 +69,9 @@ _VALUES = frozenset("data T mT H mH real imag".split())
 
 _SAME = frozenset("contiguous cpu __deepcopy__".split())
 
+_LIKE = frozenset("to type_as view_as expand_as reshape_as".split())
+"""What other tensors ask of one, of which its values are no part."""
+
 _ADDRESSES = frozenset(
     "data_ptr untyped_storage storage _typed_storage storage_offset __cuda_array_interface__ "
     "share_memory_ set_ resize_ resize_as_ unsafe_set_".split()
@@ -89,7 +92,7 @@ class StreamedTensor(Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _attribute(func, name, args)
-        if name in _FACTS:
+        if name in _FACTS and _is_own(args):
             with _PLAIN():
                 return func(*args, **kwargs)
         return _operation(func, name, args, kwargs)
@@ -189,6 +192,9 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if kwargs:
         found += _streamed(tuple(kwargs.values()))
     first: Any = found[0]
+    if not _is_own(args) and name in _LIKE:
+        with _PLAIN():  # it gives a dtype, a device or a shape to another tensor
+            return func(*args, **kwargs)
     if name == "requires_grad_":
         if args[1] if len(args) > 1 else kwargs.get("requires_grad", True):
             _check_trainable(first)
@@ -218,12 +224,17 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         with _PLAIN():
             strides = torch.empty(tuple(first.shape), device="meta").stride()
         return strides if len(args) < 2 else strides[args[1]]
-    if name in _SAME or (name == "to" and _keeps(first, args[1:], kwargs)):
+    if _is_own(args) and (name in _SAME or (name == "to" and _keeps(first, args[1:], kwargs))):
         return first
     if all(t._source.present(t._name) and isinstance(t, StreamedParameter) for t in found):
         with _PLAIN():
             return func(*args, **kwargs)
     return _with_values(func, name, args, kwargs, found)
+
+
+def _is_own(args: Any) -> bool:
+    """Whether the operation is one of a streamed tensor, not of another that is given one."""
+    return bool(args) and isinstance(args[0], StreamedTensor)
 
 
 def _streamed(args: Any) -> Iterator[Tensor]:

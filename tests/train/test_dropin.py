@@ -317,6 +317,33 @@ def test_weights_cannot_be_changed_or_moved(tiny: Any) -> None:
         assert model.to("cpu") is model
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_what_others_ask_of_a_weight(tiny: Any, place: str) -> None:
+    """A dtype, a shape: the tensor that asks is answered, not the weight given in its place."""
+    with streamed(tiny(), place) as model:
+        weight = model.lm_head.weight
+        half = torch.ones(weight.numel(), dtype=torch.bfloat16)
+        assert torch.equal(half.to(weight), torch.ones(weight.numel()))
+        assert torch.equal(half.type_as(weight), torch.ones(weight.numel()))
+        assert torch.equal(half.view_as(weight), torch.ones(weight.shape, dtype=torch.bfloat16))
+        assert torch.equal(half.float().view_as(weight) * weight, weight.detach().clone())
+
+
+def test_a_copy_of_a_part_is_an_ordinary_module(tiny: Any) -> None:
+    """What peft does with ``modules_to_save``; a whole model is too large for that."""
+    directory = tiny()
+    wanted = resident(directory)
+    with streamed(directory) as model:
+        x = torch.randn(2, 3, wanted.config.hidden_size)
+        for path in ("lm_head", "model.layers.1.mlp"):
+            copied = copy.deepcopy(model.get_submodule(path))
+            ours = [type(p) for p in copied.parameters()]
+            assert set(ours) == {torch.nn.Parameter}
+            assert torch.equal(copied(x), wanted.get_submodule(path)(x))
+        with pytest.raises(OffloadError, match="load it a second time"):
+            copy.deepcopy(model)
+
+
 def test_what_is_no_part_of_the_model_is_refused(tiny: Any) -> None:
     with streamed(tiny()) as model, streamed(tiny()) as other:
         with pytest.raises(OffloadError, match="in memory"):

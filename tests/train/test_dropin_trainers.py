@@ -142,6 +142,11 @@ def test_arguments_that_cannot_be_obeyed(tmp_path: Path) -> None:
         trainer_optimizer(arguments(tmp_path), in_backward=True)
     with pytest.raises(OffloadError, match="adafactor"):
         trainer_optimizer(arguments(tmp_path, optim="adafactor"))
+    best = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    with pytest.raises(OffloadError, match="best_model_checkpoint"):
+        trainer_optimizer(arguments(tmp_path, load_best_model_at_end=True, **best))
+    with pytest.raises(OffloadError, match="torch_compile"):
+        trainer_optimizer(arguments(tmp_path, torch_compile=True))
 
 
 def test_trainer_with_updates_inside_backward(tiny: Any, tmp_path: Path) -> None:
@@ -191,6 +196,35 @@ def test_peft_with_torchs_own_optimizer(tiny: Any, tmp_path: Path, place: str, t
         assert {f.name for f in (tmp_path / "adapter").glob("*.safetensors")} == {
             "adapter_model.safetensors"
         }
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [1, 2, 3]},
+        {"layer_replication": [[0, 2], [1, 4]]},
+    ],
+    ids=lambda how: next(iter(how)),
+)
+def test_more_than_adapters_of_peft(tiny: Any, tmp_path: Path, how: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    args = arguments(tmp_path, learning_rate=1e-2)
+
+    def more(model: Any) -> Any:
+        torch.manual_seed(11)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **how)
+        )
+
+    wanted = more(resident(tiny()))
+    expected = figures(train(wanted, args, ours=False))
+    with streamed(tiny(), train="adapters") as model:
+        ours = more(model)
+        assert figures(train(ours, args, ours=False)) == pytest.approx(expected, rel=5e-5)
+        assert adapters(ours).keys() == adapters(wanted).keys()
+        for name, value in adapters(wanted).items():
+            assert torch.allclose(adapters(ours)[name], value, atol=1e-5), name
 
 
 # -- TRL --------------------------------------------------------------------------------------
