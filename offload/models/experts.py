@@ -138,7 +138,9 @@ class ExpertProxy:
 
     def _refuse(self, what: str) -> Any:
         raise UnsupportedModelError(
-            f"{self._name} is streamed expert by expert and {what} needs all experts at once"
+            f"{self._name} is streamed expert by expert and {what} needs all experts at once "
+            f"(adapters of experts: offload finetune --method lora --lora-targets "
+            f"{self._name.rpartition('.')[2]})"
         )
 
 

@@ -9,18 +9,27 @@ if one of them does, and trains less than was asked for.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.errors import OffloadError
 from offload.models.expert_groups import expert_groups
 
+logger = logging.getLogger(__name__)
+
 ALL_LINEAR = "all-linear"
 """Every linear layer of the model but the head, peft's shorthand."""
+
+_MAMBA = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+_MAMBA_KERNELS = frozenset({"conv1d", "out_proj"})
+"""Layers whose weights the kernels of these model types take without the layer: an adapter would be
+passed over wherever such kernels are installed, and peft refuses to load one."""
 
 _PATH = re.compile(r"[\w.]+")
 
@@ -72,6 +81,7 @@ def find_targets(model: Any, wanted: Sequence[str] | str | None) -> list[Target]
             )
         return found
     everything = [*linear, *_fused(model)]
+    taken = _taken_by_kernels(model)
     chosen: set[str] = set()
     for entry in [wanted] if isinstance(wanted, str) else wanted:
         if entry.lower() == ALL_LINEAR:
@@ -79,6 +89,13 @@ def find_targets(model: Any, wanted: Sequence[str] | str | None) -> list[Target]
         else:
             matches = _matcher(entry, isinstance(wanted, str))
             matching = [t for t in everything if matches(t.name)]
+            refused = [name for name in taken if matches(name)]
+            if refused:
+                raise OffloadError(
+                    f"LoRA target {entry!r}: {refused[0]} cannot have an adapter, as kernels of "
+                    f"{model.config.model_type} models take its weight without the layer (peft "
+                    f"does not load one); leave it out"
+                )
         if not matching:
             raise OffloadError(
                 f"LoRA target {entry!r} is no weight of {type(model).__name__} that can have an "
@@ -107,8 +124,13 @@ def _linear(model: Any) -> list[Target]:
     from transformers.pytorch_utils import Conv1D
 
     out = []
+    taken = _taken_by_kernels(model)
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
+        if (
+            isinstance(module, nn.Linear | Conv1D)
+            and path not in taken
+            and _only_multiplies(module)
+        ):
             flipped = isinstance(module, Conv1D)
             rows, columns = module.weight.shape
             n_in, n_out = (rows, columns) if flipped else (columns, rows)
@@ -117,6 +139,31 @@ def _linear(model: Any) -> list[Target]:
                        transposed=flipped, experts=None)
             )  # fmt: skip
     return out
+
+
+def _taken_by_kernels(model: Any) -> list[str]:
+    if getattr(getattr(model, "config", None), "model_type", None) not in _MAMBA:
+        return []
+    return [n for n, _ in model.named_modules() if n.rpartition(".")[2] in _MAMBA_KERNELS]
+
+
+def _only_multiplies(module: nn.Module) -> bool:
+    """Whether a linear layer is nothing else. Routers of Llama 4 and Phi-MoE inherit from one and
+    return what they chose; others multiply groups apart."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    weight: Any = module.weight
+    columns, rows = weight.shape[::-1]
+    x = torch.zeros((2, 3, columns), dtype=weight.dtype, device=weight.device)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            out = module(x)
+    except Exception as error:  # noqa: BLE001  whatever it does, it is no plain product
+        logger.debug("%s takes no [2, 3, %d]: %s", type(module).__name__, columns, error)
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (2, 3, rows)
 
 
 def _fused(model: Any) -> list[Target]:

@@ -27,6 +27,7 @@ from offload.train.identity import identity_of
 from offload.train.layout import TrainLayout
 from offload.train.loop import LanguageLoop
 from offload.train.lora import Adapters
+from offload.train.lora_targets import ALL_LINEAR
 from offload.train.needs import row_tables, rows_in_ram
 from offload.train.opening import EngineOptions, open_engine
 from offload.train.options import TrainOptions
@@ -144,11 +145,8 @@ class Run:
             while step < self.total:
                 tokens += self._step(engine, loop, step, groups, listener)
                 step += 1
-                if step == first + 1 and self.adapters is not None and self.adapters.unused():
-                    raise OffloadError(
-                        f"adapters that no forward has used would never be trained: "
-                        f"{', '.join(self.adapters.unused()[:4])}; leave them out of --lora-targets"
-                    )
+                if step == first + 1:
+                    self._check_used(listener)
                 if step < self.total:
                     save = options.save_every is not None and step % options.save_every == 0
                     if options.eval_every and step % options.eval_every == 0:
@@ -192,6 +190,29 @@ class Run:
             expert_updates=self._expert_updates,
             merged_onto=self._result.merged_onto,
             **self._sums.fields(),
+        )
+
+    def _check_used(self, listener: Listener) -> None:
+        """Behind the first step: some models use a layer's weight and not the layer, and an adapter
+        there stays at nothing. It is an error to ask for one by name.
+
+        Raises:
+            OffloadError: see above.
+        """
+        unused = [] if self.adapters is None else self.adapters.unused()
+        if not unused:
+            return
+        names = ", ".join(unused[:4]) + ", ..." * (len(unused) > 4)
+        targets = self.options.lora_targets
+        if targets is None or any(name.lower() == ALL_LINEAR for name in targets):
+            listener.note(
+                f"the model uses the weights of {len(unused)} linear layers without the layers, so "
+                f"their adapters change nothing: {names}"
+            )
+            return
+        raise OffloadError(
+            f"adapters that no forward has used would never be trained: {names}; leave them out of "
+            f"--lora-targets"
         )
 
     def _open_device(self, stack: contextlib.ExitStack) -> Device | None:

@@ -277,6 +277,7 @@ def test_a_gguf_file(finetune: Finetune, tmp_path: Path) -> None:
         ("bert", "SequenceClassification"),
         ("bert", "MaskedLM"),
         ("bert", "CausalLM"),
+        ("marian", "CausalLM"),
         ("vit", "ImageClassification"),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lora_support import HOW, Made
+from run_support import options_for, planned_once, train, write_data, write_model
 
 from offload.errors import OffloadError
 from offload.models.meta import build
@@ -119,3 +121,46 @@ def test_a_model_of_nothing_but_a_head() -> None:
 
     with pytest.raises(OffloadError, match="no linear layer outside of its head"):
         find_targets(Bare(), None)
+
+
+@pytest.mark.parametrize("wanted", [None, "all-linear"])
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [
+        ("llama4_text", "router"),
+        ("phimoe", "router"),
+        ("deepseek_v4", "o_a_proj"),  # groups are multiplied apart
+        ("mamba2", "out_proj"),
+        ("falcon_h1", "mamba.out_proj"),
+    ],
+)
+def test_what_is_no_plain_linear_layer_has_no_adapter(
+    tiny: Made, family: str, left_out: str, wanted: Any
+) -> None:
+    model = build(tiny(family)).model
+    there = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert any(name.endswith(left_out) for name in there)
+    found = names(model, wanted)
+    assert found
+    assert not any(name.endswith(left_out) for name in found)
+    with pytest.raises(OffloadError, match=left_out):
+        find_targets(model, [left_out])
+
+
+def test_a_linear_layer_of_a_familys_own_has_one(tiny: Made) -> None:
+    assert any("dense_h_to_4h" in name for name in names(build(tiny("falcon")).model, None))
+
+
+def test_layers_whose_weights_are_used_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left alone where nobody named them; who does is told."""
+    planned_once(monkeypatch)
+    model, data = write_model(tmp_path / "m", "gemma3n_text"), write_data(tmp_path / "d.jsonl")
+    how: dict[str, Any] = {"method": "lora", "lora_r": 4, "max_steps": 2}
+    log = train(options_for(model, data, tmp_path / "a", **how))
+    assert len(log.losses) == 2
+    assert [n for n in log.notes if "altup.correction_coefs" in n and "change nothing" in n]
+    named = ("q_proj", "correction_coefs")
+    with pytest.raises(OffloadError, match="would never be trained"):
+        train(options_for(model, data, tmp_path / "b", **how, lora_targets=named))
