@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import warnings
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,8 +120,18 @@ class CupyLauncher:
         self._last = current
         handle = current.cuda_stream
         if handle not in self._streams:
-            self._streams[handle] = self._cupy.cuda.ExternalStream(handle, self.device.index)
+            self._streams[handle] = self._external(current)
         return self._streams[handle]
+
+    def _external(self, stream: Any) -> Any:
+        """A stream of torch's as CuPy takes it."""
+        cuda = self._cupy.cuda
+        if hasattr(cuda, "ExternalStream"):
+            # CuPy 14 warns that 15 will not have it; 13 has nothing else.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return cuda.ExternalStream(stream.cuda_stream, self.device.index)
+        return cuda.Stream.from_external(stream)
 
 
 class _Floats:

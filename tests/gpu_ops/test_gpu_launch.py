@@ -6,6 +6,7 @@ import builtins
 import importlib
 import sys
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def test_a_compilers_log_is_shortened() -> None:
 class FakeCupy(types.ModuleType):
     """As much of CuPy as a launch uses; functions write down what they are called with."""
 
-    def __init__(self, fails: str = "", at_launch: str = "") -> None:
+    def __init__(self, fails: str = "", at_launch: str = "", version: int = 13) -> None:
         super().__init__("cupy")
         self.calls: list[Any] = []
         self.modules: list[dict[str, Any]] = []
@@ -74,7 +75,15 @@ class FakeCupy(types.ModuleType):
                 outer.calls.append("left")
 
         class ExternalStream(Context):
-            pass
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                if version >= 14:
+                    warnings.warn("ExternalStream is deprecated", DeprecationWarning, stacklevel=2)
+
+        class Stream(Context):
+            @classmethod
+            def from_external(cls, stream: FakeStream) -> Any:
+                return cls(*stream.__cuda_stream__())
 
         class Device(Context):
             pass
@@ -94,7 +103,9 @@ class FakeCupy(types.ModuleType):
 
                 return function
 
-        self.cuda = types.SimpleNamespace(ExternalStream=ExternalStream, Device=Device)
+        self.cuda = types.SimpleNamespace(Stream=Stream, Device=Device)
+        if version < 15:
+            self.cuda.ExternalStream = ExternalStream
         self.RawModule = RawModule
 
 
@@ -105,6 +116,9 @@ class FakeStream:
 
     def wait_stream(self, other: FakeStream) -> None:
         self.after.append(other)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.cuda_stream
 
 
 @pytest.fixture
@@ -139,6 +153,18 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream]) -> 
     card.launch(LINEAR, (1, 1), 32, arguments)
     assert len(cupy.modules) == 1
     assert stream[0].after == []
+
+
+@pytest.mark.parametrize(("version", "as_its"), [(13, "ExternalStream"), (14, "ExternalStream"),
+                                                 (15, "Stream")])  # fmt: skip
+def test_streams_of_every_cupy(
+    monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream], version: int, as_its: str
+) -> None:
+    """14 warns of what 13 has, and a warning may be an error to whoever runs us."""
+    del stream
+    cupy = FakeCupy(version=version)
+    launcher(monkeypatch, cupy).launch(LINEAR, (1, 1), 32, LinearArgs())
+    assert (as_its, (0x10, 3) if version < 15 else (0, 0x10)) in cupy.calls
 
 
 def test_another_stream_comes_after_the_last(
