@@ -215,14 +215,14 @@ def test_the_peak_is_within_the_cap(tiny: Path) -> None:
 def _synchronisations(work: Callable[[], Any]) -> int:
     """How often torch blocks the host on the card while ``work`` runs."""
     work()  # what is done only once
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # which itself warns that it is a prototype
+        try:
             work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in caught)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(w.message) for w in caught)
 
 
 def test_streaming_adds_no_synchronisation(tiny: Path) -> None:
