@@ -58,7 +58,7 @@ from offload.models.recipes import (
 )
 from offload.models.request import expert_top_k, matrices, request_of, reserves_of
 from offload.models.split import fine_units
-from offload.models.toy import Warm, warm_up
+from offload.models.toy import Warm, warm_card, warm_up
 from offload.models.units import Cut, cut
 from offload.models.workspace import WHOLE, limit_kernels, workspace_for
 from offload.runtime import choice
@@ -170,10 +170,11 @@ def prepare(
     config = read_config(directory)
     dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
     check_device(options)
-    choice.warm_up(options.choice)
+    kind = model_class(config)
+    warm_card(options.choice, config, kind, dtype)
     import_programs(options)
     keep_small_heap(ram_budget(options))
-    warm = warm_up(config, model_class(config), dtype, options.hardware is not None)
+    warm = warm_up(config, kind, dtype, options.hardware is not None)
     reset_peak_rss()
     return plan_model(directory, options, warm, compiling)
 

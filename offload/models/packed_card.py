@@ -23,7 +23,7 @@ from offload.gpu_ops import experts as routed
 from offload.gpu_ops import linear as dense
 from offload.gpu_ops.launch import CupyLauncher, Launcher
 from offload.gpu_ops.records import Scratch
-from offload.gpu_ops.source import kernel
+from offload.gpu_ops.source import Kernel, kernel
 from offload.models.absent import AbsentTensor, absent
 from offload.models.hybrid import Rows
 from offload.models.packed_modules import PackedLinear, PackedSession
@@ -48,14 +48,7 @@ class PackedCard:
 
     def prepare(self, pack: PackedModel) -> None:
         """Compile what the pack needs. Raises OffloadError: a kernel does not compile here."""
-        wanted = [kernel("quantize")]
-        for fmt in pack.matrix_formats():
-            wanted += [kernel("linear", fmt, n) for n in (1, 4)] + [kernel("dequantize", fmt)]
-        for gate_up, down in (map(get_format, pair) for pair in pack.expert_formats()):
-            wanted += [kernel("gate_up", gate_up, n) for n in (1, 4)]
-            wanted += [kernel("down", down, n) for n in (1, 4)]
-            wanted += [kernel("dequantize", fmt) for fmt in (gate_up, down)] + [kernel("merge")]
-        for one in wanted:
+        for one in kernels_of(pack):
             self.launcher.prepare(one)
 
     def linear(self, module: PackedLinear, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
@@ -71,6 +64,32 @@ class PackedCard:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 on_detach(shadow(module, "product", self.linear))
+
+
+def kernels_of(pack: PackedModel) -> list[Kernel]:
+    """What a pack's matrices and experts are multiplied by on a card."""
+    wanted = [kernel("quantize")]
+    for fmt in pack.matrix_formats():
+        wanted += [kernel("linear", fmt, n) for n in (1, 4)] + [kernel("dequantize", fmt)]
+    for gate_up, down in (map(get_format, pair) for pair in pack.expert_formats()):
+        wanted += [kernel("gate_up", gate_up, n) for n in (1, 4)]
+        wanted += [kernel("down", down, n) for n in (1, 4)]
+        wanted += [kernel("dequantize", fmt) for fmt in (gate_up, down)] + [kernel("merge")]
+    return list(dict.fromkeys(wanted))
+
+
+def compile_for(device: torch.device, pack: PackedModel) -> None:
+    """Compile what a pack needs on a card, before the process is weighed: the compiler stays in it,
+    and it is of the program. CuPy keeps what it has compiled for who asks next.
+
+    Raises:
+        OffloadError: CuPy is missing, or a kernel does not compile; says what to install or do.
+        UnsupportedModelError: the card is none for them.
+    """
+    _check_maker()
+    launcher = CupyLauncher(device)
+    for one in kernels_of(pack):
+        launcher.prepare(one)
 
 
 def stand_in_on(device: torch.device, model: Any) -> None:
@@ -177,15 +196,19 @@ def open_card(device: Device, pack: PackedModel, plan: Plan) -> PackedCard | Non
     """
     if device.kind != "cuda":
         return None
+    _check_maker()
+    scratch_bytes = plan.reserves[Tier.DEVICE][SCRATCH]
+    card = PackedCard(CupyLauncher(device.torch_device), scratch_bytes)
+    card.prepare(pack)
+    return card
+
+
+def _check_maker() -> None:
     if torch.version.hip is not None:
         raise UnsupportedModelError(
             "packed weights are computed by CUDA kernels, and this torch is for AMD's cards: run "
             "the checkpoint itself with --gpu, or the pack without"
         )
-    scratch_bytes = plan.reserves[Tier.DEVICE][SCRATCH]
-    card = PackedCard(CupyLauncher(device.torch_device), scratch_bytes)
-    card.prepare(pack)
-    return card
 
 
 def check_options(kind: str, kernels: str | None) -> None:
@@ -203,5 +226,5 @@ def check_options(kind: str, kernels: str | None) -> None:
 
 __all__ = [
     "SCRATCH", "CardExperts", "CardMerge", "PackedCard", "card_outputs", "card_scratch",
-    "check_options", "open_card", "stand_in_on",
+    "check_options", "compile_for", "open_card", "stand_in_on",
 ]  # fmt: skip

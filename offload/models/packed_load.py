@@ -47,7 +47,7 @@ from offload.models.options import (
     check_device,
 )
 from offload.models.pack_reader import PackedModel
-from offload.models.packed_card import check_options
+from offload.models.packed_card import check_options, compile_for
 from offload.models.packed_cut import cut_packed
 from offload.models.packed_hybrid import split_bytes
 from offload.models.packed_modules import expert_layout_of
@@ -56,7 +56,7 @@ from offload.models.params import Param
 from offload.models.prompt_plan import plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import expert_top_k, request_of
-from offload.models.toy import Warm, warm_up
+from offload.models.toy import Warm, warm_card, warm_up
 from offload.models.units import unit_modules
 from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
@@ -139,8 +139,11 @@ def prepare_packed(
         if kind != "cuda" and options.sample is not None and options.hardware is not None:
             options.hardware = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)
-    choice.warm_up(options.choice)
-    warm = warm_up(config, model_class(config), torch.float32, options.hardware is not None)
+    family = model_class(config)
+    warm_card(options.choice, config, family, torch.float32)
+    if kind == "cuda":
+        compile_for(torch.device(options.choice.name), pack)
+    warm = warm_up(config, family, torch.float32, options.hardware is not None)
     reset_peak_rss()
     return plan_packed(pack, config, options, warm, lean, compiling)
 

@@ -20,12 +20,17 @@ import torch
 
 from offload.blocks import Tier
 from offload.models import toy_times
+from offload.runtime import choice
+from offload.runtime.choice import Choice
 from offload.runtime.rss import current_rss
 
 logger = logging.getLogger(__name__)
 
 TOY_BYTES = 8 * 2**20
 """A toy is at most this large."""
+
+PROMPT = 64
+"""Tokens of a toy's prompt on a card: as many as take the kernels of long ones."""
 
 _SMALL: dict[str, Any] = {
     # depth
@@ -215,6 +220,42 @@ def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like 
         fixed_s=times.fixed_s,
         fetch_s=fetch_s,
     )
+
+
+def warm_card(chosen: Choice, config: Any, model_cls: Any, dtype: torch.dtype) -> None:
+    """Have the process weigh what it will with a card in use, before ``warm_up`` weighs it.
+
+    CUDA loads each kernel's code when it is first called, and keeps a part of it in the host's
+    memory: a toy of the family calls those that a model will, with a prompt, a token, and a draw.
+    Nothing to do on the CPU.
+    """
+    choice.warm_up(chosen)
+    toy = toy_config(config) if chosen.kind == "cuda" else None
+    if toy is None:
+        return
+    place = torch.device(chosen.name)
+    cards = [] if place.index is None else [place.index]
+    try:
+        with torch.random.fork_rng(devices=cards), torch.no_grad():
+            model = model_cls._from_config(toy, dtype=dtype).eval()
+            model.set_experts_implementation("eager")
+            _on_card(model.to(place))
+    except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
+        logger.info("the toy of %s does not run on %s: %s", type(config).__name__, place, error)
+    finally:
+        model = None
+        gc.collect()
+        choice.release_cached(chosen)
+
+
+def _on_card(model: Any) -> None:
+    for tokens in (PROMPT, 4):
+        ids = torch.ones((1, tokens), dtype=torch.int64, device=model.device)
+        if not model.can_generate():
+            model(ids)
+            continue
+        for drawn in ({"do_sample": False}, {"do_sample": True, "top_k": 20, "top_p": 0.9}):
+            model.generate(ids, max_new_tokens=2, pad_token_id=0, **drawn)
 
 
 class _Streamed:

@@ -113,6 +113,12 @@ def warm_up(choice: Choice) -> None:
         cuda_api.open_card(choice.card).warm_up()
 
 
+def release_cached(choice: Choice) -> None:
+    """Have torch's allocator give back what it keeps of a card's memory that was freed."""
+    if choice.kind == "cuda":
+        cuda_api.open_card(choice.card).release_cached()
+
+
 def staged_copies(choice: Choice) -> str | None:
     """Why copies to the device have to be staged, if the system pins no memory."""
     if choice.kind != "cuda":
@@ -165,6 +171,6 @@ def link_rates(file: Path) -> tuple[float, float]:
 
 
 __all__ = [
-    "NAMES", "Choice", "budget", "choose", "link_rates", "make_device", "staged_copies",
-    "warm_up", "with_card",
+    "NAMES", "Choice", "budget", "choose", "link_rates", "make_device", "release_cached",
+    "staged_copies", "warm_up", "with_card",
 ]  # fmt: skip

@@ -73,3 +73,4 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "HEAD_SLICE_BYTES", 16384)
     monkeypatch.setattr(layouts, "IN_PAGES_FROM", 512)
     monkeypatch.setattr(load, "warm_up", lambda *_: toy.Warm(baseline_rss=0))
+    monkeypatch.setattr(load, "warm_card", lambda *_: None)
