@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels
+import machine
 import torch
 import training
 
@@ -32,7 +33,8 @@ what is left of one counts."""
 def main() -> None:
     job = json.loads(sys.argv[1])
     cases: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "link": link, "stream": stream, "resident": resident, "accelerate": accelerate,
+        "machine": machine.look, "link": link, "stream": stream, "resident": resident,
+        "accelerate": accelerate,
         "kernels": kernels.rates, "kernels agree": kernels.agree,
         "train resident": training.resident, "train offload": training.offload,
     }  # fmt: skip

@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,11 @@ from case import GIB, make_model, pack_model  # noqa: E402
 from common import ROOT, facts  # noqa: E402
 
 DONE, FAILED, UNFINISHED = 0, 2, 3
+NO_TESTS = 5
+"""pytest's exit code where none was selected."""
 MIB = 1 << 20
+SAID = 8000
+"""Of what a process that failed has said, the end that is kept, in characters."""
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256,
@@ -62,28 +68,45 @@ class Section:
                 raise SystemExit(
                     f"{self.file} is of device {self.data['device']}; give another --out"
                 )
-        self.data["facts"] = facts() | card_facts(self.device)
+        try:
+            self.data["facts"] = facts() | card_facts(self.device)
+        except Exception:  # noqa: BLE001  a card that does not answer is what cases will tell of
+            self.data["facts"] = {"error": traceback.format_exc()[-SAID:]}
         self.failed: list[str] = []
         self.stopped = False
 
-    def case(self, name: str, run: Callable[[float], dict[str, Any]]) -> dict[str, Any] | None:
+    def case(
+        self, name: str, run: Callable[[float], dict[str, Any]], limit_s: float | None = None
+    ) -> dict[str, Any] | None:
         """The result of a case: from before, or run now with the seconds there are. None: it
-        failed, or there is no time."""
+        failed, or there is no time. What it raises is written down, and the next one runs.
+
+        Args:
+            limit_s: the most that it may take. With a limit there has to be half of it; a case that
+                is too long for what is left is passed over, and shorter ones behind it are not.
+        """
         found = self.data["cases"].get(name)
         if found is not None and "error" not in found:
             return dict(found)
         left = self.deadline - time.monotonic()
-        if self.stopped or left < max(20.0, 1.3 * self.longest_s):
+        needed = max(20.0, 1.3 * self.longest_s) if limit_s is None else limit_s / 2
+        if (self.stopped and limit_s is None) or left < needed:
             self.stopped = True
             return None
         began = time.monotonic()
+        allowed = left if limit_s is None else min(left, limit_s)
         try:
-            result = run(left)
-        except subprocess.TimeoutExpired:
-            self.stopped = True  # it gets all of the next call's time
-            return None
-        except RuntimeError as error:
-            result = {"error": str(error)}
+            result = run(allowed)
+        except subprocess.TimeoutExpired as error:
+            if allowed == left:
+                self.stopped = True  # it gets all of the next call's time
+                return None
+            said = f"it took more than {allowed:.0f} s"
+            result = {"error": f"{said}; its last words: {last_words(error.stdout, error.stderr)}"}
+        except Exception as error:  # noqa: BLE001  a case's failure is a result
+            plain = isinstance(error, RuntimeError)  # of another process: its own words
+            result = {"error": str(error) if plain else traceback.format_exc()[-SAID:]}
+        if "error" in result:
             self.failed.append(name)
         seconds = time.monotonic() - began
         self.longest_s = max(self.longest_s, seconds)
@@ -119,18 +142,39 @@ def run_case(job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """``case.py`` on a job. Raises RuntimeError with the end of what it said."""
     tests = str(ROOT / "tests" / "cpu_ops")  # the formats' bounds
     path = os.pathsep.join([str(ROOT), str(HERE), str(HERE.parent), tests])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "case.py"), json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    command = [sys.executable, str(HERE / "case.py"), json.dumps(job)]
+    more = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
+    code, out, said = finish(command, timeout_s, more)
+    if code:
+        raise RuntimeError(said.strip()[-SAID:] or f"exit code {code}")
+    result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return result
+
+
+def finish(command: list[str], timeout_s: float, env: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of a program. At its time limit it is ended with all that it has
+    started: what still runs on the card would be in the figures of the next.
+
+    Raises:
+        subprocess.TimeoutExpired: with what it has said.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        start_new_session=True, env={**os.environ, **env},
+    )  # fmt: skip
+    try:
+        out, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        error.stdout, error.stderr = process.communicate()
+        raise
+    return process.returncode, out, said
+
+
+def last_words(*said: Any) -> str:
+    """The end of what a program has said, errors last."""
+    text = [s.decode(errors="replace") if isinstance(s, bytes) else s or "" for s in said]
+    return "\n".join(t.strip()[-SAID // len(said) :] for t in text if t.strip())
 
 
 # -- sections ---------------------------------------------------------------------------------
@@ -142,29 +186,37 @@ FAMILIES = ("llama", "gemma2", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 def equivalence(section: Section, args: argparse.Namespace) -> None:
     """The tests that compare streamed with resident models on the device, and of its kernels."""
-    on_device = "sim" if args.device == "sim" else "cuda"
-    rest = " or ".join(FAMILIES)
-    cases = [
-        (f"equivalence {f}", "test_gpu_equivalence.py", f"{on_device} and {f}") for f in FAMILIES
-    ]
-    cases.append(("equivalence rest", "test_gpu_equivalence.py", f"{on_device} and not ({rest})"))
+    cases = [(f"equivalence {f}", "test_gpu_equivalence.py", f) for f in FAMILIES]
+    cases.append(("equivalence rest", "test_gpu_equivalence.py", f"not ({' or '.join(FAMILIES)})"))
     cases += [("card", "test_gpu_card.py", ""), ("packed", "test_gpu_packed.py", "")]
     for name, file, words in cases:
+        section.case(name, pytest_case(args, file, words))
 
-        def run(left: float, file: str = file, words: str = words) -> dict[str, Any]:
-            marked = [] if args.device == "sim" else ["-m", "gpu"]
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", f"tests/gpu/{file}", "-q", "-p",
-                 "no:cacheprovider", "-o", "timeout=120", *marked, "-k", words],
-                cwd=ROOT, capture_output=True, text=True, timeout=left, check=False,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
-            said = done.stdout.strip().splitlines()
-            if done.returncode:
-                raise RuntimeError("\n".join(said[-40:]))
-            return {"said": said[-1] if said else ""}
 
-        section.case(name, run)
+def pytest_case(
+    args: argparse.Namespace, file: str, words: str, each_s: int = 120
+) -> Callable[[float], dict[str, Any]]:
+    """A case: the tests of a file in ``tests/gpu`` that have ``words``, on the device, of at most
+    ``each_s`` seconds each."""
+    if file == "test_gpu_equivalence.py":
+        on = "sim" if args.device == "sim" else "cuda"
+        words = f"{on} and {words}" if words else on
+    marked = [] if args.device == "sim" else ["-m", "gpu"]
+    command = [
+        sys.executable, "-m", "pytest", f"tests/gpu/{file}", "-q", "-p", "no:cacheprovider",
+        "-o", f"timeout={each_s}", "--tb=short", *marked, "-k", words,
+    ]  # fmt: skip
+
+    def run(left: float) -> dict[str, Any]:
+        code, out, errors = finish(command, left, {"PYTHONPATH": str(ROOT)})
+        said = out.strip().splitlines()
+        if code == NO_TESTS and args.device == "sim":
+            return {"skipped": "these need a card"}
+        if code:
+            raise RuntimeError(last_words(out, errors))
+        return {"said": said[-1] if said else ""}
+
+    return run
 
 
 def link(section: Section, args: argparse.Namespace) -> None:
@@ -269,9 +321,62 @@ def training(section: Section, args: argparse.Namespace) -> None:
         section.case(f"offload {gib} GiB", lambda left, j=capped: run_case(j, left))
 
 
+def first(section: Section, args: argparse.Namespace) -> None:
+    """What the first nine minutes on a new card can tell: a little of each thing, what others
+    depend on before them, each with a limit of its own."""
+    device = {"device": args.device}
+
+    def of(limit_s: float, name: str, job: dict[str, Any]) -> dict[str, Any] | None:
+        return section.case(name, lambda left: run_case({**device, **job}, left), limit_s)
+
+    def tests(limit_s: float, name: str, file: str, words: str = "") -> None:
+        section.case(name, pytest_case(args, file, words, each_s=45), limit_s)
+
+    of(90, "machine", {"kind": "machine"})
+    of(60, "link", {"kind": "link", "nbytes": 64 * MIB if args.tiny else GIB})
+    tests(90, "card", "test_gpu_card.py")
+    of(60, "kernels agree", {"kind": "kernels agree"})
+    tests(90, "equivalence llama", "test_gpu_equivalence.py", "llama")
+    tests(100, "packed", "test_gpu_packed.py")
+    tests(90, "equivalence qwen3_moe", "test_gpu_equivalence.py", "qwen3_moe")
+    of(40, "kernels", {"kind": "kernels", "rows": 4096, "columns": 4096, "nbytes": GIB // 2})
+
+    def streamed(left: float) -> dict[str, Any]:
+        model = model_for(args, args.train, TINY)
+        job = {**model_job(args, model), "prompts": [16, 256], "kind": "stream", "ratio": 2}
+        return run_case(job, left)
+
+    section.case("dense 1/2", streamed, 90)
+
+    def experts(left: float) -> dict[str, Any]:
+        model = model_for(args, "moe-tiny", TINY_MOE) if args.tiny else small_moe(args)
+        pack = model.with_name(f"{model.name}-q4")
+        pack_model(model, pack, "q4")
+        job = {**model_job(args, model), "prompts": [16, 256], "moe": True, "kind": "stream"}
+        return run_case({**job, "model": str(pack), "share": 0.25}, left)
+
+    section.case("packed experts 25%", experts, 90)
+    for family in ("gpt_oss", "deepseek_v3", "gemma2", "gpt2"):
+        tests(90, f"equivalence {family}", "test_gpu_equivalence.py", family)
+
+
+def small_moe(args: argparse.Namespace) -> Path:
+    """A random checkpoint with experts that is written in seconds."""
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "moe-small.json"
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,
+             "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 4,
+             "num_hidden_layers": 8, "vocab_size": 8192}  # fmt: skip
+    file.write_text(json.dumps({**TINY_MOE, **sizes}))
+    out = work / file.stem
+    make_model(file, out)
+    return out
+
+
 SECTIONS = {
-    "equivalence": equivalence, "link": link, "kernels": kernels, "dense": dense, "moe": moe,
-    "training": training,
+    "first": first, "equivalence": equivalence, "link": link, "kernels": kernels, "dense": dense,
+    "moe": moe, "training": training,
 }  # fmt: skip
 """By what is worth most if the time runs out: whether it is right, what bounds it, how near it
 comes."""
@@ -291,6 +396,7 @@ def main() -> int:
     args = parser.parse_args()
     args.device = "sim" if args.device == "simulated" else args.device
     args.tiny = args.tiny or args.device == "sim"
+    args.out, args.work = (str(Path(d).absolute()) for d in (args.out, args.work))
     if args.device == "cuda":
         import torch
 
@@ -299,7 +405,8 @@ def main() -> int:
             return FAILED
     deadline = time.monotonic() + args.deadline
     codes = []
-    for name in SECTIONS if args.section == "all" else [args.section]:
+    whole = [name for name in SECTIONS if name != "first"]
+    for name in whole if args.section == "all" else [args.section]:
         section = Section(name, args, deadline)
         SECTIONS[name](section, args)
         codes.append(section.end())
