@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument("--short", type=Path, help="for check: fewer layers")
     parser.add_argument("--check", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=8192)
+    parser.add_argument(
+        "--prompt-chunk", nargs="*", default=["256", "128"], help="of prompt: tokens of a pass"
+    )
     parser.add_argument("--prompt-ram", default="16GiB", help="for prompt, which is about time")
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--output", type=Path)
@@ -198,7 +201,8 @@ def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     row = {
                         "context": context, "ram": ram, "kv": kv, "kv_ram": kv_ram,
                         "ssd_read": [r[0] for r in rates], "ram_read": [r[1] for r in rates],
-                        "weight_bytes": weights, **found, "peers": peers,
+                        "token_bytes": token_bytes(config, kv), "weight_bytes": weights, **found,
+                        "peers": peers,
                     }  # fmt: skip
                     if "error" not in found:
                         judge(row, parse_bytes(ram))
@@ -215,7 +219,9 @@ def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def judge(row: dict[str, Any], budget: int) -> None:
     """Bound and what of it was reached; memory against the budget and over the tokens."""
     ssd, stream = max(row["ssd_read"]), max(row["ram_read"])  # rates drift: the better of two
-    cached = (row["blocks_in_ram"] + row["blocks_on_disk"]) * row["block_bytes"]
+    cached = row["context"] * row["token_bytes"]
+    if "block_bytes" in row:
+        cached = (row["blocks_in_ram"] + row["blocks_on_disk"]) * row["block_bytes"]
     bound_s = {
         "disk": (row["kv_read_bytes"] + row["weight_read_bytes"]) / ssd,
         "memory": (row["weight_bytes"] + cached) / stream,
@@ -292,35 +298,45 @@ def prompt(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     config = json.loads((args.model / "config.json").read_text())
     ids = ",".join(map(str, random_ids(args.prompt, config["vocab_size"])))
-    runs = []
-    with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        out = Path(folder) / "run.json"
-        for _ in range(2):
-            command = offload_command(
-                "generate", "-m", str(args.model), "--prompt-ids", ids, "-n", "8", "--ignore-eos",
-                "-t", str(args.threads), "--ram", args.prompt_ram, "--no-predict",
-                "--json", str(out), "--prompt-cache", str(Path(folder) / "prompts"),
-            )  # fmt: skip
-            code, err, _ = run_limited(command, None, args.timeout)
-            if code or not out.exists():
-                raise SystemExit(f"exit {code}: {err.strip()[-300:]}")
-            runs.append(json.loads(out.read_text()))
-            out.unlink()
-    first, again = runs
-    found = {
-        "model": args.model.name,
-        "layers": config["num_hidden_layers"],
-        "tokens": args.prompt,
-        "ttft_s": [r["ttft_s"] for r in runs],
-        "share": again["ttft_s"] / first["ttft_s"],
-        "tokens_equal": first["token_ids"] == again["token_ids"],
-        "reused": again["prompt_cache"],
-    }
-    print(
-        f"prompt of {args.prompt} tokens: first token after {first['ttft_s']:.2f} s, again after "
-        f"{again['ttft_s']:.2f} s, {found['share']:.1%}; tokens equal: {found['tokens_equal']}"
-    )
-    yield found
+    rows = []
+    for chunk in args.prompt_chunk:
+        runs = []
+        with tempfile.TemporaryDirectory(dir=args.work) as folder:
+            out = Path(folder) / "run.json"
+            for _ in range(2):
+                command = offload_command(
+                    "generate", "-m", str(args.model), "--prompt-ids", ids, "-n", "8",
+                    "--ignore-eos", "-t", str(args.threads), "--ram", args.prompt_ram,
+                    "--json", str(out), "--prompt-cache", str(Path(folder) / "prompts"),
+                    "--prompt-cache-chunk", chunk,
+                )  # fmt: skip
+                code, err, _ = run_limited(command, None, args.timeout)
+                if code or not out.exists():
+                    raise SystemExit(f"exit {code}: {err.strip()[-300:]}")
+                runs.append(json.loads(out.read_text()))
+                out.unlink()
+        first, again = runs
+        rows.append(
+            {
+                "chunk": int(chunk),
+                "ttft_s": [r["ttft_s"] for r in runs],
+                "share": again["ttft_s"] / first["ttft_s"],
+                "tokens_equal": first["token_ids"] == again["token_ids"],
+                "reused": again["prompt_cache"],
+            }
+        )
+        print(
+            f"prompt of {args.prompt} tokens in passes of {chunk}: first token after "
+            f"{first['ttft_s']:.2f} s, again after {again['ttft_s']:.2f} s, "
+            f"{rows[-1]['share']:.1%}; tokens equal: {rows[-1]['tokens_equal']}",
+            flush=True,
+        )
+        yield {
+            "model": args.model.name,
+            "layers": config["num_hidden_layers"],
+            "tokens": args.prompt,
+            "prompts": rows,
+        }
 
 
 if __name__ == "__main__":
