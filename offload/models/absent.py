@@ -66,6 +66,19 @@ class AbsentTensor(torch.Tensor):
             f"while its layer runs and before the model is closed"
         )
 
+    @property
+    def data(self) -> Any:
+        """Another one of the same name. Refuses to be set: the layer would never see the value."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise OffloadError(
+            f"{self._offload_name} is streamed and cannot be given other data: what comes for its "
+            f"layer is the weight from before. Put the new one into the checkpoint, or call "
+            f"offload.unwrap(model), change it, and wrap the model again"
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
         return f"AbsentTensor({self._offload_name!r}, shape={shape}, dtype={self.dtype})"

@@ -6,12 +6,13 @@ when it is asked for, after the routing has announced all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
 from torch.nn import functional as F
 
-from offload.errors import UnsupportedModelError
+from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.params import Param
 from offload.runtime.executor import Executor
@@ -44,6 +45,8 @@ class ExpertSession:
         """``after``: the layer whose experts are guessed while this one runs; None: no guess."""
         self.executor = executor
         self.group = group
+        self.runs: Callable[[], bool] = lambda: True
+        """Whether the calling thread runs the model now."""
         self._after = after
         self._own = Progress()
 
@@ -74,6 +77,12 @@ class ExpertSession:
         """A tensor of an expert. The loop has finished with the one before it."""
         if not 0 <= expert < self.group.n_experts:
             raise IndexError(f"expert {expert} of {self.group.n_experts} in {self.group.name}")
+        if not self.runs():
+            raise OffloadError(
+                f"{name} is streamed expert by expert; its data can be read only while its layer "
+                f"runs. To get the whole model back call offload.unwrap(model), or load it without "
+                f"a budget"
+            )
         block = self.group.blocks[expert]
         road, at = self._at()
         if block != at.current:

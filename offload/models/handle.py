@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 from offload.blocks import Tier
 from offload.errors import OffloadError
 from offload.models.attach import Attachment
-from offload.runtime.executor import Executor
+from offload.runtime.executor import WATCHDOG_S, Executor
 from offload.runtime.rss import peak_rss
 from offload.scheduler.plan import Plan
 
@@ -115,7 +115,8 @@ class OffloadHandle:
 
     def close(self) -> None:
         """Wait for what is in flight, free memory, files and threads. The model cannot run any
-        more; its parameters' memory is gone. Idempotent.
+        more; its parameters' memory is gone. Idempotent. From any thread: one that runs the model
+        gets a ClosedError.
 
         Raises:
             StoreError: a recorded routing cannot be written; all the rest is closed.
@@ -123,11 +124,14 @@ class OffloadHandle:
         if self.closed:
             return
         self.closed = True
-        if self.prompts is not None:
-            self.prompts.close()
-        self.attachment.detach()
-        self.attachment.bury()
-        self.executor.close()
-        if self.kv is not None:
-            self.kv.close()
+        # Another thread that runs the model gets an error at its next unit, and has then gone.
+        self.executor.stop()
+        with self.attachment.turn.soon(WATCHDOG_S):
+            if self.prompts is not None:
+                self.prompts.close()
+            self.attachment.detach()
+            self.attachment.bury()
+            self.executor.close()
+            if self.kv is not None:
+                self.kv.close()
         self.attachment.publish()

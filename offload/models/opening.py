@@ -215,22 +215,23 @@ def finish_model(model: Any, directory: Path) -> None:
 
 def rows_check(
     rows: Container[int] | None, head: HeadSlices | None, device: str = "cpu"
-) -> Callable[[int], bool]:
-    """Whether slices of the LM head are bit-equal for a number of input rows: the usual numbers
-    were tried before the plan, any other (logits of a whole prompt) is tried when it comes."""
+) -> Callable[[int, torch.dtype], bool]:
+    """Whether slices of the LM head are bit-equal for a number of input rows in a dtype: the usual
+    numbers were tried before the plan in the weights' own, any other (logits of a whole prompt,
+    another dtype under autocast) is tried when it comes."""
     if rows is None or head is None:
-        return lambda _: True
+        return lambda *_: True
     vocabulary, width = head.param.tensor.shape
-    dtype, step = head.param.tensor.dtype, head.rows[0][1]
-    known = {m: m in rows for m in ROWS_TRIED}
+    step = head.rows[0][1]
+    known = {(m, head.param.tensor.dtype): m in rows for m in ROWS_TRIED}
 
-    def verified(m: int) -> bool:
-        if m not in known:
+    def verified(m: int, dtype: torch.dtype) -> bool:
+        if (m, dtype) not in known:
             threads = torch.get_num_threads()
             phase = head.param.phase
-            known[m] = m in verified_rows(
+            known[m, dtype] = m in verified_rows(
                 vocabulary, width, dtype, step, threads, (m,), phase, device
             )
-        return known[m]
+        return known[m, dtype]
 
     return verified

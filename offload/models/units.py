@@ -285,7 +285,7 @@ def _cut_embedding_and_head(
     embedding = _call(model, "get_input_embeddings")
     head = _call(model, "get_output_embeddings")
     names = {id(m): path for path, m in model.named_modules()}
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+    if isinstance(head, nn.Linear) and _computes_plainly(head):
         param = params.get(id(head.weight))
         places = {id(p.module) for p in param.places} if param else set()
         alone = places <= {id(head), id(embedding)}
@@ -325,6 +325,11 @@ def _cut_embedding_and_head(
         for block in result.head.blocks:
             del result.blocks[block], result.params[block]
         result.head = None
+
+
+def _computes_plainly(head: nn.Linear) -> bool:
+    """Whether a layer's forward is torch's own, with nobody else's in front of it."""
+    return type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
 
 
 def _leaf_unit(model: nn.Module, param: Param) -> Unit | None:

@@ -156,12 +156,13 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise ClosedError("this model has been closed: its weights are gone; load it again")
     chosen = handle.attachment.cut
     originals = handle.originals or _Originals(chosen)
-    values = originals.read(chosen, handle.executor.store, handle.attachment.lasting)
-    handle.attachment.detach()
-    originals.put_back(values)
-    handle.executor.close()
-    handle.closed = True
-    del model.__dict__["offload"]
+    with handle.attachment.turn:  # not while another thread runs it
+        values = originals.read(chosen, handle.executor.store, handle.attachment.lasting)
+        handle.attachment.detach()
+        originals.put_back(values)
+        handle.executor.close()
+        handle.closed = True
+        del model.__dict__["offload"]
     handle.attachment.publish()
     return model
 

@@ -74,6 +74,7 @@ class Executor:
         self._draining = False
         self._order_seen = OrderWatcher(len(plan.trace))
         self._rehearsing = False
+        self._freed = False
         self._transfers = Transfers(
             plan, store, device, changed=self._changed, stats=self.stats, finished=self._finish,
             story=story, recorder=recorder,
@@ -109,6 +110,12 @@ class Executor:
         if progress:
             progress(total, total)
 
+    def stop(self) -> None:
+        """Refuse whatever asks for blocks from now on, and end every wait for one."""
+        with self._shield, self._changed:
+            self._waiting.closed = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Wait for what is in flight or in use, then free memory, files and threads. Idempotent.
 
@@ -120,9 +127,9 @@ class Executor:
 
     def _close(self) -> None:
         with self._changed:
-            if self.closed:
+            if self._freed or self._waiting.left_behind:
                 return
-            self._waiting.closed = True
+            self._freed = self._waiting.closed = True
             if self.story is not None:
                 self.story.finish()
             self._todo.clear()
@@ -178,39 +185,49 @@ class Executor:
             StoreError: a block could not be read (the unit may be entered again later).
             WatchdogError: nothing has moved for the watchdog's time.
         """
-        with self._shield, self._changed:
-            self._waiting.check_open()
-            self._waiting.forgive(blocks)
-            if not self._rehearsing:
-                expected = self._residency.expects(unit)
-                cycle = self._order_seen.note(unit, blocks, expected=expected)
-                if cycle is not None:
-                    self._submit(self._residency.retrace(cycle))
-            ticket, todo = self._residency.need(unit, blocks)
-            self._submit(todo)
-            story = self.story
-            if story is not None:
-                story.begins(unit)
-            try:
-                if missing := self._residency.missing(ticket):
-                    if story is not None:
-                        story.waits(unit)
-                    self.stats.host_waits["block"] += 1
-                    began = time.perf_counter()
-                    while missing:
-                        self._waiting.raise_failures(missing)
-                        self._waiting.wait(unit, missing, self._waiting.progress)
-                        missing = self._residency.missing(ticket)
-                    self.stats.stall_s += time.perf_counter() - began
-                    if story is not None:
-                        story.goes_on()
-            except BaseException:
-                self._submit(self._residency.done(ticket))
+        ticket = 0
+        try:
+            with self._shield, self._changed:
+                ticket = self._enter(unit, blocks)
+        except KeyboardInterrupt:
+            if ticket:  # at the shield's end: the caller will never hear of the ticket
+                self.leave(ticket, blocks)
+            raise
+        return ticket
+
+    def _enter(self, unit: str, blocks: Sequence[str]) -> int:
+        self._waiting.check_open()
+        self._waiting.forgive(blocks)
+        if not self._rehearsing:
+            expected = self._residency.expects(unit)
+            cycle = self._order_seen.note(unit, blocks, expected=expected)
+            if cycle is not None:
+                self._submit(self._residency.retrace(cycle))
+        ticket, todo = self._residency.need(unit, blocks)
+        self._submit(todo)
+        story = self.story
+        if story is not None:
+            story.begins(unit)
+        try:
+            if missing := self._residency.missing(ticket):
                 if story is not None:
-                    story.ends()
-                raise
-            self._transfers.begin_use(blocks)
-            return ticket
+                    story.waits(unit)
+                self.stats.host_waits["block"] += 1
+                began = time.perf_counter()
+                while missing:
+                    self._waiting.raise_failures(missing)
+                    self._waiting.wait(unit, missing, self._waiting.progress)
+                    missing = self._residency.missing(ticket)
+                self.stats.stall_s += time.perf_counter() - began
+                if story is not None:
+                    story.goes_on()
+        except BaseException:
+            self._submit(self._residency.done(ticket))
+            if story is not None:
+                story.ends()
+            raise
+        self._transfers.begin_use(blocks)
+        return ticket
 
     def leave(self, ticket: int, blocks: Sequence[str]) -> None:
         """The unit has run. Its views are void from now on."""
@@ -380,31 +397,44 @@ class Executor:
 
     def acquire(self, expert: str) -> Views:
         """Wait for a routed expert and hold it."""
-        with self._shield, self._changed:
-            self._waiting.check_open()
-            self._await_expert(expert)
-            self._transfers.begin_use((expert,))
-            return self.views(expert)
+        views: Views | None = None
+        try:
+            with self._shield, self._changed:
+                self._waiting.check_open()
+                self._await_expert(expert)
+                self._transfers.begin_use((expert,))
+                views = self.views(expert)
+        except KeyboardInterrupt:
+            if views is not None:  # at the shield's end: the caller does not know that it is held
+                self.release(expert)
+            raise
+        return views
 
     def acquire_run(self, experts: Sequence[str], most: int) -> list[int]:
         """Wait for the first of some routed experts, and hold it and those behind it that are there
         already, ``most`` at once. Returns the addresses of the bundles held, in order: in host
         memory, until ``release_run``."""
-        with self._shield, self._changed:
-            self._waiting.check_open()
-            first = experts[0]
-            self._await_expert(first)
-            held = [first]
-            for expert in experts[1:most]:
-                if not self._transfers.filled(expert):
-                    break
-                there, todo = self._residency.acquire(expert)
-                self._submit(todo)
-                if not there:
-                    break
-                held.append(expert)
-            self._transfers.begin_use(held)
-            return [self._transfers.lease(expert).address for expert in held]
+        held: list[str] = []
+        try:
+            with self._shield, self._changed:
+                self._waiting.check_open()
+                first = experts[0]
+                self._await_expert(first)
+                held.append(first)
+                for expert in experts[1:most]:
+                    if not self._transfers.filled(expert):
+                        break
+                    there, todo = self._residency.acquire(expert)
+                    self._submit(todo)
+                    if not there:
+                        break
+                    held.append(expert)
+                self._transfers.begin_use(held)
+                return [self._transfers.lease(expert).address for expert in held]
+        except KeyboardInterrupt:
+            if held:  # at the shield's end, as in ``acquire``
+                self.release_run(held)
+            raise
 
     def release_run(self, experts: Sequence[str]) -> None:
         """These experts have been used."""
@@ -444,7 +474,7 @@ class Executor:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close()`` has been called."""
+        """Whether ``stop()`` or ``close()`` has been called."""
         return self._waiting.closed
 
     def held(self) -> list[str]:

@@ -113,6 +113,8 @@ _ALIVE: weakref.WeakSet[Waiting] = weakref.WeakSet()
 def _forked() -> None:
     """In a child: say so where somebody would wait, instead of after the watchdog's minutes."""
     for waiting in list(_ALIVE):
+        # A thread that is not here may have held the lock in that very moment.
+        waiting.changed._at_fork_reinit()  # type: ignore[attr-defined]
         waiting.left_behind = waiting.closed = True
 
 

@@ -1,0 +1,80 @@
+"""What a streamed model cannot do is an error before anything of it is done.
+
+``to``, ``save_pretrained`` and ``load_state_dict`` would do half of it before they meet a weight
+that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import OffloadError
+from offload.models.shadow import shadow
+from offload.models.units import Cut
+
+Undo = Callable[[], Any]
+
+
+def refuse_changes(model: nn.Module, cut: Cut, device: torch.device) -> list[Undo]:
+    """Have ``model``, cut like this and computing on ``device``, refuse to be moved, copied, saved,
+    overwritten or given another vocabulary; returns what undoes it."""
+    return [*_refuse_to_move(model, cut, device), *_refuse_to_load(model, cut)]
+
+
+def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Undo]:
+    """To where it is already (pipelines do that), the model may go."""
+    dtypes = {p.tensor.dtype for params in cut.params.values() for p in params}
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
+        for dtype in dtypes:
+            probe = torch.empty(0, dtype=dtype, device=device)
+            moved = fn(probe)
+            if moved.dtype != dtype or moved.device != probe.device:
+                raise OffloadError(
+                    f"a streamed model stays on {device} and in {dtype}; give dtype= and "
+                    f"device= when you load it, or call offload.unwrap(model) first"
+                )
+        return model
+
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise OffloadError(
+            "a streamed model cannot be saved: its weights are those of its checkpoint; call "
+            "offload.unwrap(model) first if you have changed it"
+        )
+
+    def pickled(*_: Any) -> None:  # deepcopy asks for it, too
+        raise OffloadError(
+            "a streamed model cannot be copied or pickled, torch.save of all of it included; "
+            "load it twice, or call offload.unwrap(model) first if it was wrapped"
+        )
+
+    replaced: dict[str, Callable[..., Any]] = {"_apply": apply, "__reduce_ex__": pickled}
+    if hasattr(model, "save_pretrained"):
+        replaced["save_pretrained"] = save_pretrained
+    return [shadow(model, name, function) for name, function in replaced.items()]
+
+
+def _refuse_to_load(model: nn.Module, cut: Cut) -> list[Undo]:
+    """Adapters that were put on top load as ever."""
+    params = [p for block in cut.params.values() for p in block]
+    places = {(id(at.module), at.attr) for param in params for at in param.places}
+
+    def refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        for path, inner in module.named_modules(prefix=prefix.removesuffix(".")):
+            for attr in inner._parameters:
+                name = f"{path}.{attr}" if path else attr
+                if (id(inner), attr) in places and name in state:
+                    raise OffloadError(
+                        f"load_state_dict would change {name}, which is streamed: a streamed "
+                        f"model's weights are those of its checkpoint; write the new ones as a "
+                        f"checkpoint and load that, or call offload.unwrap(model) first"
+                    )
+
+    return [model.register_load_state_dict_pre_hook(refuse).remove]
+
+
+__all__ = ["refuse_changes"]

@@ -1,0 +1,174 @@
+"""How a module's forward runs while its weights come and go.
+
+In one thread at a time, because there is one set of slots; without autograd, whose graph would keep
+views of slots that are filled anew; without autocast's cache of casts, which knows a weight by its
+tensor, and a slot's tensor is one block's weight now and another's later; and with a result that
+does not lie in the slots itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import OffloadError
+from offload.models.shadow import shadow
+
+
+class Turn:
+    """Who runs a model: one thread at a time. Whoever is in may come in again, and the sequences of
+    a thread that take turns in it count as one."""
+
+    __slots__ = ("__weakref__", "_depth", "_failed", "_lock", "_thread")
+
+    def __init__(self, failed: Callable[[], None]) -> None:
+        """``failed``: called when a thread goes because of an error, while it still is in."""
+        self._failed = failed
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._thread = 0
+        _ALIVE.add(self)
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread is in."""
+        return self._depth > 0 and self._thread == threading.get_ident()
+
+    @contextmanager
+    def soon(self, seconds: float) -> Iterator[bool]:
+        """Come in as soon as whoever is in has gone, or after ``seconds`` all the same: False."""
+        if not self._lock.acquire(timeout=seconds):
+            yield False
+            return
+        try:
+            with self:
+                yield True
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        self._thread = threading.get_ident()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None and self._depth == 1:
+                self._failed()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+
+_ALIVE: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a child: whoever was in is not here, unless it is the thread that has forked."""
+    for turn in list(_ALIVE):
+        if not turn.mine:
+            turn._lock, turn._depth = threading.RLock(), 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def stream_forward(module: nn.Module, turn: Turn) -> Callable[[], Any]:
+    """Have a module's forward run as the module's text says, and make ``backward()`` through its
+    output an error instead of a silent non-event. Returns what undoes it.
+
+    Around ``forward`` and not in hooks: torch runs none after a Ctrl-C, and autograd would stay off
+    for whatever the user does next.
+    """
+    inner: Callable[..., Any] = module.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with turn:
+            kept = torch.is_autocast_cache_enabled()
+            if kept:
+                torch.set_autocast_cache_enabled(False)
+            try:
+                if not torch.is_grad_enabled():
+                    return inner(*args, **kwargs)
+                with torch.no_grad():
+                    output = inner(*args, **kwargs)
+            finally:
+                if kept:
+                    torch.set_autocast_cache_enabled(True)
+        return _guarded(output)
+
+    return shadow(module, "forward", forward)
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OffloadError(
+            "backward through a streamed model: this one streams for inference, and no gradient "
+            "would reach its weights. To train, use offload.load(path, train=True); for inference, "
+            "torch.no_grad()"
+        )
+
+
+def _guarded(value: Any) -> Any:
+    """The same structure, with every float tensor's backward an error."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or value.is_inference():
+            return value
+        anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
+        return _NoBackward.apply(value, anchor)
+    if isinstance(value, dict):  # ModelOutput is one, and must keep its class
+        for key in list(value):
+            if isinstance(value[key], torch.Tensor):
+                value[key] = _guarded(value[key])
+        return value
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_guarded(v) if isinstance(v, torch.Tensor) else v for v in value)
+    return value
+
+
+def apart(value: Any, memory: int) -> Any:
+    """``value``, with copies of the tensors in it that lie in ``memory``, an address of a storage:
+    a module may return a part of its weight, whose slot has other bytes soon. The very object if
+    there are none."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
+            return value  # has no storage of its own, or none that a slot could be
+        try:
+            there = value.untyped_storage().data_ptr() == memory
+        except NotImplementedError:  # within torch.vmap
+            return value
+        return value.detach().clone() if there else value
+    if isinstance(value, dict):
+        for key, old in list(value.items()):
+            if (new := apart(old, memory)) is not old:
+                value[key] = new
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [apart(v, memory) for v in value]
+        if all(a is b for a, b in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+__all__ = ["Turn", "apart", "stream_forward"]
