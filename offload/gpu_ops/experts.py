@@ -174,7 +174,7 @@ class _Call:
         )
         each = dense.warps(layout.down, layout.inner)
         self._tiles(kernel("down", layout.down, most), layout.hidden, len(run), each, a)
-        grid = (-(-layout.hidden // _MERGE_THREADS), tokens)
+        grid = (tokens, -(-layout.hidden // _MERGE_THREADS))
         self._launcher.launch(kernel("merge"), grid, _MERGE_THREADS, a)
 
     def _tiles(self, chosen: Kernel, rows: int, experts: int, warps: int, a: ExpertArgs) -> None:

@@ -51,7 +51,7 @@ def make_records(
         x=x, q=made.q, scale=made.scale, sums=made.sums,
         columns=columns, tokens=tokens, per_scale=fmt.activation.columns,
     )  # fmt: skip
-    launcher.launch(kernel("quantize"), (-(-chunks // warps), tokens), 32 * warps, arguments)
+    launcher.launch(kernel("quantize"), (tokens, -(-chunks // warps)), 32 * warps, arguments)
     return made
 
 

@@ -242,3 +242,32 @@ def test_arguments_that_do_not_fit(card: CpuCard) -> None:
         routed.expert_ffn(
             card, run.scratch, run.layer.layout, [], [], run.x, run.index, run.x, run.x
         )
+
+
+def test_a_prompt_of_more_tokens_than_a_grid_is_high() -> None:
+    """A card takes 65535 blocks along y: a prompt is longer, and each of its tokens has one."""
+    tokens, hidden = 70_000, 64
+
+    class Grids:
+        device = torch.device("cpu")
+
+        def __init__(self) -> None:
+            self.seen: dict[str, tuple[int, int]] = {}
+
+        def launch(self, kernel: Kernel, grid: tuple[int, int], *_: Any) -> None:
+            assert grid[0] < 2**31
+            assert grid[1] < 2**16
+            self.seen[kernel.name] = grid
+
+    fmt = get_format("q4_0")
+    layout = expert_layout(fmt, fmt, hidden, 32, biases=False, glu=Glu.SILU)
+    index = np.full((tokens, 1), 1)
+    index[[0, 7, tokens - 1]] = 0
+    grids: Any = Grids()
+    scratch = Scratch(routed.scratch_bytes(layout, tokens, 1), grids.device)
+    x = torch.zeros((tokens, hidden))
+    routed.expert_ffn(
+        grids, scratch, layout, [0], [0], x, index, torch.ones((tokens, 1)), torch.empty_like(x)
+    )
+    assert set(grids.seen) == {"quantize", "gate_up", "down", "merge"}
+    assert grids.seen["merge"][0] == tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import re
 import sys
 import types
 import warnings
@@ -17,7 +18,7 @@ from offload.errors import DeviceError, OffloadError
 from offload.gpu_ops import launch
 from offload.gpu_ops.arguments import LinearArgs
 from offload.gpu_ops.launch import OPTIONS, CupyLauncher, compile_error, import_cupy
-from offload.gpu_ops.source import Kernel
+from offload.gpu_ops.source import DIRECTORY, Kernel
 
 LINEAR = Kernel("linear", "mxfp4", 1)
 
@@ -208,12 +209,31 @@ def test_the_runtime_compiler_takes_every_file() -> None:
             4 if name in ("linear", "gate_up", "down") else 0,
         )
         program = nvrtc.createProgram(kernel.text(), f"{name}.cu", (), ())
-        options = (*OPTIONS, *kernel.defines, "-arch=sm_80")
+        # As CuPy does it.
+        options = (*OPTIONS, *kernel.defines, "-ftz=true", "-arch=sm_80")
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             pytest.fail(f"{kernel}: {error}: {nvrtc.getProgramLog(program)}")
         assert nvrtc.getCUBIN(program)
+        assert "mul.rn.f32" in (text := nvrtc.getPTX(program).decode()) or name == "merge"
+        assert not re.findall(r"\b(?:add|mul|fma|div)[.\w]*\.ftz\b.*", text)
+
+
+def test_no_arithmetic_hangs_on_what_the_compiler_is_told_of_small_numbers() -> None:
+    """CuPy compiles with ``-ftz=true``: what is not written out takes numbers below 2^-126 as 0."""
+    text = (DIRECTORY / "lane.cuh").read_text()
+    for name, instruction in (
+        ("fma32", "fma"),
+        ("mul32", "mul"),
+        ("add32", "add"),
+        ("divide", "div"),
+    ):
+        found = re.search(rf"DEVICE float {name}\(.*?\n}}", text, re.DOTALL)
+        assert found is not None
+        assert f'asm("{instruction}.rn.f32 ' in found[0]
+    sources = "\n".join(f.read_text() for f in DIRECTORY.iterdir())
+    assert not re.findall(r"__f(?:ma|add|mul|div|sub|sqrt)\w*", sources)
 
 
 def test_nothing_of_cupy_is_imported_before_a_card_is_used() -> None:

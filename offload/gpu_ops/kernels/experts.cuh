@@ -99,9 +99,9 @@ DEVICE void down_block(const ExpertArgs& a) {
     }
 }
 
-// A thread per column of the hidden size (x) and token (y).
+// A thread per column of the hidden size (y) and token (x).
 DEVICE void merge_block(const ExpertArgs& a) {
-    const int column = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    const int column = blockIdx.y * blockDim.x + threadIdx.x, token = blockIdx.x;
     if (column >= a.hidden) return;
     float* out = a.out + static_cast<i64>(token) * a.hidden + column;
     float sum = a.add ? *out : 0.0f;

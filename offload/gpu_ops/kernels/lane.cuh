@@ -35,10 +35,27 @@ DEVICE int dot4(u32 a, u32 b, int sum) {
 // Byte i of the result is byte (selector >> 4 i) & 7 of the eight of low and high.
 DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
-DEVICE float fma32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-DEVICE float mul32(float a, float b) { return __fmul_rn(a, b); }
-DEVICE float add32(float a, float b) { return __fadd_rn(a, b); }
-DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+// Written out: CuPy compiles with -ftz=true, and the intrinsics would take numbers below 2^-126 as 0.
+DEVICE float fma32(float a, float b, float c) {
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+DEVICE float mul32(float a, float b) {
+    float r;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+DEVICE float add32(float a, float b) {
+    float r;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+DEVICE float divide(float a, float b) {
+    float r;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
 DEVICE float to_float(int a) { return __int2float_rn(a); }
 DEVICE int nearest(float a) { return __float2int_rn(a); }  // ties to even
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }

@@ -82,9 +82,9 @@ DEVICE void quantize_columns(const QuantizeArgs& a, int token, int chunk, int la
     if (column % per_sum == 0) a.sums[(row + column) / per_sum] = sum;
 }
 
-// A block per token (y) and up to eight chunks (x).
+// A block per token (x, of which there may be 2^31; of y 65535) and up to eight chunks (y).
 DEVICE void quantize_block(const QuantizeArgs& a) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int chunk = static_cast<int>(blockIdx.x) * (static_cast<int>(blockDim.x) / 32) + warp;
-    quantize_columns(a, blockIdx.y, chunk, threadIdx.x % 32);
+    const int chunk = static_cast<int>(blockIdx.y) * (static_cast<int>(blockDim.x) / 32) + warp;
+    quantize_columns(a, blockIdx.x, chunk, threadIdx.x % 32);
 }
