@@ -145,10 +145,14 @@ class TorchCard:
         stream.wait_event(event)
 
     def reached(self, event: Any) -> bool:
-        return bool(event.query())
+        # Threads of ours start on card 0, and asking there for what another card does would make
+        # a context on it, of hundreds of megabytes.
+        with torch.cuda.device(self.device):
+            return bool(event.query())
 
     def block(self, event: Any) -> None:
-        event.synchronize()
+        with torch.cuda.device(self.device):
+            event.synchronize()
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         # The context also makes the card current: threads of the disk's lanes start on card 0.
