@@ -6,6 +6,7 @@ Everything here needs the card itself; what can be said of its device without on
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,14 +199,18 @@ def test_the_peak_is_within_the_cap(tiny: Path) -> None:
     """A hard cap of the process at the budget: torch itself would raise above it."""
     least = budgets(tiny, "cuda")["minimum"]
     total = torch.cuda.get_device_properties(0).total_memory
+    gc.unfreeze()  # models that other tests have left
+    gc.collect()
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     # The allocator takes whole segments of 2 and 20 MiB, and the cap counts those.
-    torch.cuda.set_per_process_memory_fraction((least["gpu"] + 64 * MIB) / total)
+    room = torch.cuda.memory_reserved() + least["gpu"] + 64 * MIB
+    torch.cuda.set_per_process_memory_fraction(room / total)
     try:
         with_cap = prepare(tiny, options("cuda", **least)).open()
         out = with_cap.generate(prompt(), max_new_tokens=8, do_sample=False)
         stats = with_cap.offload.stats()
-        assert stats["device_peak_bytes"] <= least["gpu"]
+        assert stats["device_peak_bytes"] <= before + least["gpu"]
         assert out.shape[1] == prompt().shape[1] + 8
         with_cap.offload.close()
     finally:
