@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
@@ -49,6 +49,9 @@ _STATES = (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
+_DUMMY: Any = getattr(cache_utils, "DummyLayer", None)
+"""Of a layer that caches nothing; not every transformers that we run on has one (5.17 has not)."""
+
 APPENDS = "appends_exactly"
 """An attribute of our own layers: whatever pieces tokens come in, the state is the same; and
 ``extend(keys, values)``, where there is one, is ``update`` without what it returns."""
@@ -67,7 +70,7 @@ def check_layers(cache: Any) -> None:
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         raise UnsupportedModelError(f"its cache is a {type(cache).__name__}")
     for layer in cache.layers:
-        if type(layer) is DummyLayer or _keeps_tokens(layer) or type(layer) in _STATES:
+        if type(layer) is _DUMMY or _keeps_tokens(layer) or type(layer) in _STATES:
             continue
         raise UnsupportedModelError(
             f"it caches in a {type(layer).__name__}, whose state is not known to be the same after "
