@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from serve_support import CHUNK, CONTEXT, Alone, Listener, make_engine, open_streaming, request
+from serve_support import (
+    CHUNK,
+    CONTEXT,
+    TINY,
+    Alone,
+    Listener,
+    make_engine,
+    open_streaming,
+    request,
+)
 
 from offload.batch.conductor import Conductor
 from offload.cli import decode
 from offload.cli.sampling import Sampling
 from offload.errors import StoreError
+from offload.models.lean_cache import LeanCache
+from offload.models.load import Options, prepare
+from offload.models.pack_open import open_source
+from offload.models.pack_run import pack
 from offload.serve.engine import Engine
 from offload.serve.events import Ended, Event, Failed, Piece
 from offload.serve.problems import Problem
@@ -287,6 +301,43 @@ def test_a_shared_beginning_is_read_once(alone: Alone, tmp_path: Path) -> None:
     assert [text for text, _ in results] == [alone.answer(ids, 8) for ids in prompts]
     assert stats["tokens"]["reused"] == 3 * 64
     assert stats["prompt_cache"]["written_groups"] >= 4
+
+
+def test_reused_prefixes_of_a_pack(alone: Alone, tmp_path: Path) -> None:
+    """Whose decode kernels keep keys and values themselves, each request's apart: what a request
+    finds on the disk is not read again, and changes no answer."""
+    packed = tmp_path / "packed"
+    with contextlib.closing(open_source(TINY)) as source:
+        pack(source, packed, quant="q8")
+    beginning = alone.ids("The interpreter " * 60)[:64]
+    prompts = [beginning + alone.ids(text) for text in ("A", "What is a list?", "for x", "B")]
+    found = []
+    for directory in (None, tmp_path / "prompts"):
+        more = {"prompt_cache": directory, "prompt_cache_chunk": CHUNK} if directory else {}
+        wish = {"context": CONTEXT, "prompt_tokens": CHUNK, "sequences": 3, "pass_rows": CHUNK}
+        model = prepare(packed, Options(ram=200 * 2**20, **wish, **more)).open()
+        assert isinstance(model.offload.new_cache(), LeanCache)
+        engine = make_engine(model, alone.tokenizer)
+        engine.start()
+        try:
+            first = Listener(engine, request(prompts[0], 8)).result()
+            if directory:
+                model.offload.prompts.prefixes.flush()
+            others = [Listener(engine, request(ids, 8)) for ids in prompts[1:]]
+            results = [first, *(listener.result() for listener in others)]
+            stats = engine.stats()
+        finally:
+            engine.close()
+            model.offload.close()
+        found.append([text for text, _ in results])
+        if directory:
+            ends = [end for _, end in results]
+            reused = [end.reused_tokens for end in ends if isinstance(end, Ended)]
+            assert reused == [0, 64, 64, 64]
+            config = model.config
+            row = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+            assert stats["prompt_cache"]["read_bytes"] >= 3 * 64 * row
+    assert found[0] == found[1]
 
 
 def test_keys_and_values_that_stream_too(alone: Alone, tmp_path: Path) -> None:
