@@ -40,8 +40,11 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 class LeanForward:
     """``model.forward`` for one token on a ``LeanCache``; everything else goes to the model."""
 
-    def __init__(self, model: Any, paths: Sequence[str], token: Token) -> None:
-        """``paths``: of the decoder layers, in order; ``token``: all of them at once, or None.
+    def __init__(
+        self, model: Any, paths: Sequence[str], token: Token, untouched: Callable[[], bool]
+    ) -> None:
+        """``paths``: of the decoder layers, in order; ``token``: all of them at once, or None;
+        ``untouched``: whether they are as they were opened.
 
         Raises:
             OffloadError: the model has no list of layers, embedding, norm or head where every
@@ -58,7 +61,7 @@ class LeanForward:
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if self._embedding is None or self._head is None:
             raise OffloadError("it has no embedding or no head")
-        self._token = token
+        self._token, self._untouched = token, untouched
         self._inner: Callable[..., Any] = model.forward
         self._output: Any = None
 
@@ -79,7 +82,8 @@ class LeanForward:
 
         @functools.wraps(self._inner)  # generate() reads the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+            with attachment.turn:
+                return self(*args, **kwargs)
 
         attachment.on_detach(shadow(model, "forward", forward))
 
@@ -122,7 +126,9 @@ class LeanForward:
         if any(getattr(config, name, False) for name in _OUTPUTS):
             return False
         base = self._base
-        return not (base._forward_hooks or base._forward_pre_hooks or torch.is_grad_enabled())
+        return self._untouched() and not (
+            base._forward_hooks or base._forward_pre_hooks or torch.is_grad_enabled()
+        )
 
     def _logits(
         self, hidden: torch.Tensor, cache: LeanCache, positions: Any, layers: Sequence[nn.Module]
@@ -139,10 +145,11 @@ def take_over(
     make_cache: Callable[[], LeanCache],
     attachment: Attachment,
     token: Token,
+    untouched: Callable[[], bool],
 ) -> None:
     """Put a ``LeanForward`` in place, or log why not."""
     try:
-        LeanForward(model, paths, token).attach(make_cache(), attachment)
+        LeanForward(model, paths, token, untouched).attach(make_cache(), attachment)
     except (OffloadError, RuntimeError, AttributeError, TypeError, ValueError) as why:
         logger.info("single tokens go through the model's own forward: %s", why)
 

@@ -38,6 +38,7 @@ from offload.models.lean_layer import rope_of
 from offload.models.lean_many import Join, ManyTokens, Positions, Rooms, Row, RowLayers
 from offload.models.lean_program import TokenProgram
 from offload.models.lean_verify import twin_kernels, verify
+from offload.models.lean_watch import LayerWatch
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedExperts, PackedLinear
 from offload.models.units import unit_modules
@@ -197,7 +198,9 @@ class LeanRun:
         """All layers at once; None: some layers' weights come and go."""
         if all(step.stays for _, step in steps):
             self.program = TokenProgram(steps, first.hidden)
-        self._all_layers = RowLayers("all layers", [step for _, step in steps], 0)
+        self._steps = [step for _, step in steps]
+        self._all_layers = RowLayers("all layers", self._steps, 0)
+        self._turn = attachment.turn
         before = model.__dict__.get("generate")
         model.__dict__["generate"] = partial(self._generate, model.generate)
         attachment.on_detach(partial(_restore, model, "generate", before))
@@ -220,6 +223,10 @@ class LeanRun:
             self._caches.remove(cache)
             cache.live = False
             self._free.append(cache.store)
+
+    def untouched(self) -> bool:
+        """Whether every layer is as it was opened: no hook inside, no module replaced."""
+        return all(step.watch.untouched() for step in self._steps)
 
     def token(
         self, hidden: torch.Tensor, position: int | None, cache: LeanCache
@@ -244,6 +251,9 @@ class LeanRun:
         cache, hidden = kwargs.get("past_key_values"), hidden_states
         if not isinstance(cache, LeanCache) or hidden.shape[0] != 1 or hidden.dim() != 3:
             return inner(hidden_states, *args, **kwargs)
+        if not step.watch.untouched():
+            cache.check_live()
+            return inner(hidden_states, *args, **kwargs)
         positions = kwargs.get("position_ids")
         if hidden.shape[1] == 1:
             cache.check_live()
@@ -260,16 +270,18 @@ class LeanRun:
         return inner(hidden_states, *args, **kwargs)
 
     def _generate(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" not in kwargs:
-            if self._fits(args, kwargs):
-                kwargs["past_key_values"] = self.new_cache()
-            elif self._store.kind is not KvType.F32:
-                raise OffloadError(
-                    f"keys and values are kept in {self._store.kind.value} for one sequence of up "
-                    f"to {self._store.capacity} tokens, without padding or beams, and this is "
-                    f"something else; load the model with attention='offload' for it, or with a "
-                    f"longer context"
-                )
+        if "past_key_values" in kwargs:
+            return inner(*args, **kwargs)
+        if self._fits(args, kwargs):
+            with self._turn:  # to its end: another thread's generation would take the memory
+                return inner(*args, **kwargs, past_key_values=self.new_cache())
+        if self._store.kind is not KvType.F32:
+            raise OffloadError(
+                f"keys and values are kept in {self._store.kind.value} for one sequence of up "
+                f"to {self._store.capacity} tokens, without padding or beams, and this is "
+                f"something else; load the model with attention='offload' for it, or with a "
+                f"longer context"
+            )
         return inner(*args, **kwargs)
 
     def _fits(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -305,6 +317,7 @@ class _Step:
         """``rooms``: None: prompts run as they are."""
         plan, parts = lean.plan, lean.parts
         self._keep: list[Any] = []
+        self._kept: list[tuple[torch.nn.Module, str]] = []
         self._moving: list[tuple[Any, str, PackedLinear]] = []
         self.attention = AttentionHalf(plan.attention, rope, store, index, scratch)
         self._place(self.attention, layer, parts.attention)
@@ -320,6 +333,7 @@ class _Step:
         if plan.shared is not None:
             self.shared = DenseMlp(plan.shared, scratch)
             self._place(self.shared, layer, parts.shared)
+        self.watch = LayerWatch(layer, self._kept)
         self.rooms = rooms
         self._prompts = None if rooms is None else ManyTokens(self, rooms)
         self._rows = None if rooms is None else ManyTokens(self, rooms, alone=True)
@@ -334,6 +348,7 @@ class _Step:
                 else:  # streamed: it is somewhere else each time
                     self._moving.append((region, slot, module))
                 continue
+            self._kept.append((module, leaf))
             value = module._parameters[leaf].detach().float().contiguous()
             if slot in _MATRICES:
                 rows = value.numpy().view(np.uint8)

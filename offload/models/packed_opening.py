@@ -173,7 +173,8 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
             run = LeanRun(meta.model, prepared.lean, attachment, tokens, options.sequences)
             make_cache, end_cache = run.new_cache, run.release
             with executor.rehearsal():
-                take_over(meta.model, list(prepared.lean.layers), make_cache, attachment, run.token)
+                layers = list(prepared.lean.layers)
+                take_over(meta.model, layers, make_cache, attachment, run.token, run.untouched)
     except BaseException:
         if recorder is not None:
             recorder.abandon()

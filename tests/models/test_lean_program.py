@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -268,5 +269,71 @@ def test_a_replaced_layer_and_a_hook_for_all_modules_are_noticed(
         assert len(runs) == 9
         assert same(model.generate(IDS, **KW), expected)
         assert len(runs) == 18
+    finally:
+        model.offload.close()
+
+
+@pytest.mark.parametrize("which", ["mlp", "self_attn", "input_layernorm", "mlp.down_proj"])
+def test_a_hook_inside_a_layer_is_not_passed_over(tmp_path: Path, which: str) -> None:
+    """Kernels call no module: the layer then runs as it is, its prompt and every token."""
+    _, pack_dir = packed("llama", tmp_path, "none")
+    model = load(pack_dir)
+    try:
+        plain = model.generate(IDS, **KW)
+
+        def doubled(_: Any, args: Any, out: Any) -> Any:
+            return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+        hook = model.base_model.layers[1].get_submodule(which).register_forward_hook(doubled)
+        cached, stock = (model.generate(IDS, **KW, use_cache=use) for use in (True, False))
+        hook.remove()
+        for got, want, before in zip(cached.logits, stock.logits, plain.logits, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(got, before, rtol=1e-2, atol=1e-2)
+        assert same(model.generate(IDS, **KW), plain)
+    finally:
+        model.offload.close()
+
+
+@pytest.mark.parametrize("what", ["module", "norm", "forward"])
+def test_what_is_replaced_inside_a_layer_is_used(tmp_path: Path, what: str) -> None:
+    _, pack_dir = packed("llama", tmp_path, "none")
+    model = load(pack_dir)
+    try:
+        plain = model.generate(IDS, **KW)
+        layer = model.base_model.layers[1]
+        if what == "module":
+            layer.mlp = torch.nn.Identity()
+        elif what == "norm":
+            weight = layer.input_layernorm.weight
+            layer.input_layernorm.weight = torch.nn.Parameter(3 * weight)
+        else:
+            layer.mlp.forward = torch.zeros_like
+        cached, stock = (model.generate(IDS, **KW, use_cache=use) for use in (True, False))
+        for got, want, before in zip(cached.logits, stock.logits, plain.logits, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(got, before, rtol=1e-2, atol=1e-2)
+    finally:
+        model.offload.close()
+
+
+def test_generations_in_several_threads_come_one_after_the_other(tmp_path: Path) -> None:
+    """One cache has the kernels' memory; none loses it in the middle."""
+    _, pack_dir = packed("llama", tmp_path, "q4")
+    model = load(pack_dir)
+    try:
+        want = model.generate(IDS, **KW)
+        got: list[Any] = []
+
+        def work() -> None:
+            got.extend(model.generate(IDS, **KW) for _ in range(3))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 9
+        assert all(same(answer, want) for answer in got)
     finally:
         model.offload.close()
