@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Container
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from offload.models.options import Options, Progress
 from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, spill_directory
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.sampling import check_tokens
+from offload.models.shadow import shadow
 from offload.models.units import HeadSlices
 from offload.runtime import choice
 from offload.runtime.device import Device
@@ -143,6 +145,8 @@ def serve_caches(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
     try:
         _serve_blocks(prepared, model, handle)
         _serve_prompts(prepared, model, handle)
+        if handle.kv is not None or handle.prompts is not None:
+            _in_turn(model, handle)
     except BaseException:
         handle.attachment.abandon()  # an earlier recording of that name stays
         handle.close()
@@ -196,6 +200,18 @@ def _serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> Non
     prompts.serve(handle.attachment.on_detach)
     handle.prompts = prompts
     weakref.finalize(model, prompts.prefixes.close)
+
+
+def _in_turn(model: Any, handle: OffloadHandle) -> None:
+    """Have generations in several threads run one after the other: one cache is alive at a time."""
+    inner, turn = model.generate, handle.attachment.turn
+
+    @wraps(inner)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with turn:
+            return inner(*args, **kwargs)
+
+    handle.attachment.on_detach(shadow(model, "generate", generate))
 
 
 def finish_model(model: Any, directory: Path) -> None:

@@ -162,6 +162,25 @@ def test_threads_take_turns(family: str, whole: bool, tmp_path: Path) -> None:
     model.offload.close()
 
 
+@pytest.mark.parametrize("kind", ["kv_ram", "prompt_cache"])
+def test_generations_that_share_a_cache_take_turns(
+    checkpoint: Checkpoint, kind: str, tmp_path: Path
+) -> None:
+    directory = checkpoint("qwen3").directory
+    settings: dict[str, Any] = {"kv_ram": 2**16, "kv_block_tokens": 16}
+    if kind == "prompt_cache":
+        settings = {"prompt_cache": tmp_path, "prompt_cache_chunk": 4}
+    prompts = [prompt(seed=i, length=9 + i) for i in range(3)]
+    with opened(prepare(directory, options("cpu", disk=tmp_path, **settings))) as model:
+        want = [greedy(model, ids_BL).sequences for ids_BL in prompts]
+
+        def work(i: int) -> None:
+            for _ in range(3):
+                assert torch.equal(greedy(model, prompts[i]).sequences, want[i])
+
+        _together(work, len(prompts))
+
+
 def test_a_layer_by_itself_in_two_threads(tmp_path: Path) -> None:
     """Past the model there is nobody to take turns: an error, and no block is held for good."""
     model, x = chain(), torch.randn(3, 64)
