@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 
-from offload.models.sampling import FiniteLogits, check_settings, choose_alone
+from offload.models.sampling import (
+    FiniteLogits,
+    check_settings,
+    choose_alone,
+    vocabulary_of,
+)
 
 OnToken = Callable[[int], bool]
 """Gets each new token; True ends the generation behind it."""
@@ -29,9 +34,9 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
 
-    def apply(self, settings: Any) -> None:
-        """Write it into a transformers ``GenerationConfig``."""
-        choose_alone(settings)
+    def apply(self, settings: Any, vocabulary: int) -> None:
+        """Write it into a transformers ``GenerationConfig`` of a model with so many tokens."""
+        choose_alone(settings, vocabulary)
         settings.do_sample = self.temperature > 0
         if not settings.do_sample:
             settings.temperature = settings.top_k = settings.top_p = settings.min_p = None
@@ -122,7 +127,7 @@ def generate(
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
     settings = copy.deepcopy(model.generation_config if settings is None else settings)
-    (sampling or Sampling()).apply(settings)
+    (sampling or Sampling()).apply(settings, vocabulary_of(model))
     settings.max_new_tokens, settings.max_length = max_new_tokens, None
     settings.return_dict_in_generate = False
     settings.stop_strings = None  # whoever takes the tokens stops them

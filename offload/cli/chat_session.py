@@ -26,6 +26,7 @@ from offload.errors import OffloadError
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
+from offload.models.sampling import vocabulary_of
 
 DEFAULT_CONTEXT = 4096
 """Tokens of a conversation that memory is set aside for, unless said otherwise; fewer if the model
@@ -147,7 +148,7 @@ def _load_and_talk(
     try:
         session.stop_between_units(prepared)
         session.say_kernel_error(prepared, model)
-        sampling = wish.sampling.apply(model.generation_config)
+        sampling = wish.sampling.apply(model.generation_config, vocabulary_of(model))
         cache = cache_for(model, wish.reuse)
         # On a grid keys are those of a run that reads everything, whatever rotates them.
         keeps = type(cache) is KeptCache

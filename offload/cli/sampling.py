@@ -46,14 +46,15 @@ class Sampling:
                     f"is taken; add e.g. --temp 0.8"
                 )
 
-    def apply(self, settings: Any) -> dict[str, float | int]:
-        """Write the choice into a transformers ``GenerationConfig`` and seed torch.
+    def apply(self, settings: Any, vocabulary: int | None = None) -> dict[str, float | int]:
+        """Write the choice into a transformers ``GenerationConfig`` and seed torch. ``vocabulary``:
+        logits of a token; None: ids of the checkpoint's file are not looked at.
 
         Returns what is in force, for the report; empty when greedy.
         """
         from offload.models.sampling import check_settings, choose_alone
 
-        choose_alone(settings)
+        choose_alone(settings, vocabulary)
         settings.do_sample = self.temp > 0
         if not settings.do_sample:
             settings.temperature = settings.top_k = settings.top_p = settings.min_p = None

@@ -22,7 +22,7 @@ from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
 from offload.models.pause import pause_before
-from offload.models.sampling import own_stops
+from offload.models.sampling import own_stops, vocabulary_of
 from offload.runtime.guess_cache import remember
 from offload.runtime.rss import current_rss
 from offload.units import format_bytes
@@ -100,7 +100,7 @@ def _load_and_run(
         stop_between_units(prepared)
         say_kernel_error(prepared, model)
         say_lost_stops(model, tokenizer)
-        sampling = wish.sampling.apply(model.generation_config)
+        sampling = wish.sampling.apply(model.generation_config, vocabulary_of(model))
         with console.waiting(f"reading the prompt, {len(ids)} tokens") as first_text:
             decode.generate(
                 model,

@@ -7,6 +7,7 @@ and whatever no checkpoint holds are initialised for real, weights stay without 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 from dataclasses import dataclass
@@ -202,7 +203,28 @@ def assemble(
     mapping = CheckpointMap(model, index)
     _check(model, mapping.map, index.directory)
     _tie(model, mapping.map)
+    _check_kind(model, index.directory)
     return MetaModel(model, index, mapping, chosen, index.directory)
+
+
+def _check_kind(model: Any, directory: Path) -> None:
+    """What a config may say and no code of the family can do, and fails in the middle of a pass."""
+    config = model.config
+    accepted = inspect.signature(type(model).forward).parameters
+    asked = getattr(config, "is_encoder_decoder", False) and model.can_generate()
+    if asked and "decoder_input_ids" not in accepted:
+        raise CheckpointError(
+            f"{directory.name}: config.json says is_encoder_decoder true, and "
+            f"{type(model).__name__} has no encoder; set it to false"
+        )
+    text = config.get_text_config(decoder=True)
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    slides = kinds is None or any("sliding" in str(kind) for kind in kinds)
+    if type(window) is int and window < 1 and slides:
+        raise CheckpointError(
+            f"{directory.name}: config.json says sliding_window {window}: a token sees 1 or more; "
+            f"set it to null if it sees all"
+        )
 
 
 def instantiate(config: Any, dtype: torch.dtype) -> tuple[Any, torch.dtype]:

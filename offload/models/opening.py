@@ -225,7 +225,8 @@ def finish_model(model: Any, directory: Path) -> None:
     try:
         model.generation_config = GenerationConfig.from_pretrained(directory)
         check_tokens(model.generation_config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # Whatever transformers makes of a value of another kind.
         raise OffloadError(f"generation_config.json of {directory.name}: {error}") from error
 
 

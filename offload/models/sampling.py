@@ -40,9 +40,19 @@ _ALONE: dict[str, Any] = {
 a cache of another kind than the plan's."""
 
 
-def choose_alone(settings: Any) -> None:
+def vocabulary_of(model: Any) -> int:
+    """How many logits a model gives for each token."""
+    head = model.get_output_embeddings()
+    rows = getattr(head, "out_features", None)
+    return int(rows or model.config.get_text_config().vocab_size)
+
+
+def choose_alone(settings: Any, vocabulary: int | None = None) -> None:
     """Have a ``GenerationConfig`` generate one sequence, each token from its logits, whatever ways
     the checkpoint's file wishes; what it says of logits stays.
+
+    Args:
+        vocabulary: logits of a token; None: any id is one.
 
     Raises:
         OffloadError: what it says of them is nothing.
@@ -54,19 +64,71 @@ def choose_alone(settings: Any) -> None:
         value = getattr(settings, name, None)
         if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
             _refuse(name, value, "not a number above 0")
-    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+    for name in (
+        "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens",
+    ):  # fmt: skip
         value = getattr(settings, name, None)
         if value is not None and type(value) is not int:
             _refuse(name, value, "not a number of tokens")
+    seconds = getattr(settings, "max_time", None)
+    if seconds is not None and not _is_number(seconds):
+        _refuse("max_time", seconds, "not a number of seconds")
     own_stops(settings)
+    vocabulary = 2**63 if vocabulary is None else vocabulary
     words = getattr(settings, "bad_words_ids", None)
     if words is not None and not (
-        isinstance(words, list)
-        and words
-        and all(isinstance(ids, list) and ids for ids in words)
-        and all(type(i) is int and i >= 0 for ids in words for i in ids)
+        isinstance(words, list) and words and all(_are_ids(ids, vocabulary) for ids in words)
     ):
-        _refuse("bad_words_ids", words, "not a list of lists of ids")
+        _refuse("bad_words_ids", words, f"not a list of lists of ids below {vocabulary}")
+    _check_forced(settings, vocabulary)
+
+
+def _check_forced(settings: Any, vocabulary: int) -> None:
+    """What the file says of single tokens."""
+    end = getattr(settings, "forced_eos_token_id", None)
+    if end is not None and not _are_ids(end if isinstance(end, list) else [end], vocabulary):
+        _refuse("forced_eos_token_id", end, f"not an id below {vocabulary}")
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        never = getattr(settings, name, None)
+        # Beyond the vocabulary they suppress nothing, in transformers as here.
+        if never is not None and not (isinstance(never, list) and all(map(_is_id, never))):
+            _refuse(name, never, "not a list of ids")
+    decay = getattr(settings, "exponential_decay_length_penalty", None)
+    if decay is not None and not (
+        isinstance(decay, (list, tuple))
+        and len(decay) == 2
+        and type(decay[0]) is int
+        and _is_number(decay[1])
+    ):
+        why = "not a number of tokens and a factor"
+        _refuse("exponential_decay_length_penalty", decay, why)
+    bias = getattr(settings, "sequence_bias", None)
+    if bias is not None and not (
+        isinstance(bias, list)
+        and bias
+        and all(
+            isinstance(pair, list)
+            and len(pair) == 2
+            and _are_ids(pair[0], vocabulary)
+            and type(pair[1]) is float
+            for pair in bias
+        )
+    ):
+        why = f"not a list of pairs [[ids below {vocabulary}], bias]"
+        _refuse("sequence_bias", bias, why)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_ids(values: Any, vocabulary: int) -> bool:
+    some = isinstance(values, list) and bool(values)
+    return some and all(_is_id(value) and value < vocabulary for value in values)
 
 
 def own_stops(settings: Any) -> tuple[str, ...]:
@@ -124,4 +186,6 @@ def check_tokens(settings: Any) -> None:
             )
 
 
-__all__ = ["FiniteLogits", "check_settings", "check_tokens", "choose_alone", "own_stops"]
+__all__ = [
+    "FiniteLogits", "check_settings", "check_tokens", "choose_alone", "own_stops", "vocabulary_of",
+]  # fmt: skip

@@ -24,6 +24,7 @@ from offload.batch.sequence import Cancelled, Sequence
 from offload.cli import decode
 from offload.cli.text import Decoder, IdDecoder, TextDecoder
 from offload.errors import OffloadError
+from offload.models.sampling import vocabulary_of
 from offload.runtime.rss import current_rss
 from offload.serve.counters import Counters
 from offload.serve.events import Deliver, Ended, Failed, Piece, Request
@@ -308,7 +309,7 @@ class Engine:
 
         def work() -> None:
             settings = copy.deepcopy(self._settings)
-            sampling.apply(settings)
+            sampling.apply(settings, vocabulary_of(self._model))
             self._generate(handle, settings)
 
         sequence = self._conductor.start(

@@ -149,6 +149,16 @@ def killed_pack(directory: Path) -> None:
     (directory / "pack.journal").write_text("{}")
 
 
+def sees_no_token(directory: Path) -> None:
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    kinds = ["sliding_attention"] * layers
+    edit_config(directory, sliding_window=0, use_sliding_window=True, layer_types=kinds)
+
+
+def no_encoder(directory: Path) -> None:
+    edit_config(directory, is_encoder_decoder=True)
+
+
 def encoder(directory: Path) -> None:
     edit_config(directory, architectures=["Qwen3Model"])
 
@@ -178,6 +188,8 @@ def encoder(directory: Path) -> None:
         (end_as_text, ["eos_token_id [2, '</s>']", "no token's id"]),
         (a_million_layers, ["num_hidden_layers 1000000, the checkpoint has"]),
         (layers_as_text, ["num_hidden_layers", "expected int, got str"]),
+        (sees_no_token, ["sliding_window 0: a token sees 1 or more"]),
+        (no_encoder, ["is_encoder_decoder true", "has no encoder"]),
         (killed_pack, ["is not finished: give 'offload pack' the same source and directory again"]),
     ],
 )
@@ -255,7 +267,19 @@ def test_generation_settings_that_are_nothing(
         {"repetition_penalty": "high"},
         {"no_repeat_ngram_size": "two"},
         {"bad_words_ids": []},
+        {"bad_words_ids": [[999999]]},
         {"stop_strings": 3},
+        {"forced_eos_token_id": 999999},
+        {"forced_eos_token_id": "</s>"},
+        {"suppress_tokens": ["a"]},
+        {"begin_suppress_tokens": ["a"]},
+        {"exponential_decay_length_penalty": 3},
+        {"exponential_decay_length_penalty": [1]},
+        {"exponential_decay_length_penalty": ["a", 1.5]},
+        {"sequence_bias": {"(1, 2)": 3.0}},
+        {"sequence_bias": [[[999999], 3.0]]},
+        {"min_length": "long"},
+        {"max_time": "short"},
     ],
 )
 def test_generation_settings_of_logits_that_are_nothing(
@@ -268,6 +292,39 @@ def test_generation_settings_of_logits_that_are_nothing(
         f"generation_config.json says {name} {value!r}",
         "correct",
     )
+
+
+@pytest.mark.parametrize("wrong", [{"suppress_tokens": 3}, {"watermarking_config": {"a": 1}}])
+def test_generation_settings_that_transformers_cannot_read(
+    cli: Cli, bare: Path, wrong: dict[str, Any]
+) -> None:
+    (bare / "generation_config.json").write_text(json.dumps(wrong))
+    refused(cli("generate", "-m", bare, *IDS), "generation_config.json of bare")
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        {"suppress_tokens": [999999]},
+        {"exponential_decay_length_penalty": [3, 1.5], "eos_token_id": 2},
+        {"sequence_bias": [[[5], -3.0]]},
+        {"forced_eos_token_id": [2]},
+    ],
+)
+def test_generation_settings_that_work_as_in_transformers(
+    cli: Cli, bare: Path, fine: dict[str, Any]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    (bare / "generation_config.json").write_text(json.dumps(fine))
+    model = AutoModelForCausalLM.from_pretrained(bare, experts_implementation="eager").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    want = model.generate(ids, max_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    result = cli("generate", "-m", bare, *IDS)
+    assert result.code == 0, result.err
+    got = [int(i) for i in result.out.strip().split(",")]
+    assert got == (want[:-1] if len(got) < len(want) else want)  # an end is not printed
 
 
 @pytest.mark.parametrize(
