@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from offload.blocks import TENSOR_ALIGN, BlockKind, BlockSpec, align_up, layout
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
@@ -339,6 +340,8 @@ def _leaf_unit(model: nn.Module, param: Param) -> Unit | None:
     module = param.places[0].module
     if not isinstance(module, _LEAVES) or any(True for _ in module.children()):
         return None
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return None  # of torch's attention, which reads its weight and never calls it
     for path, found in model.named_modules():
         if found is module:
             return Unit(path, module)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload.blocks import TENSOR_ALIGN, Tier
+from offload.blocks import DTYPE_BYTES, TENSOR_ALIGN, Tier
 from offload.errors import ClosedError, OffloadError, UnsupportedModelError
 from offload.io.engines import make_engine
 from offload.io.memory import Staging
@@ -26,6 +26,7 @@ from offload.io.pack import PackStore
 from offload.io.store import Store
 from offload.models.attach import Attachment
 from offload.models.expert_options import check_recordable, policy_of, recorder_of
+from offload.models.freed import FreedParameter, filled, freed
 from offload.models.handle import OffloadHandle
 from offload.models.load import drop_unloopable, try_head
 from offload.models.opening import make_device, rows_check
@@ -187,12 +188,19 @@ def _keep(model: nn.Module) -> tuple[set[int], list[str]]:
             raise OffloadError(
                 f"{param.name} is on {tensor.device}; move the model to the CPU before wrapping"
             )
+        if isinstance(tensor, FreedParameter):
+            raise OffloadError(
+                f"{param.name} is a weight of another model, too, which is streamed; wrap one "
+                f"module that has both models in it, or call offload.unwrap on the other first"
+            )
         plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
-        if not plain or not tensor.is_contiguous() or tensor.numel() == 0:
+        known = str(tensor.dtype).removeprefix("torch.") in DTYPE_BYTES
+        as_it_lies = not (tensor.is_conj() or tensor.is_neg())
+        if not (plain and known and as_it_lies and tensor.is_contiguous() and tensor.numel()):
             # Another memory layout selects other kernels, so its bits could change.
             kept.add(id(tensor))
     if kept:
-        notes.append(f"{len(kept)} parameters of special layout stay resident")
+        notes.append(f"{len(kept)} parameters of special layout or dtype stay resident")
     return kept, notes
 
 
@@ -296,6 +304,7 @@ class _Originals:
             meta = param.tensor.detach().to("meta")
             holder = param.tensor
             holder.data = torch.empty(0, dtype=holder.dtype)
+            freed(holder, param.name)
             # Shapes are still asked for while the model is streamed.
             param.tensor = _Shape(holder, meta)  # type: ignore[assignment]
 
@@ -337,6 +346,7 @@ class _Originals:
         for param, value in zip(self._params, values, strict=True):
             if isinstance(param.tensor, _Shape):
                 original = param.tensor.original
+                filled(original)
                 original.data = value
             else:
                 original = nn.Parameter(value, requires_grad=False)

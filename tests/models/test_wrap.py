@@ -435,3 +435,114 @@ def test_what_is_written_between_runs_is_kept(tmp_path: Path) -> None:
     offload.unwrap(model)
     for p, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, old + 1)
+
+
+class Keeper(nn.Module):
+    """Has its layers' weights in a list as well, past the module's own books."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+        self.kept = [layer.weight for layer in self.layers]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * sum(weight.abs().sum() for weight in self.kept)
+
+
+def test_a_weight_that_somebody_keeps(tmp_path: Path) -> None:
+    """It has no elements meanwhile: read as nothing, a sum would be 0 and a file empty."""
+    model, x = Keeper().eval(), torch.randn(3, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    first = model.kept[0]
+    with torch.no_grad():
+        want = model(x)
+    offload.wrap(model, ram=tight(model), disk=tmp_path)
+    for read in (
+        lambda: model(x),
+        lambda: first.sum(),
+        lambda: first.data,
+        lambda: first.shape,
+        lambda: first.detach(),
+        lambda: torch.save(first, io.BytesIO()),
+        lambda: copy.deepcopy(first),
+    ):
+        with pytest.raises(OffloadError, match=r"layers\.0\.weight belongs to a streamed model"):
+            read()
+    optimizer.zero_grad()
+    optimizer.step()  # there are no gradients: nothing is asked of the weights
+    assert first.requires_grad
+    offload.unwrap(model)
+    assert type(first) is nn.Parameter
+    with torch.no_grad():
+        assert torch.equal(model(x), want)
+    model(x).sum().backward()
+    before = first.detach().clone()
+    optimizer.step()
+    assert not torch.equal(first, before)
+
+
+def test_a_weight_of_two_models(tmp_path: Path) -> None:
+    one, x = mlp()
+    other: Any = mlp()[0]
+    other[4][0].weight = one[2][0].weight
+    wants = [one(*x), other(*x)]
+    offload.wrap(one, ram=tight(one), disk=tmp_path)
+    with pytest.raises(OffloadError, match=r"4\.0\.weight is a weight of another model"):
+        offload.wrap(other, ram="64MiB", disk=tmp_path)
+    with pytest.raises(OffloadError, match=r"2\.0\.weight belongs to a streamed model"):
+        other(*x)
+    offload.unwrap(one)
+    assert torch.equal(one(*x), wants[0])
+    assert torch.equal(other(*x), wants[1])
+
+
+class Odd(nn.Linear):
+    """A weight whose bytes are not its values."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(64, 64)
+        odd = torch.randn(64, 64, dtype=torch.complex128)
+        if kind != "complex128":
+            odd = odd.to(torch.complex64).conj()
+        self.odd = nn.Parameter(odd.imag if kind == "negative" else odd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = x.to(self.odd.dtype) @ self.odd
+        imaginary = product.imag if product.is_complex() else product
+        return super().forward(imaginary.to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", ["complex128", "conjugate", "negative"])
+def test_weights_whose_bytes_are_not_their_values(kind: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(*[Odd(kind) for _ in range(6)]).eval(), torch.randn(3, 64)
+    with torch.no_grad():
+        want = model(x)
+        offload.wrap(model, ram=tight(model), disk=tmp_path)
+        assert torch.equal(model(x), want)
+        offload.unwrap(model)
+        assert torch.equal(model(x), want)
+
+
+class Attends(nn.Module):
+    """torch's attention outside of every list; it multiplies with its output layer by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(640, 4, batch_first=True)
+        self.layers = nn.Sequential(*[nn.Linear(640, 640) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(self.attention(x, x, x)[0])
+        return out
+
+
+def test_torchs_attention_outside_of_lists(tmp_path: Path) -> None:
+    model, x = Attends().eval(), torch.randn(2, 5, 640)
+    with torch.no_grad():
+        want = model(x)
+        offload.wrap(model, ram=tight(model), disk=tmp_path)
+        assert model.offload.plan.streamed_bytes_per_pass > 0
+        assert torch.equal(model(x), want)
+    offload.unwrap(model)
