@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.models.sampling import (
+    LEAST_TEMPERATURE,
     FiniteLogits,
     check_settings,
     choose_alone,
@@ -41,7 +42,7 @@ class Sampling:
         if not settings.do_sample:
             settings.temperature = settings.top_k = settings.top_p = settings.min_p = None
             return
-        settings.temperature = self.temperature
+        settings.temperature = max(self.temperature, LEAST_TEMPERATURE)
         # 0 and not None: transformers would fill a top-k of 50 in.
         settings.top_k = self.top_k or settings.top_k or 0
         settings.top_p = self.top_p or settings.top_p or 1.0

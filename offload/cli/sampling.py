@@ -52,7 +52,7 @@ class Sampling:
 
         Returns what is in force, for the report; empty when greedy.
         """
-        from offload.models.sampling import check_settings, choose_alone
+        from offload.models.sampling import LEAST_TEMPERATURE, check_settings, choose_alone
 
         choose_alone(settings, vocabulary)
         settings.do_sample = self.temp > 0
@@ -61,7 +61,7 @@ class Sampling:
             return {}
         import torch
 
-        settings.temperature = self.temp
+        settings.temperature = max(self.temp, LEAST_TEMPERATURE)
         # 0 and not None: transformers would fill a top-k of 50 in.
         settings.top_k = self.top_k or settings.top_k or 0
         settings.top_p = self.top_p or settings.top_p or 1.0

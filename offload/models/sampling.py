@@ -9,6 +9,10 @@ import torch
 
 from offload.errors import OffloadError
 
+LEAST_TEMPERATURE = 1e-20
+"""What smaller ones become: one token has all the probability by then, and logits that are divided
+by much less leave float32."""
+
 
 class FiniteLogits:
     """A logits processor that changes nothing. Every token after a NaN would be an accident."""
@@ -131,6 +135,22 @@ def _are_ids(values: Any, vocabulary: int) -> bool:
     return some and all(_is_id(value) and value < vocabulary for value in values)
 
 
+def own_temperature(settings: Any) -> float:
+    """The temperature of a ``GenerationConfig``: the checkpoint's own, 0 if it does not sample.
+
+    Raises:
+        OffloadError: what the checkpoint's file says is nothing to sample by.
+    """
+    if not settings.do_sample:
+        return 0.0
+    value = settings.temperature
+    if value is None:
+        return 1.0
+    if not (type(value) in (int, float) and 0 <= value <= 100):
+        _refuse("temperature", value, "not a number between 0 and 100")
+    return float(value)
+
+
 def own_stops(settings: Any) -> tuple[str, ...]:
     """The stop strings of a ``GenerationConfig``: the checkpoint's own.
 
@@ -187,5 +207,12 @@ def check_tokens(settings: Any) -> None:
 
 
 __all__ = [
-    "FiniteLogits", "check_settings", "check_tokens", "choose_alone", "own_stops", "vocabulary_of",
-]  # fmt: skip
+    "LEAST_TEMPERATURE",
+    "FiniteLogits",
+    "check_settings",
+    "check_tokens",
+    "choose_alone",
+    "own_stops",
+    "own_temperature",
+    "vocabulary_of",
+]

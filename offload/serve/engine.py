@@ -24,7 +24,7 @@ from offload.batch.sequence import Cancelled, Sequence
 from offload.cli import decode
 from offload.cli.text import Decoder, IdDecoder, TextDecoder
 from offload.errors import OffloadError
-from offload.models.sampling import vocabulary_of
+from offload.models.sampling import choose_alone, own_temperature, vocabulary_of
 from offload.runtime.rss import current_rss
 from offload.serve.counters import Counters
 from offload.serve.events import Deliver, Ended, Failed, Piece, Request
@@ -88,17 +88,20 @@ class Engine:
             tiers: bytes by tier and by what takes them, for ``stats``.
 
         Raises:
-            OffloadError: the model is closed, or has another engine.
+            OffloadError: the model is closed, or has another engine; its checkpoint's settings are
+                nothing to sample by.
         """
         from transformers import GenerationConfig
 
+        self._settings = copy.deepcopy(model.generation_config)
+        choose_alone(self._settings)  # what would fail every request is said once, and now
+        self._temperature = own_temperature(self._settings)
         self.counters = Counters()
         self._model = model
         self._tokenizer = tokenizer
         self._parallel = parallel
         self._conductor = Conductor(model, most_rows=prefill_chunk)
         self._tiers = {tier: dict(parts) for tier, parts in (tiers or {}).items()}
-        self._settings = copy.deepcopy(model.generation_config)
         self._prompts = model.offload.prompts
         if self._prompts is None:
             self._settings.prefill_chunk_size = prefill_chunk
@@ -122,9 +125,7 @@ class Engine:
     @property
     def temperature(self) -> float:
         """Of a request that names none: the checkpoint's, 0 (greedy) if it does not sample."""
-        if not self._settings.do_sample:
-            return 0.0
-        return float(self._settings.temperature or 1.0)
+        return self._temperature
 
     @property
     def state(self) -> str:

@@ -24,7 +24,7 @@ from serve_support import (
 from offload.batch.conductor import Conductor
 from offload.cli import decode
 from offload.cli.sampling import Sampling
-from offload.errors import StoreError
+from offload.errors import OffloadError, StoreError
 from offload.models.lean_cache import LeanCache
 from offload.models.load import Options, prepare
 from offload.models.pack_open import open_source
@@ -99,6 +99,31 @@ def test_the_checkpoints_stop_strings_end_every_answer(model: Any, alone: Alone)
     finally:
         engine.close()
         model.generation_config.stop_strings = None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": "hot"}, {"repetition_penalty": 0}]
+)
+def test_settings_of_a_checkpoint_that_are_nothing_are_said_at_once(
+    model: Any, alone: Alone, wrong: dict[str, Any]
+) -> None:
+    name, value = next(iter(wrong.items()))
+    before = getattr(model.generation_config, name)
+    setattr(model.generation_config, name, value)
+    try:
+        with pytest.raises(OffloadError, match=f"generation_config.json says {name} {value!r}"):
+            make_engine(model, alone.tokenizer)
+    finally:
+        setattr(model.generation_config, name, before)
+    make_engine(model, alone.tokenizer).close()
+
+
+def test_a_temperature_next_to_nothing_takes_the_likeliest(several: Engine, alone: Alone) -> None:
+    ids = alone.ids("A")
+    wish = request(ids, 8, sampling=Sampling(temp=1e-320, seed=1), ignore_eos=False)
+    text, end = Listener(several, wish).result()
+    assert isinstance(end, Ended)
+    assert text == alone.answer(ids, 8)
 
 
 def test_weights_are_read_once_for_all(alone: Alone) -> None:
