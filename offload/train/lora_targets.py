@@ -74,7 +74,8 @@ def find_targets(model: Any, wanted: Sequence[str] | str | None) -> list[Target]
     if wanted is None:
         decoder = _part(model, "get_decoder") or model
         inside = set(map(id, decoder.modules()))
-        found = [t for t in body if id(t.module) in inside]
+        # What some families call their decoder is the head.
+        found = [t for t in body if id(t.module) in inside] or body
         if not found:
             raise OffloadError(
                 f"{type(model).__name__} has no linear layer outside of its head to adapt"

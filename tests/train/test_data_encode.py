@@ -10,8 +10,9 @@ from data_support import EOS, examples, opened, tokenizer, write_lines
 
 from offload.errors import DataError
 from offload.train.data import encode
+from offload.train.data.bad_rows import BadRow
 from offload.train.data.encode import Encoder, pieces
-from offload.train.data.shapes import Chat, Completion, Text
+from offload.train.data.shapes import Chat, Completion, Text, shape_of
 from offload.train.data.store import LABEL
 
 CHATML = (
@@ -185,6 +186,23 @@ def test_only_the_assistants_words_are_learnt(fast: bool, monkeypatch: pytest.Mo
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_an_answer_of_weight_0_is_not_learnt(template: str) -> None:
+    """OpenAI's format."""
+    turns = [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:4], {**TURNS[4], "weight": 1}]
+    row = shape_of({"messages": turns})
+    whole, learns = one(chatml(template), row)
+    plain, everything = one(chatml(template), shape_of({"messages": TURNS}))
+    assert whole == plain
+    assert "the queen" in everything
+    assert "the queen" not in learns
+    assert "a héro 🎭" in learns
+    for weight, message in ((0, "no assistant's message to learn"), (0.5, "has weight 0.5")):
+        bad = [{**m, "weight": weight} for m in TURNS]
+        with pytest.raises(BadRow, match=message):
+            shape_of({"messages": bad})
+
+
 def test_templates_that_mark_the_assistant_are_asked() -> None:
     tok = tokenizer(MARKED)
     eos = tok.eos_token
@@ -251,6 +269,12 @@ def test_tools_reach_the_template() -> None:
     turns = tuple(TURNS[1:3])
     whole, _ = one(tok, Chat(turns, 0, [{"name": "look"}]))
     assert whole.startswith("look:<|im_start|>user")
+    # As tables have them.
+    same = shape_of({"messages": list(turns), "tools": '[{"name": "look"}]'})
+    assert one(tok, same)[0] == whole
+    for text, message in (("[{", "tools is no JSON"), ("{}", "tools is an object")):
+        with pytest.raises(BadRow, match=message):
+            shape_of({"messages": list(turns), "tools": text})
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:

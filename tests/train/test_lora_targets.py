@@ -147,6 +147,12 @@ def test_what_is_no_plain_linear_layer_has_no_adapter(
         find_targets(model, [left_out])
 
 
+def test_a_decoder_that_is_the_head(tiny: Made) -> None:
+    found = names(build(tiny("modernbert-decoder")).model, None)
+    assert any("attn" in name for name in found)
+    assert "decoder" not in found
+
+
 def test_a_linear_layer_of_a_familys_own_has_one(tiny: Made) -> None:
     assert any("dense_h_to_4h" in name for name in names(build(tiny("falcon")).model, None))
 

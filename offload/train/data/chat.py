@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.errors import DataError
 from offload.train.data.bad_rows import BadRow
-from offload.train.data.shapes import Chat, Message
+from offload.train.data.shapes import Chat, Message, learnt
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -39,7 +39,10 @@ class ChatEncoder:
             DataError: there is no template.
         """
         template = self._template(chat)
-        ids, learn = self._marked(chat) if _MARKS.search(template) else self._located(chat)
+        # A template's own marks know nothing of weights.
+        all_of_them = all(m.get("weight", 1) for m in chat.messages)
+        marked = bool(_MARKS.search(template)) and all_of_them
+        ids, learn = self._marked(chat) if marked else self._located(chat)
         if not any(learn):
             raise BadRow("has nothing to learn: the template shows no assistant's words")
         return self._closed(chat, ids, learn)
@@ -84,7 +87,7 @@ class ChatEncoder:
         whole = self._render(chat.messages, chat)
         spans: list[tuple[int, int]] = []
         for i in range(chat.first, len(chat.messages)):
-            if chat.messages[i]["role"] == "assistant":
+            if learnt(chat.messages[i]):
                 begin = self._begin(chat, i, whole)
                 spans.append((begin, self._end(chat, i, whole, begin)))
         return self._tokenised(whole, spans)
@@ -155,7 +158,7 @@ class ChatEncoder:
         self, chat: Chat, ids: list[int], learn: list[bool]
     ) -> tuple[list[int], list[bool]]:
         eos = self._tokenizer.eos_token_id
-        if eos is None or chat.messages[-1]["role"] != "assistant":
+        if eos is None or not learnt(chat.messages[-1]):
             return ids, learn
         last = len(ids)
         while last and not self._tokenizer.decode(ids[last - 1 : last]).strip():

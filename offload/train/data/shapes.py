@@ -5,6 +5,7 @@ No tokenizer here: whatever is wrong with a row's shape is found before anything
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,16 @@ def _message(entry: Any, where: str) -> Message:
         content = "".join(_text_part(part, where) for part in content)
     elif not isinstance(content, str):
         raise BadRow(f"{where} ({role}): content is {_kind(content)}, not a string")
+    weight = found.get("weight", 1)
+    if weight not in (0, 1):
+        raise BadRow(f"{where} has weight {weight!r}; 0 (not to be learnt) and 1 are known")
     return {**found, "role": role, "content": _sound(content, where)}
+
+
+def learnt(message: Message) -> bool:
+    """Whether a message is to be learnt: an assistant's, without the weight 0 that OpenAI's format
+    has for those that are not."""
+    return message["role"] == "assistant" and bool(message.get("weight", 1))
 
 
 def _text_part(part: Any, where: str) -> str:
@@ -150,10 +160,15 @@ def _text_part(part: Any, where: str) -> str:
 
 
 def _chat(messages: tuple[Message, ...], first: int, row: Mapping[str, Any]) -> Chat:
-    if not any(m["role"] == "assistant" for m in messages[first:]):
-        roles = ", ".join(m["role"] for m in messages)
+    if not any(map(learnt, messages[first:])):
+        roles = ", ".join(m["role"] + " (weight 0)" * (not m.get("weight", 1)) for m in messages)
         raise BadRow(f"has no assistant's message to learn; its roles are {roles}")
     tools = row.get("tools")
+    if isinstance(tools, str):  # tables have no type for objects that differ from row to row
+        try:
+            tools = json.loads(tools)
+        except ValueError as e:
+            raise BadRow(f"tools is no JSON: {e}") from e
     if tools is not None and not isinstance(tools, list):
         raise BadRow(f"tools is {_kind(tools)}, not a list")
     return Chat(messages, first, tools or None)
