@@ -108,6 +108,12 @@ def _kernels_for(ram: int) -> int:
     return min(most, max(least, ram // BYTES_PER_KERNEL))
 
 
+def growth(ram: int, larger: int) -> int:
+    """Bytes of the products that torch keeps more of under a budget of ``larger`` bytes than under
+    one of ``ram``."""
+    return max(0, _kernels_for(larger) - _kernels_for(ram)) * KERNEL_BYTES
+
+
 def kernel_bytes(experts: Iterable[TensorSpec], prompt_tokens: int, ram: int) -> int:
     """What the compiled products of a prompt with ``experts`` take in a process with a budget of
     ``ram`` bytes: one for each matrix and number of tokens that an expert gets."""
