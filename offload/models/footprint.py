@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.kv.shape import KvShape
 from offload.models.expert_groups import expert_groups
-from offload.models.meta_attention import CpuAttention
+from offload.models.meta_attention import CardAttention, CpuAttention
 
 logger = logging.getLogger(__name__)
 
@@ -108,15 +108,17 @@ class LiveBytes(TorchDispatchMode):
             self._total -= self._live.pop(key)[0]
 
 
-def measure(model: Any, tokens: int, batch: int = 1) -> Footprint:
+def measure(model: Any, tokens: int, batch: int = 1, *, card: bool = False) -> Footprint:
     """The footprint of one forward over ``batch`` × ``tokens`` ids with a KV cache.
 
-    ``model``: a transformers model on the meta device (it is not changed).
+    Args:
+        model: a transformers model on the meta device (it is not changed).
+        card: a card computes; else the CPU, or a simulated device, which has the CPU do it.
     """
     element = next((p.element_size() for p in model.parameters()), 4)
     try:
         held: list[Any] = []
-        peak, cache = meta_forward(model, tokens, batch, held=held)
+        peak, cache = meta_forward(model, tokens, batch, held=held, card=card)
         parked = max(0, held[1] - cache)
         # Rows of several lengths are padded; the mask that says so is made of values, which meta
         # tensors lack: as bool, with what it is put together from, and in the compute dtype.
@@ -149,6 +151,7 @@ def meta_forward(
     *,
     decode: bool = False,
     held: list[Any] | None = None,
+    card: bool = False,
 ) -> tuple[int, int]:
     """Run one forward on meta; returns (peak bytes of activations, bytes of the cache).
 
@@ -159,7 +162,7 @@ def meta_forward(
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
-        return _run(model, tokens, batch, decode, held)
+        return _run(model, tokens, batch, decode, held, card)
 
 
 def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
@@ -180,8 +183,9 @@ def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
 
 
 def _run(
-    model: Any, tokens: int, batch: int, decode: bool, held: list[Any] | None = None
-) -> tuple[int, int]:
+    model: Any, tokens: int, batch: int, decode: bool, held: list[Any] | None = None,
+    card: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     ids = torch.zeros((batch, tokens), dtype=torch.int64, device="meta")
     accepted = inspect.signature(type(model).forward).parameters
     kwargs: dict[str, Any] = {"input_ids": ids}
@@ -191,7 +195,8 @@ def _run(
         kwargs["logits_to_keep"] = 1
     if getattr(model.config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids[:, :1]
-    with torch.no_grad(), buffers_on_meta(model), CpuAttention():
+    attention = CardAttention() if card else CpuAttention()
+    with torch.no_grad(), buffers_on_meta(model), attention:
         weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         watch = LiveBytes(weights)
         hooks = [m.register_forward_pre_hook(watch.park) for m in _places(model)]

@@ -1,4 +1,4 @@
-"""What attention holds, counted on the meta device as the processor's kernel holds it."""
+"""What attention holds, counted on the meta device as the kernel holds it that will compute."""
 
 from __future__ import annotations
 
@@ -46,4 +46,50 @@ def _fused_attention(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     del packed
+    return out
+
+
+class CardAttention(TorchFunctionMode):
+    """Fused attention as torch's kernels on a card hold it, where one of them takes the operands;
+    what none takes is computed step by step there, scores and all, as it is on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            fused = _fused_on_card(*args, **kwargs)
+            if fused is not None:
+                return fused
+        return func(*args, **kwargs)
+
+
+FLASH_DIM = 256
+"""Columns of a head that flash attention takes at most."""
+
+
+def _fused_on_card(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor | None:  # fmt: skip
+    """None where a card computes step by step (``cuda/sdp_utils.cpp`` of torch): flash attention
+    takes 16-bit operands without a mask, and fewer heads of keys than of queries; the other kernel
+    takes float32 and masks, but as many of each. So float32 with grouped heads is taken by none.
+
+    ``query`` [B, H, S, D], ``key`` and ``value`` [B, G, T, D].
+    """
+    if query.dim() != 4 or dropout_p or (attn_mask is not None and attn_mask.requires_grad):
+        return None
+    same = query.shape[-1] == value.shape[-1] == key.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    flash = half and attn_mask is None and same and query.shape[-1] <= FLASH_DIM
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not (flash and enable_gqa):
+        return None
+    if not same or not (half or query.dtype == torch.float32):
+        return None
+    held = [query.new_empty(query.shape[:3], dtype=torch.float32)]  # each row's sum
+    if attn_mask is not None:  # as numbers, on lines
+        held.append(torch.empty_like(attn_mask, dtype=query.dtype))
+    out = torch.empty_like(query)
+    del held
     return out

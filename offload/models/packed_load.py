@@ -23,7 +23,7 @@ from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
-from offload.models import fast_check, host_products, kv_plan
+from offload.models import card_attention, fast_check, host_products, kv_plan
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import measure
 from offload.models.hybrid import ROWS, check_shareable
@@ -178,11 +178,13 @@ def plan_packed(
     prompt = options.prompt_tokens or options.context
     due = fast_check.is_due(options, pack)
     read = max(prompt, fast_check.tokens_to_check(options)) if due else prompt
-    footprint = measure(model, read, options.batch)
+    kind = check_device(options)
+    if kind == "cuda":
+        card_attention.switch_on(model)
+    footprint = measure(model, read, options.batch, card=kind == "cuda")
     cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
     ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)
-    kind = check_device(options)
     if lean is None and kind != "cpu":
         lean = LeanModel({}, ON_DEVICE)
     decoder = lean or kept_as(find_lean(model, pack), options)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.models.footprint import LiveBytes, measure
-from offload.models.meta_attention import CpuAttention
+from offload.models.meta_attention import CardAttention, CpuAttention
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -52,6 +52,43 @@ def test_what_the_kernel_does_not_take_is_counted_as_it_is_computed() -> None:
         choice = torch._fused_sdp_choice(*(torch.empty(x.shape) for x in (query, key, value)))
         assert (choice != 0) == (dim == 32)
     assert peaks[16] >= 4 * 512 * 512 * 4 > peaks[32]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "masked", "scores"),
+    [
+        (torch.bfloat16, 4, False, False),  # flash
+        (torch.bfloat16, 16, True, False),  # the other one
+        (torch.bfloat16, 4, True, True),
+        (torch.float32, 16, False, False),
+        (torch.float32, 4, False, True),  # what transformers asks for where heads are grouped
+        (torch.float64, 16, False, True),
+    ],
+)
+def test_a_card_holds_scores_where_none_of_its_kernels_takes_the_operands(
+    dtype: torch.dtype, groups: int, masked: bool, scores: bool
+) -> None:
+    tokens, heads = 512, 16
+    query = torch.empty(1, heads, tokens, 32, dtype=dtype, device="meta")
+    key, value = (torch.empty(1, groups, tokens, 32, dtype=dtype, device="meta") for _ in range(2))
+    mask = torch.empty(1, 1, tokens, tokens, dtype=torch.bool, device="meta") if masked else None
+    watch = LiveBytes(set())
+    with torch.no_grad(), CardAttention(), watch:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=groups != heads
+        )
+    assert out.shape == query.shape
+    assert (watch.peak >= heads * tokens**2 * dtype.itemsize) == scores
+
+
+def test_a_plan_for_a_card_counts_them() -> None:
+    scores = 16 * 2048**2 * 4
+    whole = llama().float()
+    assert measure(whole, 2048).activation_bytes < scores
+    assert measure(whole, 2048, card=True).activation_bytes > scores
+    assert measure(llama(), 2048, card=True).activation_bytes < scores
+    alike = llama(num_key_value_heads=16).float()
+    assert measure(alike, 2048, card=True).activation_bytes < scores
 
 
 def test_padding_costs_a_mask_of_every_row() -> None:
