@@ -108,17 +108,20 @@ class LiveBytes(TorchDispatchMode):
             self._total -= self._live.pop(key)[0]
 
 
-def measure(model: Any, tokens: int, batch: int = 1, *, card: bool = False) -> Footprint:
+def measure(
+    model: Any, tokens: int, batch: int = 1, *, card: bool = False, flash: bool = True
+) -> Footprint:
     """The footprint of one forward over ``batch`` × ``tokens`` ids with a KV cache.
 
     Args:
         model: a transformers model on the meta device (it is not changed).
         card: a card computes; else the CPU, or a simulated device, which has the CPU do it.
+        flash: and torch's flash attention runs on it.
     """
     element = next((p.element_size() for p in model.parameters()), 4)
     try:
         held: list[Any] = []
-        peak, cache = meta_forward(model, tokens, batch, held=held, card=card)
+        peak, cache = meta_forward(model, tokens, batch, held=held, card=card, flash=flash)
         parked = max(0, held[1] - cache)
         # Rows of several lengths are padded; the mask that says so is made of values, which meta
         # tensors lack: as bool, with what it is put together from, and in the compute dtype.
@@ -152,6 +155,7 @@ def meta_forward(
     decode: bool = False,
     held: list[Any] | None = None,
     card: bool = False,
+    flash: bool = True,
 ) -> tuple[int, int]:
     """Run one forward on meta; returns (peak bytes of activations, bytes of the cache).
 
@@ -162,7 +166,7 @@ def meta_forward(
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
-        return _run(model, tokens, batch, decode, held, card)
+        return _run(model, tokens, batch, decode, held, card, flash)
 
 
 def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
@@ -184,7 +188,7 @@ def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
 
 def _run(
     model: Any, tokens: int, batch: int, decode: bool, held: list[Any] | None = None,
-    card: bool = False,
+    card: bool = False, flash: bool = True,
 ) -> tuple[int, int]:  # fmt: skip
     ids = torch.zeros((batch, tokens), dtype=torch.int64, device="meta")
     accepted = inspect.signature(type(model).forward).parameters
@@ -195,7 +199,7 @@ def _run(
         kwargs["logits_to_keep"] = 1
     if getattr(model.config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids[:, :1]
-    attention = CardAttention() if card else CpuAttention()
+    attention = CardAttention(flash) if card else CpuAttention()
     with torch.no_grad(), buffers_on_meta(model), attention:
         weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         watch = LiveBytes(weights)

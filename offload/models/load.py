@@ -225,7 +225,8 @@ def plan_model(
     device = check_device(options)
     meta = build(directory, options.dtype)
     prompt = options.prompt_tokens or options.context
-    footprint = measure(meta.model, prompt, options.batch, card=device == "cuda")
+    flash = choice.flash(options.choice)
+    footprint = measure(meta.model, prompt, options.batch, card=device == "cuda", flash=flash)
     cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
     ram = ram_budget(options)
     need = kv_plan.kv_need(meta.model, footprint, options, prompt)

@@ -53,10 +53,15 @@ class CardAttention(TorchFunctionMode):
     """Fused attention as torch's kernels on a card hold it, where one of them takes the operands;
     what none takes is computed step by step there, scores and all, as it is on meta."""
 
+    def __init__(self, flash: bool = True) -> None:
+        """``flash``: whether flash attention runs on the card."""
+        super().__init__()
+        self._flash = flash
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            fused = _fused_on_card(*args, **kwargs)
+            fused = _fused_on_card(self._flash, *args, **kwargs)
             if fused is not None:
                 return fused
         return func(*args, **kwargs)
@@ -67,7 +72,7 @@ FLASH_DIM = 256
 
 
 def _fused_on_card(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    flash: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
@@ -81,7 +86,7 @@ def _fused_on_card(
         return None
     same = query.shape[-1] == value.shape[-1] == key.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    flash = half and attn_mask is None and same and query.shape[-1] <= FLASH_DIM
+    flash = flash and half and attn_mask is None and same and query.shape[-1] <= FLASH_DIM
     grouped = query.shape[1] != key.shape[1]
     if grouped and not (flash and enable_gqa):
         return None

@@ -181,7 +181,8 @@ def plan_packed(
     kind = check_device(options)
     if kind == "cuda":
         card_attention.switch_on(model)
-    footprint = measure(model, read, options.batch, card=kind == "cuda")
+    flash = choice.flash(options.choice)
+    footprint = measure(model, read, options.batch, card=kind == "cuda", flash=flash)
     cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
     ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)

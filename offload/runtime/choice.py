@@ -113,6 +113,11 @@ def warm_up(choice: Choice) -> None:
         cuda_api.open_card(choice.card).warm_up()
 
 
+def flash(choice: Choice) -> bool:
+    """Whether flash attention runs where the choice computes, if that is a card."""
+    return choice.kind == "cuda" and cuda_api.open_card(choice.card).flash
+
+
 def release_cached(choice: Choice) -> None:
     """Have torch's allocator give back what it keeps of a card's memory that was freed."""
     if choice.kind == "cuda":
@@ -171,6 +176,6 @@ def link_rates(file: Path) -> tuple[float, float]:
 
 
 __all__ = [
-    "NAMES", "Choice", "budget", "choose", "link_rates", "make_device", "release_cached",
+    "NAMES", "Choice", "budget", "choose", "flash", "link_rates", "make_device", "release_cached",
     "staged_copies", "warm_up", "with_card",
 ]  # fmt: skip

@@ -45,6 +45,8 @@ class CardApi(Protocol):
 
     device: torch.device
     name: str
+    flash: bool
+    """Whether torch's flash attention runs on it."""
 
     def stream(self) -> Any:
         """A new stream that does not wait for torch's default one."""
@@ -127,6 +129,7 @@ class TorchCard:
         check_card(index)
         _cuda.init()
         self.name: str = torch.cuda.get_device_name(index)
+        self.flash: bool = torch.cuda.get_device_capability(index) >= (8, 0)
 
     def stream(self) -> Any:
         return _cuda.Stream(self.device)

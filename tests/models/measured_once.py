@@ -27,12 +27,14 @@ def measured_once() -> Iterator[None]:
     nothing but what is in the key. And before it a toy of the family runs, to warm the process:
     with half a second that is most of what a command takes here, and the process stays warm."""
 
-    def once(model: Any, tokens: int, batch: int = 1, *, card: bool = False) -> Footprint:
+    def once(
+        model: Any, tokens: int, batch: int = 1, *, card: bool = False, flash: bool = True
+    ) -> Footprint:
         config = model.config
         dtypes = tuple((name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters())
-        key = (type(model), *_ways(config), dtypes, tokens, batch, card)
+        key = (type(model), *_ways(config), dtypes, tokens, batch, card, flash)
         if key not in _found:
-            _found[key] = measure(model, tokens, batch, card=card)
+            _found[key] = measure(model, tokens, batch, card=card, flash=flash)
         return _found[key]
 
     def warm(config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True) -> Warm:

@@ -87,6 +87,7 @@ def test_a_plan_for_a_card_counts_them() -> None:
     assert measure(whole, 2048).activation_bytes < scores
     assert measure(whole, 2048, card=True).activation_bytes > scores
     assert measure(llama(), 2048, card=True).activation_bytes < scores
+    assert measure(llama(), 2048, card=True, flash=False).activation_bytes > scores / 2
     alike = llama(num_key_value_heads=16).float()
     assert measure(alike, 2048, card=True).activation_bytes < scores
 

@@ -80,6 +80,7 @@ class FakeCard:
     """
 
     name = "a card of paper"
+    flash = True
 
     def __init__(
         self,
