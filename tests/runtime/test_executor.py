@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -342,3 +343,44 @@ def test_the_wait_for_an_expert_is_missed_when_it_is_gone(
     monkeypatch.setattr(Residency, "acquire", lambda self, e: (True, acquire(self, e)[1]))
     with pytest.raises((SchedulerError, WrongBytesError, KeyError)):
         _run_seeds(toy, range(8))
+
+
+@pytest.mark.parametrize("what", ["unit", "expert", "run"])
+def test_a_ctrl_c_in_the_very_moment_of_entering(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised when the books are right again, and then nobody hears of what is held."""
+    toy = Toy.make("null", experts=True)
+    inner = Transfers.begin_use
+
+    def begin_use(self: Transfers, blocks: Sequence[str]) -> None:
+        inner(self, blocks)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with toy.open(toy.store()) as executor:
+            group, blocks = "g1", toy.streamed(0)
+            expert = "g1#2"
+
+            def hold() -> None:
+                if what == "unit":
+                    executor.enter("u0", blocks)
+                elif what == "expert":
+                    executor.acquire(expert)
+                else:
+                    executor.acquire_run([expert], 1)
+
+            if what != "unit":
+                executor.route(group, [expert])
+            with monkeypatch.context() as patch:
+                patch.setattr(Transfers, "begin_use", begin_use)
+                with pytest.raises(KeyboardInterrupt):
+                    hold()
+            if what != "unit":
+                executor.end_route()
+            assert executor.held() == []
+            toy.run(executor)
+            settled(executor)
+    finally:
+        signal.signal(signal.SIGINT, before)
