@@ -319,6 +319,8 @@ def layer_makers(config: Any) -> list[tuple[Any, bool]]:
     blocks instead."""
     text = config.get_text_config(decoder=True)
     kinds, arguments = get_layer_types_and_kwargs(text)
+    if isinstance(arguments, dict):  # the same of every layer, in transformers 5.17
+        arguments = [arguments] * len(kinds)
     shared = getattr(text, "kv_sharing_modes", None) or [None] * len(kinds)
     found = []
     for kind, kwargs, mode in zip(kinds, arguments, shared, strict=True):
