@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from collections.abc import Callable, Container
 from functools import wraps
 from pathlib import Path
@@ -29,6 +28,7 @@ from offload.models.sampling import check_tokens
 from offload.models.shadow import shadow
 from offload.models.units import HeadSlices
 from offload.runtime import choice
+from offload.runtime.collected import when_collected
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
 
@@ -132,9 +132,9 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
     )
     serve_caches(prepared, model, handle)
     model.__dict__["offload"] = handle
-    weakref.finalize(model, executor.close)
+    when_collected(model, executor.close)
     if recorder is not None:
-        weakref.finalize(model, recorder.close)
+        when_collected(model, recorder.close)
     gc.collect()
     return model
 
@@ -182,7 +182,7 @@ def _serve_blocks(prepared: Prepared, model: Any, handle: OffloadHandle) -> None
         switch_on(model)
     tiers.serve(model, handle.attachment.on_detach)
     handle.kv, handle.make_cache, handle.end_cache = tiers, tiers.new_cache, tiers.release
-    weakref.finalize(model, tiers.close)
+    when_collected(model, tiers.close)
 
 
 def _serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> None:
@@ -199,7 +199,7 @@ def _serve_prompts(prepared: Prepared, model: Any, handle: OffloadHandle) -> Non
     )
     prompts.serve(handle.attachment.on_detach)
     handle.prompts = prompts
-    weakref.finalize(model, prompts.prefixes.close)
+    when_collected(model, prompts.prefixes.close)
 
 
 def _in_turn(model: Any, handle: OffloadHandle) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +42,7 @@ from offload.models.recipes import RoutedStore
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.shadow import shadow
 from offload.models.units import RowEmbedding
+from offload.runtime.collected import when_collected
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
 
@@ -202,9 +202,9 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
     )
     serve_caches(prepared, model, handle)
     model.__dict__["offload"] = handle
-    weakref.finalize(model, executor.close)
+    when_collected(model, executor.close)
     if recorder is not None:
-        weakref.finalize(model, recorder.close)
+        when_collected(model, recorder.close)
     gc.collect()
     return model
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping
 
 import torch
@@ -37,6 +36,7 @@ from offload.models.request import expert_top_k, rows_of, staging_shape, trace_o
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import Cut, cut
 from offload.runtime.choice import budget
+from offload.runtime.collected import when_collected
 from offload.runtime.executor import Executor
 from offload.runtime.memory import HostMemory
 from offload.runtime.rss import available_ram, current_rss
@@ -135,9 +135,9 @@ def wrap(
         originals=originals,
     )
     model.__dict__["offload"] = handle
-    weakref.finalize(model, executor.close)
+    when_collected(model, executor.close)
     if recorder is not None:
-        weakref.finalize(model, recorder.close)
+        when_collected(model, recorder.close)
     return model
 
 

@@ -438,3 +438,21 @@ def test_others_hooks(tmp_path: Path) -> None:
         answers.append([run(each, x), run(each, x), *kept])
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
     model.offload.close()
+
+
+def test_a_model_that_is_collected_in_one_of_its_own_threads(tmp_path: Path) -> None:
+    """The collector runs wherever objects are made; the thread cannot wait for its own end."""
+    model = streamed(chain(), tmp_path)
+    run(model, torch.randn(3, 64))
+    engine = model.offload.executor.store._engine
+    collected = threading.Event()
+    gc.disable()
+    try:
+        del model
+        engine.submit(lambda: (gc.collect(), collected.set()))
+        assert collected.wait(30)
+    finally:
+        gc.enable()
+    for thread in threading.enumerate():
+        if thread.name == "offload-close":
+            thread.join(30)
