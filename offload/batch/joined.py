@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offload.models.shadow import shadow
+from offload.models.shadow import STANDS_IN, shadow
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class Joins:
             if _is_plain(module, own) or type(module).__name__ == "PackedLinear":
                 product = LinearProduct(name, module, blocks, is_head=module is head)
                 forward = partial(self._forward, product, module.forward)
+                setattr(forward, STANDS_IN, True)
                 self._undo.append(shadow(module, "forward", forward))
         handle: Any = getattr(model, "offload", None)
         lean = getattr(handle, "lean", None)

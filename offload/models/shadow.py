@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+STANDS_IN = "stands_in"
+"""An attribute of a forward, true of those that do what their module's own does."""
+
 
 def shadow(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Have ``owner.name`` be ``value``. Returns what puts back what the instance had of that name,
@@ -24,4 +27,4 @@ def shadow(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-__all__ = ["shadow"]
+__all__ = ["STANDS_IN", "shadow"]

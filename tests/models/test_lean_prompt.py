@@ -131,6 +131,13 @@ def test_who_wants_more_of_a_prompt_gets_it(tmp_path: Path, prompts: list[int]) 
             for hook in hooks:
                 hook.remove()
             assert all(torch.equal(a, b) for a, b in zip(by_hook, states[1:-1], strict=False))
+            # What is inside of layers their own code gives; transformers' hooks for it stay behind.
+            prompts.clear()
+            routed = model(IDS, past_key_values=make(), output_router_logits=True).router_logits
+            assert len(routed) == layers
+            assert not prompts
+            model(IDS, past_key_values=make())
+            assert len(prompts) == layers, "nobody asks any more"
             prompts.clear()
             hidden = torch.ones(1, 1, IDS.shape[1], IDS.shape[1], dtype=torch.bool).tril()
             hidden[..., 4, 1] = False
