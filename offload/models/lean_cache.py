@@ -57,7 +57,16 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Store what is new, by all of torch's threads: most of the time a long prompt that is
-        brought back takes is the first touch of its memory."""
+        brought back takes is the first touch of its memory.
+
+        Raises:
+            OffloadError: they are of another shape than the cache, and nothing is stored; or there
+                is no room.
+        """
+        want = (1, self._store.heads, key_states.shape[-2], self._store.dim)
+        for name, states in (("keys", key_states), ("values", value_states)):
+            if tuple(states.shape) != want:  # a copy would spread one head over all
+                raise OffloadError(f"{name} must be {list(want)}, got {list(states.shape)}")
         self.lazy_initialization(key_states, value_states)
         room = self._store.room(self._index, key_states.shape[-2])
         for rows, new in zip(room, (key_states, value_states), strict=True):

@@ -58,7 +58,11 @@ def test_rounded_and_close(packed: Path) -> None:
         assert any("bfloat16, which is lossy" in n for n in model.offload.notes)
         with torch.no_grad():
             model(IDS, past_key_values=cache)
+        for bad in (torch.ones(1, 1, 2, full.store.dim), torch.ones(1, full.store.heads, 2, 1)):
+            with pytest.raises(OffloadError, match="must be"):
+                cache.layers[0].extend(bad, bad)
         keys, values = cache.layers[0].stored(0, IDS.shape[1])
+        assert cache.get_seq_length() == IDS.shape[1]
         assert keys.dtype == values.dtype == torch.bfloat16
         again = generate(model)
         assert torch.equal(again.sequences, got.sequences)
