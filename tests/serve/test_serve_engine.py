@@ -304,23 +304,31 @@ def test_an_engine_that_fails_tells_all(
     assert one.stats()["requests"]["failed"] == 2
 
 
+def one_and_then_others(
+    model: Any, alone: Alone, prompts: list[list[int]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The first prompt's answer, those of all others together once it is stored, and figures; the
+    model is closed."""
+    engine = make_engine(model, alone.tokenizer)
+    engine.start()
+    try:
+        first = Listener(engine, request(prompts[0], 8)).result()
+        if model.offload.prompts is not None:
+            model.offload.prompts.prefixes.flush()
+        others = [Listener(engine, request(ids, 8)) for ids in prompts[1:]]
+        return [first, *(listener.result() for listener in others)], engine.stats()
+    finally:
+        engine.close()
+        model.offload.close()
+
+
 def test_a_shared_beginning_is_read_once(alone: Alone, tmp_path: Path) -> None:
     """Over the prompt cache: what the first request has read is not read again, by several at once
     either, and the answers stay the same."""
     beginning = alone.ids("The interpreter " * 60)[:64]
     prompts = [beginning + alone.ids(text) for text in ("A", "What is a list?", "for x", "B")]
     model = open_streaming(prompt_cache=tmp_path / "prompts", prompt_cache_chunk=CHUNK)
-    engine = make_engine(model, alone.tokenizer)
-    engine.start()
-    try:
-        first = Listener(engine, request(prompts[0], 8)).result()
-        model.offload.prompts.prefixes.flush()
-        others = [Listener(engine, request(ids, 8)) for ids in prompts[1:]]
-        results = [first, *(listener.result() for listener in others)]
-        stats = engine.stats()
-    finally:
-        engine.close()
-        model.offload.close()
+    results, stats = one_and_then_others(model, alone, prompts)
     ends = [end for _, end in results]
     assert [end.reused_tokens for end in ends if isinstance(end, Ended)] == [0, 64, 64, 64]
     assert [text for text, _ in results] == [alone.answer(ids, 8) for ids in prompts]
@@ -342,18 +350,7 @@ def test_reused_prefixes_of_a_pack(alone: Alone, tmp_path: Path) -> None:
         wish = {"context": CONTEXT, "prompt_tokens": CHUNK, "sequences": 3, "pass_rows": CHUNK}
         model = prepare(packed, Options(ram=200 * 2**20, **wish, **more)).open()
         assert isinstance(model.offload.new_cache(), LeanCache)
-        engine = make_engine(model, alone.tokenizer)
-        engine.start()
-        try:
-            first = Listener(engine, request(prompts[0], 8)).result()
-            if directory:
-                model.offload.prompts.prefixes.flush()
-            others = [Listener(engine, request(ids, 8)) for ids in prompts[1:]]
-            results = [first, *(listener.result() for listener in others)]
-            stats = engine.stats()
-        finally:
-            engine.close()
-            model.offload.close()
+        results, stats = one_and_then_others(model, alone, prompts)
         found.append([text for text, _ in results])
         if directory:
             ends = [end for _, end in results]
