@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 
@@ -171,8 +173,33 @@ def finish(command: list[str], timeout_s: float, env: dict[str, str]) -> tuple[i
     except subprocess.TimeoutExpired as error:
         os.killpg(process.pid, signal.SIGKILL)
         error.stdout, error.stderr = process.communicate()
+        gone(process.pid)
         raise
     return process.returncode, out, said
+
+
+def gone(group: int) -> None:
+    """Return when no program of a killed process group runs any more: the signal is sent at once,
+    the last of them ends when the kernel next runs it, and gives its memory on a card back then.
+
+    Raises:
+        RuntimeError: one still runs after a minute (in a driver's call that nothing interrupts).
+    """
+    end = time.monotonic() + 60
+    while any(process_group(pid) == group for pid in psutil.pids()):
+        if time.monotonic() > end:
+            raise RuntimeError(f"processes of the group {group} still run 60 s after SIGKILL")
+        time.sleep(0.01)
+
+
+def process_group(pid: int) -> int | None:
+    """The process group of a process that runs; ``None`` of one that has ended, reaped or not."""
+    try:
+        if psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return None
+        return os.getpgid(pid)
+    except (psutil.Error, ProcessLookupError):
+        return None
 
 
 def last_words(*said: Any) -> str:
