@@ -348,8 +348,10 @@ def training(section: Section, args: argparse.Namespace) -> None:
     ours = {**job, "kind": "train offload"}
     section.case("offload on the CPU", lambda left: run_case(ours, left))
     for gib in (8, 16, 24):
-        capped = {**ours, "gpu": gib * GIB}
-        section.case(f"offload {gib} GiB", lambda left, j=capped: run_case(j, left))
+        gpu = 256 * MIB if args.tiny else gib * GIB
+        for clip, name in ((1.0, ""), (0.0, ", no clipping")):
+            capped = {**ours, "gpu": gpu, "clip": clip}
+            section.case(f"offload {gib} GiB{name}", lambda left, j=capped: run_case(j, left))
 
 
 def first(section: Section, args: argparse.Namespace) -> None:

@@ -155,15 +155,15 @@ Gpu = Annotated[
     int | None,
     typer.Option(
         parser=flags.size, metavar="SIZE",
-        help="Budget of the accelerator that layers run on; so far a simulated one, with --device "
-        "sim.",
+        help="Budget of the card that layers run on, or with --device sim of a simulated one.",
     ),
 ]  # fmt: skip
 DeviceFlag = Annotated[
     str | None,
     typer.Option(
         "--device", metavar="NAME",
-        help="cpu, or sim: a simulated accelerator, sim:FILE: with the link of a hardware file.",
+        help="cpu; cuda or cuda:N, a card; sim, a simulated accelerator, or sim:FILE, one with the "
+        "link of a hardware file.",
     ),
 ]  # fmt: skip
 HeadFlag = Annotated[

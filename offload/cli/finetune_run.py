@@ -27,6 +27,7 @@ from offload.train.board import Board
 from offload.train.metrics import JsonLines, Listeners, read_lines
 from offload.train.options import TrainOptions
 from offload.train.plots import Curve, draw
+from offload.train.predicting import Prediction
 from offload.train.reports import EndReport, Listener
 
 
@@ -47,6 +48,7 @@ class Run(Protocol):
     """``offload.train.run.Run``, as far as it is used here."""
 
     record: Record | None
+    prediction: Prediction | None
 
     def describe(self) -> list[str]: ...
 
@@ -106,7 +108,8 @@ def _train(
         with contextlib.ExitStack() as stack:
             if wish.json is not None:
                 lines = stack.enter_context(JsonLines(wish.json, resume=wish.options.resume))
-                lines.started(wish.options, plan)
+                found = run.prediction
+                lines.started(wish.options, plan, None if found is None else found.seconds)
             if board is not None:
                 stack.enter_context(board)
             view = stack.enter_context(View())

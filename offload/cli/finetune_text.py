@@ -107,6 +107,11 @@ def stats_line(end: EndReport, loss: float | None = None) -> str:
     if end.seconds > 0 and end.tokens:
         parts.append(rate(end.tokens / end.seconds))
     parts.append(memory_text(end.peak_rss_bytes, end.budget_bytes))
+    if end.device_budget_bytes is not None and end.device_peak_bytes is not None:
+        parts.append(
+            f"{format_bytes(end.device_peak_bytes)} of the card's "
+            f"{format_bytes(end.device_budget_bytes)}"
+        )
     parts.append(
         f"SSD {format_bytes(end.read_bytes)} read, {format_bytes(end.written_bytes)} written"
     )

@@ -74,11 +74,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAGED = (
-    "the system pins no host memory ({why}): copies to the card go through a small pinned buffer, "
-    "each at the cost of a core's time"
-)
-
 __all__ = ["DEFAULT_CONTEXT", "Options", "Prepared", "Progress", "load", "plan_model", "prepare"]
 
 
@@ -264,7 +259,7 @@ def plan_model(
     on_card = device == "cuda"
     refused = choice.staged_copies(options.choice)
     if refused is not None:
-        notes.append(STAGED.format(why=refused))
+        notes.append(choice.STAGED.format(why=refused))
 
     def set_aside(chosen: Cut, ram: int, staged: bool) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes

@@ -92,9 +92,34 @@ def _fused_on_card(
         return None
     if not same or not (half or query.dtype == torch.float32):
         return None
-    held = [query.new_empty(query.shape[:3], dtype=torch.float32)]  # each row's sum
-    if attn_mask is not None:  # as numbers, on lines
-        held.append(torch.empty_like(attn_mask, dtype=query.dtype))
-    out = torch.empty_like(query)
-    del held
+    out: torch.Tensor = _OnCard.apply(query, key, value, attn_mask)
     return out
+
+
+class _OnCard(torch.autograd.Function):
+    """What fused attention on a card allocates, forward and backward, and keeps between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)  # of each row
+        held = [sums]
+        if mask is not None:  # as numbers, on lines
+            held.append(torch.empty_like(mask, dtype=query.dtype))
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, *held)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        query, key, value = ctx.saved_tensors[:3]
+        # Of grouped heads keys' and values' are made for each head of the queries, then summed;
+        # queries' are summed in float32.
+        shape = (*query.shape[:2], *key.shape[2:])
+        each = [key.new_empty(shape), value.new_empty(shape)]
+        total = torch.empty_like(query, dtype=torch.float32)
+        result = [torch.empty_like(t) for t in (query, key, value)]
+        del each, total
+        return *result, None

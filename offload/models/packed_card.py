@@ -219,12 +219,23 @@ def check_options(kind: str, kernels: str | None) -> None:
             "--kernels fast compares the CPU's kernels with torch's: drop it, or --gpu and --device"
         )
     if kind == "cuda":
-        from offload.gpu_ops.launch import import_cupy
+        check_card()
 
-        import_cupy()
+
+def check_card() -> None:
+    """Whether packed weights can be computed with on a card here.
+
+    Raises:
+        OffloadError: CuPy is missing; names the extra.
+        UnsupportedModelError: torch is for cards of another maker.
+    """
+    from offload.gpu_ops.launch import import_cupy
+
+    _check_maker()
+    import_cupy()
 
 
 __all__ = [
     "SCRATCH", "CardExperts", "CardMerge", "PackedCard", "card_outputs", "card_scratch",
-    "check_options", "compile_for", "open_card", "stand_in_on",
+    "check_card", "check_options", "compile_for", "open_card", "stand_in_on",
 ]  # fmt: skip

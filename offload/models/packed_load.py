@@ -34,7 +34,7 @@ from offload.models.lean_run import (
     lean_kernels,
     prove_lean,
 )
-from offload.models.load import STAGED, Prepared, compiled_bytes, plan_within, ram_budget
+from offload.models.load import Prepared, compiled_bytes, plan_within, ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
 from offload.models.options import (
@@ -235,7 +235,7 @@ def plan_packed(
         budgets[Tier.DEVICE] = budget
     refused = choice.staged_copies(options.choice)
     if refused is not None:
-        notes.append(STAGED.format(why=refused))
+        notes.append(choice.STAGED.format(why=refused))
 
     def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes

@@ -124,6 +124,12 @@ def release_cached(choice: Choice) -> None:
         cuda_api.open_card(choice.card).release_cached()
 
 
+STAGED = (
+    "the system pins no host memory ({why}): copies to the card go through a small pinned buffer, "
+    "each at the cost of a core's time"
+)
+
+
 def staged_copies(choice: Choice) -> str | None:
     """Why copies to the device have to be staged, if the system pins no memory."""
     if choice.kind != "cuda":
@@ -176,6 +182,6 @@ def link_rates(file: Path) -> tuple[float, float]:
 
 
 __all__ = [
-    "NAMES", "Choice", "budget", "choose", "flash", "link_rates", "make_device", "release_cached",
-    "staged_copies", "warm_up", "with_card",
+    "NAMES", "STAGED", "Choice", "budget", "choose", "flash", "link_rates", "make_device",
+    "release_cached", "staged_copies", "warm_up", "with_card",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from offload.runtime.cuda_stream import (
     Way,
 )
 from offload.runtime.device import Access, Event, Memory, Region, Stream
-from offload.runtime.memory import check_copy
+from offload.runtime.memory import HostMemory, check_copy
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -103,18 +103,32 @@ class CudaDevice:
         """Pinned host memory, touched at once. Where the system refuses to pin it, it is ordinary
         memory whose copies are staged: ``notes`` and the log say so."""
         memory = PinnedMemory(nbytes, name, self.api, self._drained)
-        if memory.refused is not None:
-            note = (
-                f"the system does not pin {format_bytes(nbytes)} of host memory "
-                f"({memory.refused}): copies to the card go through a small pinned buffer, and "
-                f"each takes a core's time"
-            )
-            log.warning("%s", note)
-            self.notes.append(note)
+        self._tell_refused(memory)
         with self._lock:
             self._hosts = [m for m in self._hosts if not m.closed]
             self._hosts.append(memory)
         return memory
+
+    def buffer_memory(self, nbytes: int, name: str) -> HostMemory:
+        """See ``Device``; pinned as ``host_memory`` is. Closing it waits for nothing: who closes it
+        may hold a lock that the end of another copy asks for."""
+        memory = PinnedMemory(nbytes, name, self.api)
+        self._tell_refused(memory)
+        return memory
+
+    def _tell_refused(self, memory: PinnedMemory) -> None:
+        if memory.refused is None:
+            return
+        note = (
+            f"the system does not pin {format_bytes(memory.nbytes)} of host memory "
+            f"({memory.refused}): copies to the card go through a small pinned buffer, and each "
+            f"takes a core's time"
+        )
+        with self._lock:
+            if any(memory.refused in told for told in self.notes):
+                return
+            self.notes.append(note)
+        log.warning("%s", note)
 
     def device_memory(self, nbytes: int, name: str) -> Memory:
         """See ``Device``. One allocation of torch's: its statistics and its limits count it.

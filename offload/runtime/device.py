@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from offload.runtime.memory import HostMemory
 
 Access = Literal["r", "w"]
 
@@ -104,6 +107,11 @@ class Device(Protocol):
 
     def host_memory(self, nbytes: int, name: str) -> Memory:
         """Host memory that I/O can fill and copies can read (pinned where that means something)."""
+        ...
+
+    def buffer_memory(self, nbytes: int, name: str) -> HostMemory:
+        """Host memory that comes and goes while copies are under way elsewhere. Its owner closes it
+        when none of it is, and before the device."""
         ...
 
     def device_memory(self, nbytes: int, name: str) -> Memory:

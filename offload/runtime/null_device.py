@@ -72,6 +72,10 @@ class NullDevice:
         self._memories.append(memory)
         return memory
 
+    def buffer_memory(self, nbytes: int, name: str) -> HostMemory:
+        """See ``Device``."""
+        return HostMemory(nbytes, name)
+
     def device_memory(self, nbytes: int, name: str) -> Memory:
         raise PlanError(
             f"'{name}' asks for {format_bytes(nbytes)} of device memory, but the CPU is the device "

@@ -142,6 +142,10 @@ class SimDevice:
         """See ``Device``. Poisoned, so its pages are touched, unless ``poison`` is off."""
         return self._adopt(_SimMemory(nbytes, name, self._forget))
 
+    def buffer_memory(self, nbytes: int, name: str) -> HostMemory:
+        """See ``Device``."""
+        return HostMemory(nbytes, name)
+
     def device_memory(self, nbytes: int, name: str) -> Memory:
         """See ``Device``. Its ``view()`` raises: the host cannot address a card's memory.
 

@@ -6,6 +6,8 @@ instead of being unmapped: a fresh page costs more than reading a page from a fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from offload.blocks import align_up
 from offload.errors import PlanError
 from offload.runtime.memory import HostMemory
@@ -15,11 +17,15 @@ from offload.units import format_bytes
 class BufferPool:
     """At most ``limit`` bytes of buffers. Not thread-safe: its owner has a lock."""
 
-    def __init__(self, limit: int, name: str) -> None:
+    def __init__(
+        self, limit: int, name: str, make: Callable[[int, str], HostMemory] = HostMemory
+    ) -> None:
+        """``make``: what a buffer is made by, of (bytes, name)."""
         self.limit = limit
         self.name = name
         self.used = 0
         """Bytes handed out."""
+        self._make = make
         self._idle: dict[int, list[HostMemory]] = {}
         self._idle_bytes = 0
 
@@ -50,7 +56,7 @@ class BufferPool:
             memory = idle.pop()
         else:
             self._shrink(self.limit - self.used - size)
-            memory = HostMemory(size, self.name)
+            memory = self._make(size, self.name)
         self.used += size
         return memory
 

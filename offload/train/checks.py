@@ -107,7 +107,7 @@ def check_dtypes(options: TrainOptions, compute: str) -> None:
 
 
 def check_device(options: TrainOptions) -> Choice:
-    """Where layers run: the CPU, or a simulated accelerator.
+    """Where layers run: the CPU, a card, or a simulated accelerator.
 
     Raises:
         OffloadError: a device that is not trained on, or something that is not done on one.
@@ -120,14 +120,7 @@ def check_device(options: TrainOptions) -> Choice:
             f"{asked}: torch sees no accelerator here; drop --gpu: the CPU computes, or add "
             f"--device sim to simulate one"
         )
-    choice = choose(options.device, options.gpu)
-    if choice.kind == "cuda":
-        raise OffloadError(
-            f"{asked}: training on a card is not supported yet, as it has run on simulated ones "
-            f"only ({cuda_api.open_card(choice.card).name} would idle); drop --gpu: the CPU "
-            f"computes, or add --device sim"
-        )
-    return choice
+    return choose(options.device, options.gpu)
 
 
 def _asked(options: TrainOptions) -> str:

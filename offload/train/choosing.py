@@ -16,6 +16,7 @@ import torch
 from offload.blocks import align_up
 from offload.errors import PlanError
 from offload.models.expert_groups import expert_groups
+from offload.models.workspace import CARD_BYTES
 from offload.train.device_plan import DevicePlacement, device_units, plan_device, visit_bytes
 from offload.train.footprint import TrainFootprint, measure_training
 from offload.train.head_choice import head_places, with_reason
@@ -75,6 +76,7 @@ def choose(
     meta: OnMeta, options: TrainOptions, *, ram: int, versions: int, notes: list[str],
     process_bytes: Callable[[], int], rates_of: Callable[[Shape], StepRates | None],
     base: PackedBase | None = None, more: Mapping[str, int] = {}, gpu: int | None = None,
+    card_flash: bool | None = None,
 ) -> Chosen:  # fmt: skip
     """Lay out ``meta.model`` and plan its training; adapters are added to it.
 
@@ -88,6 +90,8 @@ def choose(
             fits is taken.
         more: of RAM, by name.
         gpu: the budget of the device that layers run on; None: there is none.
+        card_flash: the device is a card, and whether flash attention runs on it; None: it is
+            simulated, and the CPU computes.
 
     Raises:
         PlanError: it does not fit.
@@ -110,13 +114,16 @@ def choose(
     footprint = measure_training(meta.model, modules, options.batch_size, options.seq_len, tables)
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
-    heads, why = head_places(meta, options, gpu, form, layout, base, grad_dtype)
+    heads, why = head_places(
+        meta, options, gpu, form, layout, base, grad_dtype, card=card_flash is not None
+    )
     passes = 1 if vertical > 1 else options.grad_accum
 
     def tier_of(head: HeadPlacement | None) -> tuple[_Tier, int]:
         device, working = _device_tier(
-            meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows), head
-        )
+            meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows), head,
+            card_flash,
+        )  # fmt: skip
         if device is None:
             return _Tier(None, None), working
         link = link_of(
@@ -213,7 +220,7 @@ def choose(
         raise refused
     away = next(iter(every.values())).tier.device
     rates = rates_of(Shape(layout, modules, form, tables, away.units if away else frozenset()))
-    if rates is not None and base is not None:
+    if rates is not None and base is not None and card_flash is None:  # a card's cost nothing
         rates = rates.with_work(base.unpack_seconds(layout, options.grad_accum, passes))
     taken: dict[bool, tuple[TrainPlan, Prediction | None]] = {}
     for there, mine in every.items():
@@ -257,7 +264,7 @@ class _Planned(NamedTuple):
 def _device_tier(
     meta: OnMeta, options: TrainOptions, gpu: int | None, layout: TrainLayout,
     modules: Sequence[Any], whole: TrainFootprint, tables: Sequence[torch.Tensor],
-    by_rows: frozenset[str], head: HeadPlacement | None,
+    by_rows: frozenset[str], head: HeadPlacement | None, card_flash: bool | None,
 ) -> tuple[DevicePlacement | None, int]:  # fmt: skip
     """The device's tier, with ``head`` there, and bytes of activations of a unit in RAM, where
     ``whole`` is what all units take."""
@@ -269,7 +276,10 @@ def _device_tier(
     def working(there: bool) -> int:
         mine = [m for m in modules if (id(m) in away) is there]
         shape = options.batch_size, options.seq_len
-        return measure_training(meta.model, mine, *shape, tables).unit_bytes if mine else 0
+        if not mine:
+            return 0
+        flash = card_flash if there else None
+        return measure_training(meta.model, mine, *shape, tables, flash).unit_bytes
 
     beside, probabilities = _router_bytes(meta, options)
     up, down = visit_bytes(
@@ -277,7 +287,10 @@ def _device_tier(
         whole.shared_bytes + beside,
     )
     work = working(True) + probabilities
-    placed = plan_device(layout, gpu, units, up=up, down=down, work=work, head=head)
+    kernels = 0 if card_flash is None else CARD_BYTES
+    placed = plan_device(
+        layout, gpu, units, up=up, down=down, work=work, head=head, kernels=kernels
+    )
     return placed, working(False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.models.naming import model_name
+from offload.runtime import cuda_api
 from offload.train.checks import check_device
 from offload.units import format_bytes, format_count
 
@@ -54,8 +55,10 @@ def describe(run: Run) -> list[str]:
 
 
 def _device(run: Run) -> str:
-    kind = check_device(run.options).kind
-    return "simulated, beside --ram in this machine's memory: " if kind == "sim" else ""
+    choice = check_device(run.options)
+    if choice.kind == "cuda":
+        return f"{cuda_api.open_card(choice.card).name}: "
+    return "simulated, beside --ram in this machine's memory: " if choice.kind == "sim" else ""
 
 
 def copied_text(plan: TrainPlan) -> str:

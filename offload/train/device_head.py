@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload.errors import OffloadError
 from offload.runtime.device import Device, Event, Region
+from offload.train.card_values import unpacker_for
 from offload.train.device_values import typed
 from offload.train.head_place import Cut, HeadPlacement, HeadSlice
 from offload.train.marks import Marks
@@ -48,13 +48,8 @@ class DeviceHead:
     ) -> None:  # fmt: skip
         """
         Raises:
-            OffloadError: it is packed, and nothing here unpacks in the device's memory.
+            OffloadError: it is packed, and cannot be unpacked here; names what is missing.
         """
-        if place.part is not None and device.torch_device.type != "cpu":
-            raise OffloadError(
-                f"a packed head is not unpacked on {device.torch_device} in training; give "
-                f"--head cpu"
-            )
         self.place = place
         self.up_bytes = 0
         self._device = device
@@ -68,7 +63,7 @@ class DeviceHead:
             if place.unpacked_bytes
             else None
         )
-        self._unpacker = Unpacker()
+        self._unpacker = Unpacker() if place.part is None else unpacker_for(device)
         self._free = list(range(place.slots))
         self._guards: dict[int, tuple[Event, ...]] = {}
         """Slot -> whoever writes it next comes after these."""

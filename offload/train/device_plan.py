@@ -50,6 +50,8 @@ class DevicePlacement:
     """The largest one."""
     work_bytes: int
     """Of activations while a unit runs forward and backward, or of the loss."""
+    kernel_bytes: int = 0
+    """That a card's kernels take besides."""
     head: HeadPlacement | None = None
     """The head and the loss, if they are computed there."""
     head_why: str = ""
@@ -64,6 +66,7 @@ class DevicePlacement:
             "unpacked weights": self.unpacked_bytes + self.unpacked_expert_bytes,
             "head": 0 if self.head is None else self.head.nbytes,
             "activations of a unit": self.work_bytes,
+            "matrix workspace": self.kernel_bytes,
             "arguments and results": self.up_bytes + self.down_bytes,
             "gradients on their way": self.gradients * self.gradient_bytes,
         }
@@ -77,7 +80,7 @@ class DevicePlacement:
     @property
     def arena_bytes(self) -> int:
         """What is set aside at once; the rest is torch's while a unit runs."""
-        return self.nbytes - self.work_bytes
+        return self.nbytes - self.work_bytes - self.kernel_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -164,12 +167,13 @@ def visit_bytes(largest: int, shared: int) -> tuple[int, int]:
 
 def plan_device(
     layout: TrainLayout, budget: int, units: frozenset[int], *, up: int, down: int, work: int,
-    head: HeadPlacement | None = None,
+    head: HeadPlacement | None = None, kernels: int = 0,
 ) -> DevicePlacement:  # fmt: skip
     """Place what fits under ``budget`` bytes: at least one unit's weights.
 
     ``up``, ``down``: of ``visit_bytes``. ``work``: of activations while a unit runs. ``head``:
-    computed there, too; as many of its slots as there is room for beside layers.
+    computed there, too; as many of its slots as there is room for beside layers. ``kernels``: what
+    torch's kernels take besides, whatever runs.
 
     Raises:
         PlanError: it does not fit; says by how much.
@@ -217,6 +221,7 @@ def plan_device(
             expert_slots=expert_slots, expert_bytes=expert, unpacked_bytes=values,
             unpacked_expert_bytes=expert_values, up_bytes=up, down_bytes=down,
             gradients=gradients, gradient_bytes=gradient, work_bytes=work, head=head,
+            kernel_bytes=kernels,
         )  # fmt: skip
 
     best = least = placed(1, min(1, len(experts)), 1)

@@ -85,6 +85,11 @@ class Homes:
         """The head on the device, if the loss is computed there."""
         return None if self.tier is None else self.tier.head
 
+    def torch_device(self, unit: int) -> torch.device:
+        """What the unit computes on, as torch names it."""
+        tier = self.away(unit)
+        return torch.device("cpu") if tier is None else tier.device.torch_device
+
     def away(self, unit: int) -> DeviceTier | None:
         """The device, if the unit runs there."""
         tier = self.tier

@@ -3,7 +3,8 @@
 What crosses the link, and what a slot holds, are a pack's bytes. When a unit begins to run, forward
 and again backward, they are unpacked into memory of the device that all units share, in the order
 of compute; experts come one by one into memory of their own. Where the host addresses the device's
-memory (the simulated one) the CPU's kernels unpack, so values are those of a run without a device.
+memory (the simulated one) the CPU's kernels unpack, on a card its own (``card_values``): values are
+those of a run without a device.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from offload.blocks import align_up
-from offload.errors import OffloadError, PlanError
+from offload.errors import PlanError
 from offload.runtime.arena import row_major
 from offload.runtime.device import Device, Memory, Region
+from offload.train.card_values import unpacker_for
 from offload.train.layout import Block
 from offload.train.packed_values import Fill, Unpacker
 from offload.units import format_bytes
@@ -74,18 +76,13 @@ class DeviceValues:
         """``nbytes``: most that is unpacked at a time; 0 where nothing is packed.
 
         Raises:
-            OffloadError: the device's memory is no host's, and nothing here unpacks there.
+            OffloadError: packed weights cannot be unpacked on this device; names what is missing.
         """
-        if nbytes and device.torch_device.type != "cpu":
-            raise OffloadError(
-                f"packed weights are not unpacked on {device.torch_device} in training; give "
-                f"--model with a checkpoint and no --quant, or drop --gpu: the CPU computes"
-            )
         self._device = device
         self._name = name
         self._memory = device.device_memory(nbytes, name) if nbytes else None
         self._recipes = recipes
-        self._unpacker = Unpacker()
+        self._unpacker = unpacker_for(device) if nbytes else Unpacker()
         self._used: Region | None = None
 
     def take(self, copies: list[Copy]) -> list[Copy]:

@@ -22,13 +22,14 @@ from offload.errors import OffloadError
 from offload.scheduler.timeline import COMPUTE, WAITS, Record
 from offload.train.device_tier import DeviceTier, Homes
 from offload.train.device_values import Copy
+from offload.train.generators import Generators
 from offload.train.grads import Gradients
 from offload.train.inputs import Kept, SpilledInputs
 from offload.train.layout import Block, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.row_grads import taking_rows
 from offload.train.saved_places import SavedPlaces
-from offload.train.segments import Segment, same_random_numbers
+from offload.train.segments import Segment
 from offload.train.stepping import Stepping
 from offload.train.steps import Group, NotFinite, StepResult
 from offload.train.updates import Updater
@@ -260,9 +261,15 @@ class Engine(Stepping):
         self._running[unit].ends.append(call)
         return lambda: self._running[unit].ends.remove(call)
 
+    def kind(self, unit: int) -> str:
+        return self.homes.torch_device(unit).type
+
+    def _generators(self, unit: int) -> Generators:
+        return Generators(self.homes.torch_device(unit))
+
     def forward_key(self, unit: int) -> Any:
         if self.random_key is None:
-            return torch.get_rng_state()
+            return self._generators(unit).state()
         seed = self.random_key(self.current_micro, unit)
         torch.manual_seed(seed)
         return seed
@@ -294,12 +301,8 @@ class Engine(Stepping):
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [] if self.extra is None else self.extra()
 
-    @contextlib.contextmanager
-    def replay(self, key: Any) -> Iterator[None]:
-        with same_random_numbers(torch.get_rng_state() if isinstance(key, int) else key):
-            if isinstance(key, int):
-                torch.manual_seed(key)
-            yield
+    def replay(self, unit: int, key: Any) -> contextlib.AbstractContextManager[None]:
+        return self._generators(unit).again(key)
 
     def drain(self) -> None:
         """Wait until everything is updated and written."""

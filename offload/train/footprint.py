@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts, widest
-from offload.models.meta_attention import CpuAttention
+from offload.models.meta_attention import CardAttention, CpuAttention
 from offload.models.params import parameters
 from offload.train.passing import without_caches
 from offload.train.row_grads import RowGradient, taking_rows
@@ -51,14 +51,18 @@ class TrainFootprint:
 
 def measure_training(
     model: Any, units: list[nn.Module], rows: int, length: int,
-    tables: Collection[torch.Tensor] = (),
+    tables: Collection[torch.Tensor] = (), card_flash: bool | None = None,
 ) -> TrainFootprint:  # fmt: skip
     """The footprint of ``rows`` x ``length`` tokens. ``model`` is on meta and not changed.
 
-    ``tables``: parameters whose gradients from lookups leave by rows.
+    ``tables``: parameters whose gradients from lookups leave by rows. ``card_flash``: the units run
+    on a card, and whether flash attention does; None: the CPU computes.
     """
+    attention: contextlib.AbstractContextManager[Any] = CpuAttention()
+    if card_flash is not None:
+        attention = CardAttention(card_flash)
     try:
-        return _measure(model, units, rows, length, tables)
+        return _measure(model, units, rows, length, tables, attention)
     except Exception as error:  # noqa: BLE001  data-dependent code refuses meta tensors
         logger.info("activations are estimated by formula: %s", error)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
@@ -126,15 +130,16 @@ def any_unit_calls(
 
 
 def _measure(
-    model: Any, units: list[nn.Module], rows: int, length: int, tables: Collection[torch.Tensor]
-) -> TrainFootprint:
+    model: Any, units: list[nn.Module], rows: int, length: int, tables: Collection[torch.Tensor],
+    attention: contextlib.AbstractContextManager[Any],
+) -> TrainFootprint:  # fmt: skip
     """Raises whatever an operation raises that cannot work without data."""
     calls = any_unit_calls(model, units, rows, length)
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
         stack.enter_context(buffers_on_meta(model))
-        stack.enter_context(CpuAttention())
+        stack.enter_context(attention)
         stack.enter_context(taking_rows({id(table): _forget_rows for table in tables}))
         weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         kept: dict[int, int] = {}

@@ -8,6 +8,7 @@ import torch
 
 from offload.blocks import DTYPE_BYTES
 from offload.errors import OffloadError
+from offload.io.pack_manifest import Layout
 from offload.train.head_find import HeadForm
 from offload.train.head_place import HeadPlacement, HeadSlice, head_slices
 from offload.train.head_weights import wide_dtype
@@ -62,10 +63,12 @@ def _elements(cut: HeadSlice, width: int, layout: TrainLayout) -> int:
 
 def head_places(
     meta: OnMeta, options: TrainOptions, gpu: int | None, form: HeadForm | None,
-    layout: TrainLayout, base: PackedBase | None, grad_dtype: str | None,
+    layout: TrainLayout, base: PackedBase | None, grad_dtype: str | None, *, card: bool = False,
 ) -> tuple[list[HeadPlacement | None], str]:  # fmt: skip
     """Where the head and the loss can be computed (None: in RAM), the place that is taken where
     nothing says which is faster first; and why there is only one.
+
+    ``card``: the device is one, and not simulated.
 
     Raises:
         OffloadError: it was asked for on the device, and cannot be there.
@@ -79,6 +82,9 @@ def head_places(
         if form is None
         else place_head(meta, options, form, layout, base, grad_dtype)
     )
+    part = None if isinstance(found, str) else found.part
+    if card and part is not None and part.layout is Layout.ROWS:
+        found = "its table lies in rows, which only the CPU unpacks"
     if isinstance(found, str):
         if options.head == "gpu":
             raise OffloadError(f"--head gpu: the head cannot be on the device ({found}); drop it")

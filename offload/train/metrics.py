@@ -144,10 +144,18 @@ class JsonLines:
             with contextlib.suppress(OSError):  # every line was written, or has been warned about
                 self._file.close()
 
-    def started(self, options: TrainOptions, plan: Sequence[str] = ()) -> None:
-        """The first line of a process."""
+    def started(
+        self, options: TrainOptions, plan: Sequence[str] = (), step_s: float | None = None
+    ) -> None:
+        """The first line of a process. ``step_s``: predicted seconds of a step, if they are."""
         known = {name: _plain(value) for name, value in asdict(options).items()}
-        self._put("start", {"version": offload.__version__, "options": known, "plan": list(plan)})
+        self._put(
+            "start",
+            {
+                "version": offload.__version__, "options": known, "plan": list(plan),
+                "predicted_step_s": step_s,
+            },
+        )  # fmt: skip
 
     def note(self, text: str) -> None:
         self._put("note", {"text": text})

@@ -23,7 +23,7 @@ from offload.train.head_weights import slices_of
 from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
 from offload.train.predicting import StepRates
-from offload.train.rates import Computing, compute_seconds, disk_mix
+from offload.train.rates import Computing, Site, compute_seconds, disk_mix
 from offload.train.row_grads import lookup_tables
 from offload.train.updates import Updater
 
@@ -43,16 +43,18 @@ class OnMeta(Protocol):
 def step_rates(
     meta: OnMeta, layout: TrainLayout, modules: list[Any], form: HeadForm | None,
     options: TrainOptions, states: Path, tables: Sequence[torch.Tensor],
+    away: frozenset[int] = frozenset(), card: Site | None = None,
 ) -> StepRates | None:  # fmt: skip
     """Measure what a prediction needs; None where it cannot be. ``tables``: parameters whose
-    gradients from lookups leave by rows."""
+    gradients from lookups leave by rows. ``away``: units that run on ``card``."""
     if max((sum(p.nbytes for p in parameters(m).values()) for m in modules), default=0) > (
         LARGEST_SAMPLE
     ):
         return None
     measured = compute_seconds(
-        meta.model, modules, form, options.batch_size, options.seq_len, tables
-    )
+        meta.model, modules, form, options.batch_size, options.seq_len, tables,
+        {u.module for u in layout.units if u.index in away}, card,
+    )  # fmt: skip
     if measured is None:
         return None
     try:
@@ -73,6 +75,7 @@ def step_rates(
             for forward, backward in [by_module[id(u.module)]]
         },
         head=micro * measured.head,
+        head_away=None if measured.head_away is None else micro * measured.head_away,
         head_unit=next((u.index for u in layout.units if u.module is head), None),
         disk_read=read, disk_write=write, update=updating.adam, lane=updating.lane,
         beside=updating.beside,

@@ -163,10 +163,11 @@ def open_engine(
         held = (layout, order, source, shared, placement.weights_bytes, placement.pinned)
         device = options.device
         marks = None if device is None else Marks(device)
+        memory = HostMemory if device is None else device.buffer_memory
         if base is not None:
-            weights: Weights = PackedWeights(*held, base, marks=marks)
+            weights: Weights = PackedWeights(*held, base, marks=marks, memory=memory)
         else:
-            weights = Weights(*held, marks=marks)
+            weights = Weights(*held, marks=marks, memory=memory)
         undo.callback(weights.close)
         if isinstance(weights, PackedWeights):
             for detach in weights.attach():

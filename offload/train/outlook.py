@@ -117,14 +117,11 @@ def outlook(options: TrainOptions, hardware: Hardware, ram: int) -> Outlook:
     model.train()
     notes: list[str] = []
     check_router_loss(model, options.router_aux_loss)
-    if options.gpu is not None:
-        notes.append(
-            "layers on a card are planned for, not run yet: 'offload finetune' simulates one"
-        )
     chosen = choose(
         _OnMeta(model), options, ram=ram, versions=1, notes=notes,
         process_bytes=lambda: PROCESS_BYTES,
         rates_of=lambda shape: rates_of(shape, model, options, hardware), gpu=options.gpu,
+        card_flash=None if options.gpu is None else True,
     )  # fmt: skip
     return Outlook(
         chosen=chosen, options=options, hardware=hardware, directory=directory, notes=tuple(notes)

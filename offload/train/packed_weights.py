@@ -35,8 +35,9 @@ class PackedWeights(Weights):
     def __init__(
         self, layout: TrainLayout, order: UseOrder, source: WeightSource, shared: Shared,
         limit: int, pinned: Iterable[int], base: PackedBase, *, marks: Marks | None = None,
+        memory: Callable[[int, str], HostMemory] = HostMemory,
     ) -> None:  # fmt: skip
-        super().__init__(layout, order, source, shared, limit, pinned, marks=marks)
+        super().__init__(layout, order, source, shared, limit, pinned, marks=marks, memory=memory)
         self.base = base
         self._work = BufferPool(base.work_bytes(layout), "unpacked weights")
         self._unpacker = Unpacker()

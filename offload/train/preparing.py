@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -16,8 +17,10 @@ from offload.io.tile_store import reserved
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
+from offload.models.packed_card import check_card
 from offload.models.workspace import limit_kernels
-from offload.runtime.choice import budget
+from offload.runtime.choice import STAGED, budget, flash, staged_copies, warm_up
+from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.causal import check_causal
@@ -45,7 +48,7 @@ from offload.train.packed_base import (
     refuse_full,
 )
 from offload.train.predicting import StepRates
-from offload.train.rates import copy_rates
+from offload.train.rates import card_site, copy_rates
 from offload.train.result import adapter_directory, last_output
 from offload.train.router_loss import check_router_loss
 from offload.train.run import Run
@@ -85,7 +88,11 @@ def prepare(options: TrainOptions, *, reserve: int = 0) -> Run:
     states = state_directory(options)
     check_states(states, resume=options.resume)
     notes: list[str] = []
+    device = check_device(options)
+    warm_up(device)
     if choice is not None:
+        if device.kind == "cuda":
+            check_card()
         choice.compile(dtype)
         notes.append(f"the base stays packed: {choice.pack.path}")
     baseline = warm_training(config, dtype, options)
@@ -196,11 +203,18 @@ def _plan(
         return max(0, current_rss() - baseline) + (8 << 20)
 
     device = check_device(options)
+    more = {"trace": reserve} if reserve else {}
+    if (refused := staged_copies(device)) is not None:
+        notes.append(STAGED.format(why=refused))
+        more["staged copies"] = staging_reserve(both_ways=True)
 
     def rates_of(shape: Shape) -> StepRates | None:
-        found = step_rates(
-            meta, shape.layout, shape.modules, shape.form, options, states, shape.tables
-        )
+        with contextlib.ExitStack() as stack:
+            card = stack.enter_context(card_site(device)) if device.kind == "cuda" else None
+            found = step_rates(
+                meta, shape.layout, shape.modules, shape.form, options, states, shape.tables,
+                shape.away, card,
+            )  # fmt: skip
         if found is None or device.kind == "cpu":
             return found
         up, down = copy_rates(device)
@@ -208,8 +222,9 @@ def _plan(
 
     chosen = choose(
         meta, options, ram=ram, versions=state_versions(options, states, total), notes=notes,
-        process_bytes=process_bytes, base=base, more={"trace": reserve} if reserve else {},
+        process_bytes=process_bytes, base=base, more=more,
         gpu=budget(device, options.gpu, ram), rates_of=rates_of,
+        card_flash=flash(device) if device.kind == "cuda" else None,
     )  # fmt: skip
     if options.ram is None:
         notes.append(

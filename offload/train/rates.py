@@ -14,11 +14,11 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from offload.io.files import DirectFile
 from offload.io.memory import Staging
 from offload.io.private import nameless_file, reserve
 from offload.models.params import parameters
-from offload.runtime.choice import Choice, link_rates, make_device
+from offload.runtime.choice import Choice, link_rates, make_device, release_cached
 from offload.runtime.device import Region, Stream
 from offload.train.footprint import any_unit_calls
 from offload.train.head_find import HeadForm
@@ -57,17 +57,39 @@ class Computing:
     """Each unit's forward, and forward and backward."""
     head: float
     """The loss by slices."""
+    head_away: float | None
+    """The same on the card; None: there is none."""
     sample: Callable[[], object] | None
     """Runs the kind of unit that takes most, forward and backward."""
 
 
+class Site(NamedTuple):
+    """Where something computes."""
+
+    place: torch.device
+    settle: Callable[[], object]
+    """Wait for what was queued there."""
+
+
+HOST = Site(torch.device("cpu"), lambda: None)
+
+
+@contextlib.contextmanager
+def card_site(choice: Choice) -> Iterator[Site]:
+    """A card that computes; what torch keeps of its memory is given back behind it."""
+    with contextlib.closing(make_device(choice, None)) as device:
+        yield Site(device.torch_device, lambda: device.compute.record().wait())
+    release_cached(choice)
+
+
 def compute_seconds(
     model: Any, units: Sequence[nn.Module], form: HeadForm | None, rows: int, length: int,
-    tables: Sequence[torch.Tensor] = (),
+    tables: Sequence[torch.Tensor] = (), away: Container[nn.Module] = (), card: Site | None = None,
 ) -> Computing | None:  # fmt: skip
     """How long each unit takes alone; None where a unit does not run on made-up inputs.
 
-    ``tables``: parameters whose gradients from lookups leave by rows.
+    ``tables``: parameters whose gradients from lookups leave by rows. ``away``: units that run on
+    ``card``.
     """
     try:
         calls = any_unit_calls(model, list(units), rows, length)
@@ -80,43 +102,51 @@ def compute_seconds(
                 continue
             leaves, spec = tree_flatten(calls[id(unit)])
             shapes = tuple((tuple(x.shape), x.dtype) for x in leaves if torch.is_tensor(x))
-            key = type(unit), shapes, sum(p.nbytes for p in parameters(unit).values())
+            site = HOST if card is None or unit not in away else card
+            key = type(unit), shapes, sum(p.nbytes for p in parameters(unit).values()), site.place
             if key not in known:
-                real = _Sample(unit, leaves, spec, tables)
+                real = _Sample(unit, leaves, spec, tables, site)
                 known[key] = real.seconds()
                 alike = sum(type(u) is type(unit) for u in units)
                 if (all_of_them := known[key][1] * alike) > most:
                     sample, most = real.both, all_of_them
             each.append(known[key])
-        head = 0.0
+        head, head_away = 0.0, None
         if form is not None:
-            head = _time_head(form, next(model.parameters()).dtype, rows * length)
+            shape = next(model.parameters()).dtype, rows * length
+            head = _time_head(form, *shape, HOST)
+            head_away = None if card is None else _time_head(form, *shape, card)
     except Exception as error:  # noqa: BLE001  a prediction must never stop a run
         logger.info("a step's computing cannot be measured: %s", error)
         return None
-    return Computing(units=tuple(each), head=head, sample=sample)
+    return Computing(units=tuple(each), head=head, head_away=head_away, sample=sample)
 
 
 class _Sample:
     """A unit on made-up weights and inputs."""
 
     def __init__(
-        self, unit: nn.Module, leaves: list[Any], spec: Any, tables: Sequence[torch.Tensor]
-    ) -> None:
-        self._real = made_up(unit)
+        self, unit: nn.Module, leaves: list[Any], spec: Any, tables: Sequence[torch.Tensor],
+        site: Site,
+    ) -> None:  # fmt: skip
+        self._real = made_up(unit).to(site.place)
+        self._settle = site.settle
         self._by_rows = {
             id(now.weight): _drop
             for was, now in zip(unit.modules(), self._real.modules(), strict=True)
             if isinstance(now, nn.Embedding) and any(was.weight is table for table in tables)
         }
         self._grads = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves]
-        self._inputs = [_real(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._inputs = [
+            _real(x).to(site.place) if isinstance(x, torch.Tensor) else x for x in leaves
+        ]
         self._spec = spec
 
     def forward(self) -> None:
         with torch.no_grad():
             args, kwargs = tree_unflatten(self._inputs, self._spec)
             self._real(*args, **kwargs)
+        self._settle()
 
     def both(self) -> None:
         """Forward and backward."""
@@ -131,6 +161,7 @@ class _Sample:
         if outs:  # none of a frozen embedding's
             torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
         self._real.zero_grad()
+        self._settle()
 
     def seconds(self) -> tuple[float, float]:
         """(forward, forward and backward)"""
@@ -185,13 +216,18 @@ def _real(like: torch.Tensor) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
-def _time_head(form: HeadForm, dtype: torch.dtype, tokens: int) -> float:
+def _time_head(form: HeadForm, dtype: torch.dtype, tokens: int, site: Site) -> float:
     """Loss and gradients over a few slices, extended to all."""
     rows = min(form.vocabulary, 4 * HEAD_ROWS)
-    head = ResidentHead(torch.rand(rows, form.width).to(dtype), rows=HEAD_ROWS)
-    hidden = torch.rand(tokens, form.width).to(dtype)
-    labels = torch.zeros(tokens, dtype=torch.int64)
-    (seconds,) = timed(lambda: head_loss(hidden, labels, head, scale=1.0, transform=form.transform))
+    weight, hidden = (torch.rand(n, form.width).to(site.place, dtype) for n in (rows, tokens))
+    head = ResidentHead(weight, rows=HEAD_ROWS)
+    labels = torch.zeros(tokens, dtype=torch.int64, device=site.place)
+
+    def work() -> None:
+        head_loss(hidden, labels, head, scale=1.0, transform=form.transform)
+        site.settle()
+
+    (seconds,) = timed(work)
     return seconds * form.vocabulary / rows
 
 

@@ -75,6 +75,10 @@ class EndReport:
     """Above the bare process, as the budget counts."""
     read_bytes: int
     written_bytes: int
+    device_budget_bytes: int | None = None
+    """Of the card, or the simulated one, that layers ran on; None: there was none."""
+    device_peak_bytes: int | None = None
+    """Most that was in use on a card at once; None: no card."""
     output: str | None
     """The model directory; None if interrupted before it was written."""
     output_step: int | None = None

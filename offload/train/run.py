@@ -172,6 +172,7 @@ class Run:
             self._commits.end(listener)
             raise NotFinite(f"{error}{self._write_best(engine, listener)}") from error
         read, written = self._bytes(engine)
+        tier = engine.homes.tier
         return EndReport(
             steps=step - first,
             last_step=step,
@@ -182,6 +183,8 @@ class Run:
             peak_rss_bytes=max(0, peak_rss() - self.baseline),
             read_bytes=read,
             written_bytes=written,
+            device_budget_bytes=None if tier is None else tier.placement.budget,
+            device_peak_bytes=None if tier is None else tier.device.peak_memory(),
             output=written_out.path,
             output_step=written_out.step,
             best_loss=written_out.best_loss,

@@ -9,7 +9,7 @@ to hooks that nobody calls in time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
@@ -35,12 +35,17 @@ class Runtime(Protocol):
         """What is inside runs where the unit does: on the device, if there is one."""
         ...
 
-    def forward_key(self, unit: int) -> Any:
-        """What makes dropout of a unit's forward repeatable; seeds torch's generator by it."""
+    def kind(self, unit: int) -> str:
+        """Torch's name of the kind of device that the unit computes on."""
         ...
 
-    def replay(self, key: Any) -> contextlib.AbstractContextManager[None]:
-        """The random numbers of that forward again inside; the generator as it was behind it."""
+    def forward_key(self, unit: int) -> Any:
+        """What makes dropout of a unit's forward repeatable; seeds torch's generators by it."""
+        ...
+
+    def replay(self, unit: int, key: Any) -> contextlib.AbstractContextManager[None]:
+        """The random numbers of that forward again inside; the generators as they were behind
+        it."""
         ...
 
     def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
@@ -94,7 +99,7 @@ class Segment:
             with (
                 torch.no_grad(),
                 self.runtime.running(self.unit, backward=False),
-                _Autocast.now().entered(),
+                _Autocast.now(self.runtime.kind(self.unit)).entered(),
             ):
                 if self.module.training:  # dropout below the first adapter is the unit's own, too
                     self.runtime.forward_key(self.unit)
@@ -144,18 +149,24 @@ class Segment:
 class _Autocast:
     """What torch casts to by itself; backward is not run under it, recomputation has to be."""
 
+    kind: str
+    """Of the device that computes. To its caller the model is the CPU's, wherever its layers run:
+    what is cast there is cast on the device, too."""
     enabled: bool
     dtype: torch.dtype
 
     @classmethod
-    def now(cls) -> _Autocast:
-        return cls(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    def now(cls, kind: str) -> _Autocast:
+        meant = next((k for k in (kind, "cpu") if torch.is_autocast_enabled(k)), None)
+        return cls(kind, meant is not None, torch.get_autocast_dtype(meant or kind))
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
         """The same again; casts of weights are not kept, they would be all of the model."""
-        if not self.enabled and not torch.is_autocast_enabled("cpu"):
+        if not self.enabled and not torch.is_autocast_enabled(self.kind):
             return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+        return torch.autocast(
+            self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
 
 
 class _Call:
@@ -170,7 +181,7 @@ class _Call:
         self.fixed: list[Any] = []
         """Output leaves that are no tensors; None where there is one."""
         self.key: Any = None
-        self.autocast = _Autocast.now()
+        self.autocast = _Autocast.now(segment.runtime.kind(segment.unit))
 
     def run(self, tensors: list[torch.Tensor | None]) -> list[Any]:
         leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
@@ -233,13 +244,16 @@ class _Run(torch.autograd.Function):
             for tensor, need in zip(tensors, needs, strict=True):
                 if tensor is not None and need:
                     tensor.requires_grad_()
-            with torch.enable_grad(), runtime.replay(call.key), runtime.lookups(unit):
+            with torch.enable_grad(), runtime.replay(unit, call.key), runtime.lookups(unit):
                 out = call.run(tensors)
             pairs = _pairs(out, visit.up(grads))
             del out
             pairs += runtime.extra_losses()
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            # On this thread: autograd has one of its own for a card's part, on which gradients
+            # would leave, beside whatever this one does.
+            with torch.autograd.set_multithreading_enabled(False):
+                if pairs:
+                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             del pairs
             result = visit.down(
                 [
@@ -314,14 +328,3 @@ def _backward_of_graph(
         del pairs
     runtime.backward_done(unit)
     return [None if t is None else t.grad for t in leaves]
-
-
-@contextlib.contextmanager
-def same_random_numbers(state: torch.Tensor) -> Iterator[None]:
-    """torch's CPU generator in ``state`` inside, as it was behind it."""
-    before = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)

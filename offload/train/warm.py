@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import tempfile
@@ -13,11 +14,16 @@ import torch
 from offload.io.checksum import xxh3
 from offload.models.meta import build, model_class
 from offload.models.toy import quiet, toy_config, two_layers
+from offload.runtime.choice import make_device
+from offload.runtime.device import Device
 from offload.runtime.rss import current_rss
+from offload.train.checks import check_device
+from offload.train.device_plan import DevicePlacement, device_units, plan_device
 from offload.train.engine import Engine, Group
-from offload.train.layout import lay_out
+from offload.train.layout import TrainLayout, lay_out
 from offload.train.opening import EngineOptions, Placement, open_engine
 from offload.train.options import TrainOptions
+from offload.train.row_grads import lookup_tables
 from offload.train.updates import Tiles
 
 logger = logging.getLogger(__name__)
@@ -31,8 +37,12 @@ def warm_training(config: Any, dtype: torch.dtype, options: TrainOptions) -> int
         if toy is None:
             continue
         try:
-            with torch.random.fork_rng(devices=[]):
-                _train_toy(toy, cls, dtype, options)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                device = None
+                if (chosen := check_device(options)).kind == "cuda":  # its libraries weigh, too
+                    device = stack.enter_context(contextlib.closing(make_device(chosen, None)))
+                _train_toy(toy, cls, dtype, options, device)
             break
         except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
             logger.info("the toy of %s does not train: %s", type(config).__name__, error)
@@ -40,7 +50,9 @@ def warm_training(config: Any, dtype: torch.dtype, options: TrainOptions) -> int
     return current_rss()
 
 
-def _train_toy(toy: Any, cls: Any, dtype: torch.dtype, options: TrainOptions) -> None:
+def _train_toy(
+    toy: Any, cls: Any, dtype: torch.dtype, options: TrainOptions, device: Device | None
+) -> None:
     model = cls._from_config(toy, dtype=dtype)
     with tempfile.TemporaryDirectory() as directory, quiet():
         model.save_pretrained(directory)
@@ -63,11 +75,12 @@ def _train_toy(toy: Any, cls: Any, dtype: torch.dtype, options: TrainOptions) ->
             Placement(
                 weights_bytes=3 * total, pinned=frozenset(layout.rest),
                 spilled=every - frozenset(layout.rest) if options.max_grad_norm else frozenset(),
+                device=None if device is None else _all_there(layout),
             ),
             EngineOptions(
                 states=options.states,
                 grad_dtype="float32" if options.grad_accum > 1 else None,
-                directory=Path(directory),
+                directory=Path(directory), device=device,
             ),
             tiles,
         )  # fmt: skip
@@ -75,6 +88,12 @@ def _train_toy(toy: Any, cls: Any, dtype: torch.dtype, options: TrainOptions) ->
             _step(engine)
         finally:
             engine.close()
+
+
+def _all_there(layout: TrainLayout) -> DevicePlacement:
+    units = device_units(layout, frozenset(lookup_tables(layout)))
+    room = 4 << 20  # of a toy's arguments and results
+    return plan_device(layout, 1 << 40, units, up=room, down=room, work=0)
 
 
 def _step(engine: Engine) -> None:

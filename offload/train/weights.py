@@ -85,15 +85,16 @@ class Weights:
     def __init__(
         self, layout: TrainLayout, order: UseOrder, source: WeightSource, shared: Shared,
         limit: int, pinned: Iterable[int], *, marks: Marks | None = None,
+        memory: Callable[[int, str], HostMemory] = HostMemory,
     ) -> None:  # fmt: skip
         """``limit``: bytes for all of it; ``pinned``: blocks that never leave; ``marks``: told who
-        writes them, if a device copies from them."""
+        writes them, if a device copies from them; ``memory``: makes what they lie in."""
         self.layout = layout
         self.order = order
         self.pinned = frozenset(pinned)
         self._source = source
         self._shared = shared
-        self._pool = BufferPool(limit, "weights")
+        self._pool = BufferPool(limit, "weights", memory)
         self._marks = marks
         self.above: DeviceWeights | None = None
         """Set: what is copied to a device from here."""

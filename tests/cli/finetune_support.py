@@ -26,6 +26,7 @@ class FakeRun:
     first: int = 1
     before_step: Callable[[int], None] = lambda _: None
     closed: int = 0
+    prediction: None = None
     taken: list[int] = field(default_factory=list)
 
     def describe(self) -> list[str]:

@@ -213,9 +213,7 @@ def test_what_is_missing_is_one_line(cli: Cli) -> None:
     refused(cli("finetune", "-m", "x"), "--data")
 
 
-def test_a_card_that_is_not_used_yet(
-    tune: Tune, runs: list[FakeRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card(tune: Tune, runs: list[FakeRun], monkeypatch: pytest.MonkeyPatch) -> None:
     from fake_card import FakeCard
 
     from offload.runtime import cuda_api
@@ -224,10 +222,11 @@ def test_a_card_that_is_not_used_yet(
     monkeypatch.setattr(cuda_api, "card_count", lambda: 1)
     monkeypatch.setattr(cuda_api, "current_card", lambda: 0)
     monkeypatch.setattr(cuda_api, "open_card", lambda _: card)
-    refused(tune("--gpu", "8GiB"), "a card of paper", "not supported yet", "drop --gpu")
-    refused(tune("--device", "cuda"), "a card of paper", "not supported yet")
+    assert tune("--gpu", "1GiB").code == 0
+    assert (runs[-1].options.gpu, runs[-1].options.device) == (1 << 30, "auto")
+    assert tune("--device", "cuda:0").code == 0
+    assert runs[-1].options.device == "cuda:0"
     card.end()
-    assert not runs
 
 
 def test_a_simulated_accelerator(tune: Tune, runs: list[FakeRun]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is ever downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -11,9 +12,11 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 from collections.abc import Iterator
 
 import pytest
+import strict_card
 import torch
 from fake_card import FakeCard
 
+from offload.models import head_check
 from offload.runtime import cuda_api
 
 CARD = torch.cuda.is_available()
@@ -29,20 +32,30 @@ DEVICES = [
 ]
 """``paper``: the device of a card on a fake of the card, whose memory is the CPU's."""
 
+STRICT = os.environ.get("OFFLOAD_TEST_CARD") == "strict"
+"""Instead of all of them a fake whose memory is of a device of its own (``strict_card``)."""
+if STRICT:
+    DEVICES = ["strict"]
+
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What ``offload.load(device=...)`` is given."""
     kind = str(request.param)
-    if kind != "paper":
+    if kind not in ("paper", "strict"):
         yield kind
         if kind == "cuda":
             torch.cuda.empty_cache()
         return
-    card = FakeCard(jitter_s=50e-6)
+    card = strict_card.StrictCard(jitter_s=50e-6) if STRICT else FakeCard(jitter_s=50e-6)
     monkeypatch.setattr(cuda_api, "card_count", lambda: 1)
     monkeypatch.setattr(cuda_api, "current_card", lambda: 0)
     monkeypatch.setattr(cuda_api, "open_card", lambda index: card)
+    if STRICT:
+        monkeypatch.setattr(cuda_api, "card_name", lambda device: card.name)
+        found = f"import sys; sys.path[:0] = {sys.path[:]!r}; import strict_card; "
+        probe = f"{found}strict_card.device()\n{head_check._PROBE}"
+        monkeypatch.setattr(head_check, "_PROBE", probe)
     yield "cuda"
     card.end()
 
@@ -50,6 +63,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.fixture
 def place(device: str) -> torch.device:
     """Where tensors of ``device`` are, as torch names it."""
+    if STRICT:
+        return strict_card.device()
     on_card = CARD and device == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
 

@@ -18,6 +18,8 @@ import torch
 
 from offload.runtime.cuda_api import Room
 
+CPU = torch.device("cpu")
+
 
 class CardError(RuntimeError):
     """What a card's driver would say."""
@@ -77,6 +79,7 @@ class FakeCard:
     Args:
         nbytes: its memory. refuse: why host memory is not pinned; None: it is.
         refuse_buffers: not even small buffers are.
+        device: torch's, that its memory is of.
     """
 
     name = "a card of paper"
@@ -90,8 +93,9 @@ class FakeCard:
         jitter_s: float = 100e-6,
         refuse: str | None = None,
         refuse_buffers: bool = False,
+        device: torch.device = CPU,
     ) -> None:
-        self.device = torch.device("cpu")
+        self.device = device
         self.nbytes = self.limit = nbytes
         self.seed = seed
         self.jitter_s = jitter_s
@@ -199,7 +203,7 @@ class FakeCard:
         self.allocated += nbytes
         self.most = max(self.most, self.allocated)
         with torch.inference_mode(False):
-            tensor = torch.empty(nbytes, dtype=torch.uint8)
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._ranges.append((tensor.data_ptr(), nbytes))
         return tensor
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 from engine_support import engine_of, placements
 from lora_support import adapted_engine, pinned
 
+from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
 from offload.runtime.sim_event import SimEvent
+from offload.train import card_values
 from offload.train.device_plan import DevicePlacement, device_units, plan_device
 from offload.train.device_weights import _Cargo
 from offload.train.engine import Engine
@@ -47,10 +51,22 @@ def on_device(layout: TrainLayout, room: str) -> DevicePlacement:
     return plan(two.nbytes)
 
 
+STRICT = os.environ.get("OFFLOAD_TEST_CARD") == "strict"
+"""Instead of simulated devices a card's, on a fake that is of a device of its own to torch."""
+
+
+def strict_device(capacity: int) -> Device:
+    import strict_card
+
+    card_values.make_launcher = strict_card.launcher
+    return CudaDevice(capacity, api=strict_card.StrictCard(), watchdog_s=30)
+
+
 @contextlib.contextmanager
 def simulated(make: Callable[[int], Device] | None = None, seed: int = 0) -> Iterator[Device]:
     """A device; behind the block it has been checked, if nothing else went wrong."""
-    device = (make or (lambda n: SimDevice(n, seed=seed, watchdog_s=20.0)))(1 << 30)
+    make = make or (strict_device if STRICT else partial(SimDevice, seed=seed, watchdog_s=20.0))
+    device = make(1 << 30)
     with contextlib.closing(device):
         yield device
         device.check()

@@ -140,19 +140,20 @@ def planned_once(patch: pytest.MonkeyPatch) -> None:
         return _heads[key]
 
     def footprint(
-        model: Any, units: list[Any], rows: int, length: int, tables: Any = ()
-    ) -> TrainFootprint:
+        model: Any, units: list[Any], rows: int, length: int, tables: Any = (),
+        card_flash: bool | None = None,
+    ) -> TrainFootprint:  # fmt: skip
         if any("lora_" in name for name, _ in model.named_parameters()):
             # What is inside of an adapter is in no config.
-            return measure_training(model, units, rows, length, tables)
+            return measure_training(model, units, rows, length, tables, card_flash)
         modules = {id(m): name for name, m in model.named_modules()}
         names = {id(p): name for name, p in model.named_parameters()}
         key = (
             _key(model), tuple(modules[id(u)] for u in units), rows, length,
-            tuple(names[id(t)] for t in tables),
+            tuple(names[id(t)] for t in tables), card_flash,
         )  # fmt: skip
         if key not in _footprints:
-            _footprints[key] = measure_training(model, units, rows, length, tables)
+            _footprints[key] = measure_training(model, units, rows, length, tables, card_flash)
         return _footprints[key]
 
     patch.setattr(preparing, "warm_training", not_warmed)

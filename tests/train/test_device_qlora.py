@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -261,7 +262,11 @@ def test_values_are_poison_once_their_unit_is_through(packs: Packs) -> None:
         assert not values.isfinite().any()
 
 
-def test_where_nothing_unpacks_it_is_said() -> None:
+def test_without_cupy_a_card_unpacks_nothing_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
     class Elsewhere(SimDevice):
         def __init__(self) -> None:
             super().__init__(1 << 20)
@@ -269,6 +274,6 @@ def test_where_nothing_unpacks_it_is_said() -> None:
 
     with (
         Elsewhere() as device,
-        pytest.raises(OffloadError, match=r"not unpacked on cuda.*drop --gpu"),
+        pytest.raises(OffloadError, match=r"CuPy is missing.*offload\[cuda.*drop --gpu"),
     ):
         DeviceValues(device, 4096, "unpacked weights", {})

@@ -1,0 +1,48 @@
+"""The generators that a unit's dropout draws from, so that it can be run again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+State = tuple[torch.Tensor, ...]
+"""Of each generator, as torch hands it out: uint8 on the CPU."""
+
+
+class Generators:
+    """The CPU's, and that of a device whose tensors draw from another one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # torch.cuda and its like have the same functions; for the CPU they are torch's own.
+        self._more: Any = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def state(self) -> State:
+        own = torch.get_rng_state()
+        if self._more is None:
+            return (own,)
+        return own, self._more.get_rng_state(self._device)
+
+    def set(self, state: State) -> None:
+        torch.set_rng_state(state[0])
+        if self._more is not None:
+            self._more.set_rng_state(state[1], self._device)
+
+    @contextlib.contextmanager
+    def again(self, key: State | int) -> Iterator[None]:
+        """In a state, or seeded, inside; as they were behind it."""
+        before = self.state()
+        try:
+            if isinstance(key, int):
+                torch.manual_seed(key)  # of every device
+            else:
+                self.set(key)
+            yield
+        finally:
+            self.set(before)
+
+
+__all__ = ["Generators", "State"]

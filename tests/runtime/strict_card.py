@@ -1,0 +1,107 @@
+"""A stand-in for a card that torch itself takes for another device; see ``strict_card.cpp``.
+
+Whatever a real card would refuse, because a tensor of its own meets one of the CPU's in an
+operator, this one does, too; it has random numbers of its own, and autograd runs its part of a
+backward pass on another thread. It is torch's for the whole process once it is opened: tests that
+use it run in a process of theirs (``test_strict_card.py``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_card import FakeCard
+
+from offload.gpu_ops.source import DIRECTORY
+
+SOURCE = Path(__file__).with_name("strict_card.cpp")
+KERNELS = Path(__file__).parents[1] / "gpu_ops"
+
+
+class StrictCard(FakeCard):
+    """``FakeCard`` whose memory is of torch's device ``paper``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(device=device(), **kwargs)
+
+
+@cache
+def device() -> torch.device:
+    """The device, made known to torch with the first call."""
+    torch.ops.load_library(built())
+    torch.utils.rename_privateuse1_backend("paper")
+    ops = torch.ops.paper_card
+    module: Any = types.ModuleType("torch.paper")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda index: None
+    module.synchronize = lambda *_: None
+    module.manual_seed = module.manual_seed_all = ops.seed
+    module.get_rng_state = lambda device=None: ops.state()
+    module.set_rng_state = lambda state, device=None: ops.set_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    torch._register_device_module("paper", module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return torch.device("paper", 0)
+
+
+def launcher(place: torch.device) -> Any:
+    """Of the kernels for packed weights: their own source, run by the CPU."""
+    sys.path.append(str(KERNELS))
+    from cpu_card import CpuCard, build
+
+    sources = [*KERNELS.glob("*.cpp"), *KERNELS.glob("*.h"), *DIRECTORY.iterdir()]
+    card = CpuCard(once("kernels", sources, build))
+    card.device = place
+    card.give_everything()
+    return card
+
+
+def built() -> Path:
+    """torch's part of the card, compiled: some ten seconds the first time."""
+
+    def make(out: Path) -> Path:
+        home = Path(torch.__file__).parent
+        include = home / "include"
+        subprocess.run(
+            ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{include}",
+             f"-I{include}/torch/csrc/api/include", str(SOURCE), "-o", str(out),
+             f"-L{home}/lib", "-ltorch_cpu", "-lc10"],
+            check=True,
+        )  # fmt: skip
+        return out
+
+    return once("strict", [SOURCE], make)
+
+
+def once(name: str, sources: Iterable[Path], make: Callable[[Path], Path]) -> Path:
+    """What ``make`` compiles of ``sources`` for this torch, kept for other processes, which wait
+    for the one that compiles."""
+    known = hashlib.sha256(torch.__version__.encode())
+    for source in sorted(sources):
+        known.update(source.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"offload-tests-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{name}-{known.hexdigest()[:16]}.so"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            make(library.with_suffix(".new")).rename(library)
+    return library
+
+
+__all__ = ["StrictCard", "device", "launcher"]
