@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,60 @@ def test_tools_reach_the_template() -> None:
     for text, message in (("[{", "tools is no JSON"), ("{}", "tools is an object")):
         with pytest.raises(BadRow, match=message):
             shape_of({"messages": list(turns), "tools": text})
+
+
+_AS_JSON = "{{ c.function.arguments | tojson }}"
+_CALLS = {
+    "json": _AS_JSON,
+    "either": "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+    + _AS_JSON + "{% endif %}",
+    "strings": "{{ '' + c.function.arguments }}",
+    "as python has it": "{{ c.function.arguments }}",
+    "items": "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", _CALLS)
+@pytest.mark.parametrize("arguments", [{"city": 'Par"is'}, {}], ids=["some", "none"])
+def test_arguments_of_calls_are_never_json_in_json(template: str, arguments: Any) -> None:
+    """OpenAI's format has them in a string, transformers' templates take objects."""
+    tok = chatml(
+        "{% for m in messages %}<|im_start|>{{ m.role + ':' + m.content }}"
+        "{% for c in m.tool_calls or [] %}" + _CALLS[template] + "{% endfor %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    want = 'city=Par"is;' * bool(arguments) if template == "items" else json.dumps(arguments)
+    for form in (arguments, json.dumps(arguments)):
+        call = {"type": "function", "function": {"name": "w", "arguments": form}}
+        messages = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        assert one(tok, shape_of({"messages": messages}))[1] == f"{want}<|im_end|>"
+        assert call["function"] == {"name": "w", "arguments": form}
+
+
+def test_a_template_that_leaves_calls_out_is_asked_again() -> None:
+    """Of a conversation whose calls it does not show nothing is known of others."""
+    tok = chatml(
+        "{% for m in messages %}<|im_start|>{{ m.role + ':' + m.content }}"
+        "{% if not m.content %}{% for c in m.tool_calls or [] %}" + _AS_JSON + "{% endfor %}"
+        "{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    encoder = Encoder(tok, 512)
+    found = []
+    for content in ("a", ""):
+        call = {"function": {"name": "w", "arguments": '{"x": 1}'}}
+        messages = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+        ]
+        (row,) = encoder.encode([shape_of({"messages": messages})])
+        assert not isinstance(row, BadRow)
+        (words,) = row.pieces
+        found.append(tok.decode((words[(words & LABEL) != 0] & ~LABEL).tolist()))
+    assert found == ["a<|im_end|>", '{"x": 1}<|im_end|>']
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:

@@ -97,6 +97,11 @@ def test_a_broken_list_is_an_error_with_its_line(tmp_path: Path, text: str, line
         (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "'image'; only text"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "no assistant's message .* user"),
         (b'{"conversations": [{"from": "me", "value": "a"}]}', "is from 'me'; known are human"),
+        (
+            b'{"prompt": [{"role": "user", "content": "a"}],'
+            b' "completion": [{"role": "assistant", "content": " "}]}',
+            "assistant's message 1 is empty",
+        ),
         (b'{"text": "a", "messages": [1]}', "has text and also messages: which one"),
     ],
 )  # fmt: skip
@@ -127,12 +132,14 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\n")
     (tmp_path / "u.jsonl").write_text('{"text": "a"}', encoding="utf-16")
     (tmp_path / "l.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "w.txt").write_text("every byte is sound UTF-8", encoding="utf-16-le")
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("none.jsonl", "there is no"),
         ("a.csv", r"cannot tell what is in a \.csv file; --data takes \.jsonl"),
         ("u.jsonl", "is UTF-16"),
         ("l.txt", "is not UTF-8 text"),
+        ("w.txt", "is no text: byte 2 is zero; if it is UTF-16, convert it"),
         ("empty", r"has no file of \.jsonl"),
     ):
         with pytest.raises(DataError, match=message):
@@ -225,6 +232,42 @@ def test_tables_give_the_same_tokens_as_lines(tmp_path: Path) -> None:
         assert data.train.micro_batch(0, 0).rows[0].startswith("a.parquet: row ")
 
 
+def test_tables_do_not_give_a_row_the_fields_of_others(tmp_path: Path) -> None:
+    """All objects of a column have the fields of all, null where a row has none: shown by a
+    template, a model would learn to give every argument of every tool."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{name}?"},
+                {
+                    "role": "assistant", "content": "",
+                    "tool_calls": [{"function": {"name": name, "arguments": {of: "x"}}}],
+                },
+            ],
+            "tools": [{"name": name, "parameters": {of: {"type": "string"}}}],
+        }
+        for name, of in (("weather", "city"), ("time", "zone"))
+    ]  # fmt: skip
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role + ':' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}.{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    table = arrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with arrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    found = []
+    write_lines(tmp_path / "a.jsonl", rows)
+    for path in (tmp_path / f"a.{suffix}" for suffix in ("jsonl", "parquet", "arrow")):
+        data, _ = opened(path, tmp_path, tokenizer(template), seq_len=256)
+        with data:
+            found.append(data.fingerprint)
+    assert len(set(found)) == 1
+
+
 def test_what_datasets_saves(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"p {i}", "completion": f"c {i}"} for i in range(30)]
@@ -280,3 +323,29 @@ def test_a_directory_of_files_is_read_in_the_order_of_names(tmp_path: Path) -> N
     data, _ = opened(folder, tmp_path, seq_len=64)
     with data:
         assert data.train.micro_batch(0, 0).rows == ("a.jsonl:1", "a.jsonl:2", "b.jsonl:1")
+
+
+def test_a_directory_with_files_that_are_not_to_be_learnt(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train-0.jsonl", "train-1.jsonl", "test-0.jsonl", "valid.jsonl", ".train-0.jsonl"):
+        write_lines(folder / name, [{"text": f"file {name}"}])
+    (folder / "README.txt").write_text("about the data")
+    (folder / "LICENSE.txt").write_text("nobody may")
+    source = Source(folder)
+    assert [f.name for f in source.files] == ["train-0.jsonl", "train-1.jsonl"]
+    data, notes = opened(folder, tmp_path, seq_len=64)
+    data.close()
+    (note,) = notes
+    assert "LICENSE.txt, README.txt, test-0.jsonl, valid.jsonl left out" in note
+    # Where nothing is called train, no name says what is held out.
+    for file in folder.glob("train-*"):
+        file.unlink()
+    assert [f.name for f in Source(folder).files] == ["test-0.jsonl", "valid.jsonl"]
+
+
+def test_evaluation_on_the_training_data_is_told(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [{"text": "the king and the queen"}])
+    data, notes = opened(lines, tmp_path, eval_data=lines)
+    data.close()
+    assert notes == ["--eval-data reads the files of --data again: nothing is held out"]

@@ -12,10 +12,12 @@ too. Where none of that holds, a row is bad: a guess would teach the model the u
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from offload.errors import DataError
 from offload.train.data.bad_rows import BadRow
+from offload.train.data.calls import Calls
 from offload.train.data.shapes import Chat, Message, learnt
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -26,6 +28,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._calls = Calls()
         self._special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
     def encode(self, chat: Chat) -> tuple[list[int], list[bool]]:
@@ -39,6 +42,10 @@ class ChatEncoder:
             DataError: there is no template.
         """
         template = self._template(chat)
+        chat = replace(
+            chat,
+            messages=self._calls.fitted(chat.messages, template, lambda m: self._render(m, chat)),
+        )
         # A template's own marks know nothing of weights.
         all_of_them = all(m.get("weight", 1) for m in chat.messages)
         marked = bool(_MARKS.search(template)) and all_of_them

@@ -33,7 +33,9 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
     with path.open("rb") as file:
         start = file.read(4096)
         if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise DataError(f"{path.name}: is UTF-16; JSON is UTF-8: convert it (iconv -t utf-8)")
+            raise DataError(
+                f"{path.name}: is UTF-16 or UTF-32; JSON is UTF-8: convert it (iconv -t utf-8)"
+            )
         file.seek(len(_BOM) if start.startswith(_BOM) else 0)
         if start.removeprefix(_BOM).lstrip(_BLANK).startswith(b"["):
             yield from _elements(file, path.name)

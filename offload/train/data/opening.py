@@ -98,6 +98,13 @@ def open_data(
     sources = [Source(options.data)]
     if options.eval_data is not None:
         sources.append(Source(options.eval_data))
+    for source in sources:
+        if source.left_out:
+            names = ", ".join(f.name for f in source.left_out[:4])
+            more = ", ..." * (len(source.left_out) > 4)
+            note(f"of {source.path}, {names}{more} left out: no training data by name")
+    if len(sources) == 2 and sources[0].files == sources[1].files:
+        note("--eval-data reads the files of --data again: nothing is held out")
     encoder = Encoder(tokenizer, options.seq_len)
     if encoder.eos is None:
         note("the tokenizer has no end of sequence token: texts and completions are not terminated")

@@ -40,7 +40,7 @@ def text_chunks(path: Path) -> Iterator[tuple[int, Chunk, int]]:
     Nothing for a file without any text but blanks.
 
     Raises:
-        DataError: the file is not UTF-8.
+        DataError: the file is not UTF-8, or has zero bytes, as UTF-16 and what is no text have.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -51,6 +51,11 @@ def text_chunks(path: Path) -> Iterator[tuple[int, Chunk, int]]:
             at = file.tell()
             data = file.read(CHUNK_CHARACTERS)
             ended = not data
+            if (zero := data.find(0)) >= 0:
+                raise DataError(
+                    f"{path.name}: is no text: byte {at + zero + 1} is zero; if it is UTF-16, "
+                    "convert it (iconv -f utf-16 -t utf-8)"
+                )
             try:
                 held += decoder.decode(data, final=ended)
             except UnicodeDecodeError as e:

@@ -152,6 +152,12 @@ def learnt(message: Message) -> bool:
     return message["role"] == "assistant" and bool(message.get("weight", 1))
 
 
+def _says_nothing(message: Message) -> bool:
+    # Thoughts, tool calls: whatever a template may show besides.
+    more = message.keys() - {"role", "content", "name", "weight", "id"}
+    return not message["content"].strip() and not any(message[key] for key in more)
+
+
 def _text_part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
@@ -163,6 +169,12 @@ def _chat(messages: tuple[Message, ...], first: int, row: Mapping[str, Any]) -> 
     if not any(map(learnt, messages[first:])):
         roles = ", ".join(m["role"] + " (weight 0)" * (not m.get("weight", 1)) for m in messages)
         raise BadRow(f"has no assistant's message to learn; its roles are {roles}")
+    for i, message in enumerate(messages[first:]):
+        if learnt(message) and _says_nothing(message):
+            raise BadRow(
+                f"the assistant's message {first + i} is empty: the model would learn to say "
+                'nothing; "weight": 0 in it keeps the others'
+            )
     tools = row.get("tools")
     if isinstance(tools, str):  # tables have no type for objects that differ from row to row
         try:

@@ -2,12 +2,14 @@
 
 What a path may be: a ``.jsonl`` or ``.json`` file (an object per line, or one list of objects), a
 ``.parquet`` file, a ``.txt`` file (one stream of text), a directory that ``datasets`` saved, or a
-directory of such files, read in the order of their names.
+directory of such files, read in the order of their names. Of these, files that by their names are
+no data, or held out from training, are left out, which is told.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,10 @@ _READERS: dict[str, Reader] = {
     ".arrow": arrow_rows,
 }
 _TABLES = (".parquet", ".arrow")
+_TRAIN = re.compile(r"train(ing)?([-_.]|$)", re.IGNORECASE)
+_HELD_OUT = re.compile(r"(test|valid|validation|val|dev|eval|evaluation)([-_.]|$)", re.IGNORECASE)
+_NO_DATA = re.compile(r"(readme|licen[cs]e|notice|requirements)([-_.]|$)", re.IGNORECASE)
+"""Texts that describe a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = _find(path)
+        self.left_out = _left_out(path, self.files)
+        """Files beside these that could have been read, and were not."""
         try:
             self._sizes = [file.stat().st_size for file in self.files]
         except OSError as e:
@@ -111,12 +119,32 @@ def _in_directory(path: Path) -> list[Path]:
             return [path / entry["filename"] for entry in listed]
         except (TypeError, KeyError) as e:
             raise DataError(f"{path / 'state.json'} does not list its data files") from e
-    found = sorted(f for f in path.iterdir() if f.is_file() and f.suffix.lower() in _READERS)
+    found = _readable(path)
     # A .json beside data in other formats describes it (dataset_info.json, config.json).
     data = [f for f in found if f.suffix.lower() != ".json"] or found
+    data = [f for f in data if not (f.suffix.lower() == ".txt" and _NO_DATA.match(f.name))]
+    if any(_TRAIN.match(f.name) for f in data):
+        data = [f for f in data if not _HELD_OUT.match(f.name)]
     if not data:
         raise DataError(f"{path} has no file of {', '.join(_READERS)}, nor saved datasets")
     return data
+
+
+def _readable(path: Path) -> list[Path]:
+    """Hidden files are left by programs, for themselves."""
+    return sorted(
+        f for f in path.iterdir()
+        if f.suffix.lower() in _READERS and not f.name.startswith(".") and f.is_file()
+    )  # fmt: skip
+
+
+def _left_out(path: Path, files: list[Path]) -> list[Path]:
+    if not path.is_dir() or any(f.parent != path for f in files):
+        return []
+    if (path / "state.json").is_file():
+        return []
+    told = {suffix for suffix in _READERS if suffix != ".json"} | {f.suffix.lower() for f in files}
+    return [f for f in _readable(path) if f not in files and f.suffix.lower() in told]
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -86,4 +86,16 @@ def _rows(
         for first in range(0, batch.num_rows, _ROWS):
             for row in batch.select(columns).slice(first, _ROWS).to_pylist():
                 number += 1
-                yield number, row, nbytes * number // total
+                found = {name: _without_nulls(value) for name, value in row.items()}
+                yield number, found, nbytes * number // total
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column's value as it was before there was a table: all objects of a place have all fields
+    there, null where a row has no such field. A template would show them: every tool the arguments
+    of all others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    if isinstance(value, list):
+        return [_without_nulls(held) for held in value]
+    return value
