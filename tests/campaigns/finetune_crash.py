@@ -41,6 +41,24 @@ CASES: dict[str, dict[str, Any]] = {
         "batch_size": 1,
         "skip_untouched_experts": True,
     },
+    "llama lora merged": {"family": "llama", "method": "lora", "merge": True, "lora_r": 4},
+    "moe lora balanced": {
+        "family": "qwen3_moe",
+        "method": "lora",
+        "lora_r": 4,
+        "lora_dropout": 0.1,
+        "router_aux_loss": 0.1,
+    },
+    "llama both retained": {
+        "family": "llama",
+        "states": "bf16",
+        "eval_share": 0.3,
+        "eval_every": 1,
+        "lr": 0.1,
+        "schedule": "constant",
+        "keep": "both",
+        "save_total_limit": 2,
+    },
 }
 
 
@@ -99,7 +117,7 @@ class Finetune(Trial):
             case, place, resume=resume,
             ram=rng.choice((112 << 20, 160 << 20, 1 << 30)),
             order=rng.choice(("vertical", "usual")),
-            save_every=rng.choice((1, 1, 2, None)),
+            save_every=rng.choice((1, 1, 2, 2 if "save_total_limit" in CASES[case] else None)),
         )  # fmt: skip
         on_disk = rng.random() < 0.5
         text = (
@@ -109,12 +127,19 @@ class Finetune(Trial):
         return text, partial(_run, options, on_disk)
 
     def result(self, place: Path) -> Path:
-        return place / "out"
+        return place
+
+    def digests(self, place: Path) -> dict[str, str]:
+        """Of the output, and of the adapter or the last weights beside it. What is hidden beside
+        them counts, too: a run that has ended leaves nothing half written."""
+        found = super().digests(place)
+        hidden = {p.name: "left behind" for p in place.glob(".out*")}
+        return {k: v for k, v in found.items() if k.startswith("out")} | hidden
 
     def reached(self, place: Path) -> str:
         if (place / "out").exists():
             return "behind the output"
-        if list(place.glob(".out.*")):
+        if list(place.glob(".out*")):
             return "in the output"
         disk = place / "disk"
         commits = sorted(int(p.stem.split("-")[1]) for p in disk.glob("commit-*.json"))
