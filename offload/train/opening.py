@@ -151,10 +151,11 @@ def open_engine(
         if options.record is not None:
             record_tiles(tiles, options.record)
         checkpoint: CheckpointSource | PackedSource
+        initial = {**_computed(meta, layout), **options.initial}
         if base is None:
-            checkpoint = CheckpointSource(layout, meta.mapping, io, staging, options.initial)
+            checkpoint = CheckpointSource(layout, meta.mapping, io, staging, initial)
         else:
-            checkpoint = PackedSource(layout, base, io, staging, options.initial)
+            checkpoint = PackedSource(layout, base, io, staging, initial)
         undo.callback(checkpoint.close)
         directory = options.directory or Path(tempfile.gettempdir())
         checkpoint.convert_frozen(directory, lambda d, t: options.progress("convert", d, t))
@@ -220,6 +221,20 @@ def open_engine(
             engine.close()
             raise
     return engine
+
+
+def _computed(meta: MetaModel, layout: TrainLayout) -> dict[str, Callable[[], torch.Tensor]]:
+    """Of frozen parameters that no checkpoint holds (sinusoids of positions), by name, the values
+    that the family's own initialisation has computed: see ``materialise_buffers``. Trained ones are
+    none of these: an output has the checkpoint's tensors, and would lose them."""
+    sources = meta.mapping.map.sources
+    found: dict[str, Callable[[], torch.Tensor]] = {}
+    for param in layout.params.values():
+        if not param.tensor.requires_grad and not any(name in sources for name in param.names):
+            value = meta.model.get_parameter(param.name).detach()
+            if not value.is_meta:
+                found[param.name] = lambda value=value: value  # type: ignore[misc]
+    return found
 
 
 def _private(directory: Path, what: str, nbytes: int) -> DirectFile:

@@ -191,7 +191,8 @@ def trainer_optimizer(
     args: Any, *, in_backward: bool = False
 ) -> tuple[type[AdamW], dict[str, Any]]:
     """``optimizer_cls_and_kwargs`` for transformers' ``Trainer`` (and TRL's): ``AdamW`` with the
-    learning rate, betas, eps and weight decay of ``args``, a ``TrainingArguments``.
+    learning rate, betas, eps and weight decay of ``args``, a ``TrainingArguments``. Trainers whose
+    constructor does not take it (``Seq2SeqTrainer``) have the attribute, to be set before ``train``.
 
     Raises:
         OffloadError: ``args`` ask for fp16, for another optimizer than AdamW, for torch.compile,
@@ -253,7 +254,9 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
                 raise OffloadError(
                     f"{type(optimizer).__name__} cannot train {param._name}, whose weights are "
                     f"streamed: use offload.AdamW(model.parameters(), ...); with a Trainer, "
-                    f"optimizer_cls_and_kwargs=offload.trainer_optimizer(args)"
+                    f"optimizer_cls_and_kwargs=offload.trainer_optimizer(args), or where that is "
+                    f"no argument of it (Seq2SeqTrainer), "
+                    f"trainer.optimizer_cls_and_kwargs = offload.trainer_optimizer(args)"
                 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dropin_support import PLACES, Rows, close, resident, streamed
 from engine_support import every_pair
-from families import write
+from families import tiny_config, write
 
 from offload.errors import OffloadError
 from offload.train.optimizer import trainer_optimizer
@@ -92,6 +92,46 @@ def test_trainer(tiny: Any, tmp_path: Path, family: str, place: str, how: dict[s
         assert len(found) == 4 * 3 + 2
         assert found == pytest.approx(expected, rel=5e-5)
         assert close(model, wanted)
+
+
+class Pairs(Rows):
+    """A source and what it becomes."""
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.ids[i, :7].clone()}
+
+
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "t5": {"decoder_start_token_id": 0},
+    "bart": {"decoder_start_token_id": 2},
+    # Its sinusoids of positions are in no checkpoint.
+    "marian": {"decoder_start_token_id": 2, "pad_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("place", ["disk", "ram"])
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_seq2seq_trainer(tmp_path: Path, family: str, place: str) -> None:
+    """Its constructor does not take an optimizer's class: it is told afterwards."""
+    config = tiny_config(family, **SEQ2SEQ[family])
+    directory = tmp_path / family
+    write(family, directory, F32, config=config, auto=transformers.AutoModelForSeq2SeqLM)
+    args = arguments(tmp_path / "out", transformers.Seq2SeqTrainingArguments)
+
+    def run(model: Any, *, ours: bool) -> list[float]:
+        trainer = transformers.Seq2SeqTrainer(model=model, args=args, train_dataset=Pairs())
+        if ours:
+            trainer.optimizer_cls_and_kwargs = trainer_optimizer(args)
+        trainer.train()
+        return figures(trainer)
+
+    wanted = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).train()
+    expected = run(wanted, ours=False)
+    with streamed(directory, place) as model:
+        assert run(model, ours=True) == pytest.approx(expected, rel=5e-5)
+        assert close(model, wanted)
+        model.save_pretrained(tmp_path / "saved")
+    assert close(transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved"), wanted)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
