@@ -191,8 +191,8 @@ def trainer_optimizer(
     args: Any, *, in_backward: bool = False
 ) -> tuple[type[AdamW], dict[str, Any]]:
     """``optimizer_cls_and_kwargs`` for transformers' ``Trainer`` (and TRL's): ``AdamW`` with the
-    learning rate, betas, eps and weight decay of ``args``, a ``TrainingArguments``. Trainers whose
-    constructor does not take it (``Seq2SeqTrainer``) have the attribute, to be set before ``train``.
+    learning rate, betas, eps and weight decay of ``args``, a ``TrainingArguments``. Where it is no
+    argument of a trainer (``Seq2SeqTrainer``), it is an attribute, to be set before ``train``.
 
     Raises:
         OffloadError: ``args`` ask for fp16, for another optimizer than AdamW, for torch.compile,

@@ -164,7 +164,7 @@ class Run:
             if stopped == "done":
                 if self.data.eval is not None:
                     self._evaluate(loop, step, listener)
-                written_out = self._write(engine, step, listener)
+                written_out = self._write_safely(engine, step, listener)
         except NotFinite as error:
             # What was updated before is good: keep it, unless this step has begun to change it.
             if step > first and not engine.torn:
@@ -314,6 +314,16 @@ class Run:
             )
         )  # fmt: skip
         return best
+
+    def _write_safely(self, engine: Engine, step: int, listener: Listener) -> _Output:
+        """``_write``; whoever reads that it failed reads, too, that nothing was trained in vain."""
+        try:
+            return self._write(engine, step, listener)
+        except OffloadError as error:
+            raise type(error)(
+                f"{error}; training has ended and is safe in {self.states}: the same command with "
+                f"--resume writes the output (for another --output, give --disk {self.states})"
+            ) from error
 
     def _write(self, engine: Engine, step: int, listener: Listener) -> _Output:
         """Write the weights after ``step``, the last one, or the best, or both."""

@@ -168,6 +168,7 @@ def test_the_disk_of_the_output_is_full(
         behind(patch, 4, lambda: fill(small))
         error = refused(finetune(*flags), "free")
     assert "KiB" in error or "bytes" in error
+    assert f"safe in {tmp_path / 'disk'}: the same command with --resume writes" in error
     assert [p.name for p in small.iterdir() if p.name != "lost+found"] == ["filler"]
     assert commits(tmp_path / "disk")[-1] == 4
     (small / "filler").unlink()
@@ -191,8 +192,14 @@ def test_the_disk_fills_while_the_output_is_written(
             real(*args)
 
         patch.setattr(output, "write_shards", late)
-        refused(finetune(*flags), "cannot write", "No space left on device", "free", "to go")
+        refused(
+            finetune(*flags), "cannot write", "No space left on device", "free", "to go", "--resume"
+        )  # fmt: skip
     assert [p.name for p in small.iterdir() if p.name != "lost+found"] == ["filler"]
+    # Elsewhere, as the error says.
+    elsewhere = ("--output", tmp_path / "elsewhere", "--disk", tmp_path / "disk", "--resume")
+    assert finetune(*elsewhere).code == 0
+    assert weights_of(tmp_path / "elsewhere") == wanted
     (small / "filler").unlink()
     assert finetune(*flags, "--resume").code == 0
     assert weights_of(small / "out") == wanted
