@@ -11,8 +11,10 @@ the sums come down in forward, and the shares go up in backward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,31 +52,29 @@ class RouterLoss:
         micro-batch that runs. ``visit``: where the unit that runs does.
 
         Raises:
-            OffloadError: the model has no experts, or its routers are not to be found.
+            OffloadError: see ``check_router_loss``.
         """
-        groups = expert_groups(model)
-        if not groups:
-            raise OffloadError("--router-aux-loss: the model has no experts; drop it")
+        check_router_loss(model, coefficient)
         self.coefficient = coefficient
-        self.experts = groups[0].n_experts
-        self.top_k = expert_top_k(model.config)
+        self.experts = expert_groups(model)[0].n_experts
+        self.top_k = int(getattr(model, "num_experts_per_tok", expert_top_k(model.config)))
         self._current = current
         self._visit = visit
         self._sums: dict[int, _Sums] = {}
         self._handles = [
-            _router_of(model, g.name, self.experts).register_forward_hook(self._seen)
-            for g in groups
+            router.register_forward_hook(partial(self._seen, index))
+            for router, index in _routers(model)
         ]
 
     def begin(self, valid: Tensor | None) -> None:
         """A micro-batch's forward begins. ``valid`` [B, S]: 0 for padding, None: all are valid."""
         self._sums[self._current()] = _Sums(None if valid is None else valid.reshape(-1).bool())
 
-    def _seen(self, router: nn.Module, args: Any, output: Any) -> None:
+    def _seen(self, index: int, router: nn.Module, args: Any, output: Any) -> None:
         sums = self._sums.get(self._current())
         if sums is None:
             return  # an evaluation
-        logits = output if isinstance(output, Tensor) else output[0]
+        logits = output if isinstance(output, Tensor) else output[index]
         logits = logits.reshape(-1, self.experts)
         visit = self._visit()
         valid, share = visit.up([sums.valid, sums.share])
@@ -122,24 +122,45 @@ class RouterLoss:
 
 
 def check_router_loss(model: Any, coefficient: float | None) -> None:
-    """Raises OffloadError: the loss was asked for, and the model has no experts."""
-    if coefficient is not None and not expert_groups(model):
+    """Refuse the loss for models that transformers computes none of: their routers are balanced
+    otherwise (by a bias, say), and what they choose is not what the loss would count.
+
+    Raises:
+        OffloadError: it was asked for, and there is none, or no experts.
+    """
+    if coefficient is None:
+        return
+    asked = f"--router-aux-loss {coefficient:g} cannot take effect"
+    if not expert_groups(model):
         raise OffloadError(
-            f"--router-aux-loss {coefficient:g} cannot take effect: the model has no experts; "
-            f"drop it"
+            f"{asked}: the model has no experts, or none that are known here; drop it"
+        )
+    code = sys.modules[type(model).__module__]
+    if not hasattr(code, "load_balancing_loss_func") or not _routers(model):
+        raise OffloadError(
+            f"{asked}: transformers has no load-balancing loss for {type(model).__name__}; drop it"
         )
 
 
-def _router_of(model: Any, name: str, experts: int) -> nn.Module:
-    """The module beside the experts ``name`` whose weight is [experts, hidden]."""
-    parent = model.get_submodule(name.rpartition(".")[0])
-    inside = set(map(id, model.get_submodule(name).modules()))
-    for module in parent.modules():
-        weight = module._parameters.get("weight")
-        if id(module) in inside or weight is None or weight.dim() != 2:
-            continue
-        if weight.shape[0] == experts:
-            return module
-    raise OffloadError(
-        f"--router-aux-loss: no router [{experts}, hidden] stands beside {name}; drop the flag"
-    )
+def _routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The modules whose outputs transformers records as router logits, and which of a module's
+    outputs it is. Not every router is one: those that look experts up by token have nothing to
+    learn. What a model inside of the model records is its own affair, as it is there."""
+    found: list[tuple[nn.Module, int]] = []
+
+    def walk(module: nn.Module, name: str, recorders: list[Any]) -> None:
+        own = getattr(module, "_can_record_outputs", None)
+        if own is not None:
+            asked = own.get("router_logits", [])
+            recorders = asked if isinstance(asked, list) else [asked]
+        for recorder in recorders:
+            kind = getattr(recorder, "target_class", recorder)
+            part = getattr(recorder, "layer_name", None)
+            here = part is None or f".{part.strip('.')}." in f".{name}."
+            if here and isinstance(kind, type) and isinstance(module, kind):
+                found.append((module, getattr(recorder, "index", 1)))
+        for leaf, child in module.named_children():
+            walk(child, f"{name}.{leaf}", recorders)
+
+    walk(model, "", [])
+    return found

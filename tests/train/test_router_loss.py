@@ -15,9 +15,12 @@ from families import write
 from run_support import options_for, planned_once, train, weights_of, write_data, write_model
 from test_device import everything_else_on_disk
 
+from offload.errors import OffloadError
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
 from offload.train.router_loss import RouterLoss
+
+SWEEP = pytest.mark.sweep
 
 
 def gradients_of(engine: Any) -> dict[tuple[str, int | None], torch.Tensor]:
@@ -56,7 +59,16 @@ def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+# Of deepseek_v4 the first routers look experts up by token; transformers' loss leaves them out.
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v4"]
+MORE = [
+    "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared",
+    "jamba", "minimax", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
+    "qwen3_next",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=SWEEP) for f in MORE)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_value_and_gradients_are_those_of_transformers(
     tmp_path: Path, family: str, padded: bool
@@ -76,8 +88,22 @@ def test_value_and_gradients_are_those_of_transformers(
         for name, parameter in resident.named_parameters():
             if "experts" in name or "lm_head" in name or parameter.grad is None:
                 continue
+            if (name, None) not in gradients:
+                # Of a router that only looks up: transformers' zero.
+                assert not parameter.grad.any()
+                continue
             ours = gradients[name, None].view(parameter.shape)
             torch.testing.assert_close(ours, 0.5 * parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "llama"])
+def test_models_without_such_a_loss_are_refused(tmp_path: Path, family: str) -> None:
+    """Their routers are balanced otherwise, and choose by other numbers."""
+    model, data = write_model(tmp_path / "model", family), write_data(tmp_path / "data.jsonl")
+    said = "no experts" if family == "llama" else "transformers has no load-balancing loss for"
+    options = options_for(model, data, tmp_path, router_aux_loss=0.1)
+    with pytest.raises(OffloadError, match=f"--router-aux-loss 0.1 cannot take effect: .*{said}"):
+        train(options)
 
 
 @pytest.mark.parametrize("room", ["all", "least"])
