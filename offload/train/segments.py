@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
+from offload.train.captured import Capture, hand_over_captured
 from offload.train.inputs import Kept
 from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
 from offload.train.visits import AT_HOME, Tensors, Visit
@@ -111,10 +112,11 @@ class Segment:
         out = _Run.apply(
             call, anchor, *[x if isinstance(x, torch.Tensor) else None for x in leaves]
         )
-        result, stored = tree_unflatten(
+        result, stored, captured = tree_unflatten(
             [call.fixed[i] if t is None else t for i, t in enumerate(out)], call.out_spec
         )
         hand_over(stored, args, kwargs)
+        hand_over_captured(captured)
         return result
 
     def _without_autograd(self, visit: Visit, args: Any, kwargs: Any, *, caches: bool) -> Any:
@@ -123,9 +125,12 @@ class Segment:
         leaves, spec = tree_flatten(without_caches(args, kwargs))
         up, more = tree_unflatten(_tensors(leaves, visit.up), spec)
         watch = Watch(up, more)
-        out, spec = tree_flatten((self.inner(*up, **more), watch.stored()))
-        result, stored = tree_unflatten(_tensors(out, visit.down), spec)
+        with Capture().apart() as found:
+            out = self.inner(*up, **more)
+        leaves, spec = tree_flatten((out, watch.stored(), found))
+        result, stored, captured = tree_unflatten(_tensors(leaves, visit.down), spec)
         hand_over(stored, args, kwargs)
+        hand_over_captured(captured)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -182,13 +187,15 @@ class _Call:
         """Output leaves that are no tensors; None where there is one."""
         self.key: Any = None
         self.autocast = _Autocast.now(segment.runtime.kind(segment.unit))
+        self.capture = Capture()
 
     def run(self, tensors: list[torch.Tensor | None]) -> list[Any]:
         leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
         watch = Watch(args, kwargs)
-        with self.autocast.entered():
-            out, spec = tree_flatten((self.segment.inner(*args, **kwargs), watch.stored()))
+        with self.autocast.entered(), self.capture.apart() as captured:
+            result = self.segment.inner(*args, **kwargs)
+        out, spec = tree_flatten((result, watch.stored(), captured))
         if self.out_spec is None:
             self.out_spec = spec
         elif self.out_spec != spec:

@@ -226,6 +226,43 @@ def test_gradients_can_be_read_and_replaced(tiny: Any, place: str) -> None:
         assert close(model, wanted)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["run again", "graph kept"])
+@pytest.mark.parametrize("what", ["router_logits", "attentions", "hidden_states"])
+def test_losses_of_what_is_captured_inside_of_layers(tiny: Any, what: str, kept: bool) -> None:
+    """transformers' loss that balances experts comes of router logits, which hooks put beside the
+    layers' results: its value came without its gradient."""
+    directory = tiny("qwen3_moe")
+
+    def run(model: Any) -> torch.Tensor:
+        model.router_aux_loss_coef = 0.5
+        model.set_attn_implementation("eager")
+        out: Any = model(input_ids=ids, labels=ids, **{f"output_{what}": True})
+        loss = out.loss
+        if what != "router_logits":  # of these it is there already
+            loss = loss + sum((t.float() ** 2).mean() for t in getattr(out, what))
+        loss.backward()
+        return loss.detach()
+
+    wanted = resident(directory)
+    ids = next(batches(1))
+    expected = run(wanted)
+    with streamed(directory, "ram" if kept else "disk") as model:
+        if kept:
+            model.offload.engine.kept_units = frozenset(
+                range(len(model.offload.engine.layout.units))
+            )
+        assert torch.allclose(run(model), expected)
+        named = dict(wanted.named_parameters())
+        for name, ours in model.named_parameters():
+            assert torch.allclose(ours.grad.clone(), named[name].grad, rtol=1e-4, atol=1e-6), name
+        # What is asked for without training is captured as ever.
+        with torch.no_grad():
+            found = getattr(model(input_ids=ids, **{f"output_{what}": True}), what)
+            again = getattr(wanted(input_ids=ids, **{f"output_{what}": True}), what)
+        assert len(found) == len(again)
+        assert all(map(torch.equal, found, again))
+
+
 def test_a_scaled_gradient_goes_on_being_summed(tiny: Any) -> None:
     directory = tiny()
     wanted, data = resident(directory), list(batches(2))
