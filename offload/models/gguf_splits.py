@@ -25,6 +25,13 @@ _GPT4O = (
     f"{_CASED}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_CASED}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}" + _CASED_TAIL
 )
+# Kimi K2's letters are not Chinese characters: runs of those are pieces of their own.
+_KIMI_UPPER, _KIMI_LOWER = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI_K2 = (
+    f"[\\p{{Han}}]+|{_CASED}{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTIONS}?"
+    f"|{_CASED}{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}|" + _TAIL
+)
 _TEKKEN = f"{_CASED}{_UPPER}*{_LOWER}+|{_CASED}{_UPPER}+{_LOWER}*" r"|\p{N}" + _CASED_TAIL
 
 # DeepSeek's "letters": the cased ones of an older Unicode, as its tokenizer.json lists them. By
@@ -86,6 +93,7 @@ SPLITS: dict[str, Split] = {
         ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan", Split((_QWEN2,))),
         ("qwen35", Split((_QWEN35,))),
         ("gpt-4o llama4 kanana2 talkie minimax-m2", Split((_GPT4O,))),
+        ("kimi-k2", Split((_KIMI_K2,))),
         ("tekken", Split((_TEKKEN,), ignore_merges=True, adds_bos=True)),
         ("deepseek-llm", Split(_DEEPSEEK_LLM)),
         ("deepseek-coder", Split(_DEEPSEEK_CODER)),

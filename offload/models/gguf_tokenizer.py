@@ -201,7 +201,9 @@ class Vocabulary:
 
     def _scored_merges(self) -> list[tuple[str, str]]:
         """SentencePiece joins the neighbours whose joint token has the best score; as merges: all
-        pairs that make a token, best token first."""
+        pairs that make a token, best token first. Files of 2023 and 2024 that were converted from a
+        fast tokenizer have one score for all tokens: those were learned in the order of their ids.
+        """
         scores = self._list("scores", float, int)
         if scores is None:
             self.meta.fail(f"the metadata key {_PREFIX}scores is missing")
@@ -214,7 +216,7 @@ class Vocabulary:
             for at in range(1, len(token)):
                 left, right = token[:at], token[at:]
                 if left in normal and right in normal:
-                    found.append((-scores[i], normal[left], normal[right], left, right))
+                    found.append((-scores[i], i, normal[left], normal[right], left, right))
         found.sort()
         return [(left, right) for *_, left, right in found]
 

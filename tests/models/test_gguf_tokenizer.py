@@ -122,6 +122,16 @@ def test_sentencepiece_gives_its_tokens(tmp_path: Path, sp: Any) -> None:
     assert marked == [sp.piece_to_id("<mark>")]
 
 
+def test_one_score_for_all(tmp_path: Path, sp: Any) -> None:
+    """As files have it that were converted without the SentencePiece model: ids are in the order
+    in which the merges were learned."""
+    keys = sp_keys(sp)
+    keys["scores"] = [-1000.0] * len(keys["scores"])
+    tokenizer = load_tokenizer(write(tmp_path / "f", **keys))
+    for text in (*TEXTS[1:-1], HELDOUT.read_text()[:2000]):
+        assert tokenizer(text, add_special_tokens=False).input_ids == sp.encode(text), text
+
+
 @pytest.fixture(scope="module")
 def sp_tokenizer(tmp_path_factory: pytest.TempPathFactory, sp: Any) -> Any:
     return load_tokenizer(write(tmp_path_factory.mktemp("sp") / "f", **sp_keys(sp)))
@@ -189,6 +199,8 @@ PIECES = {
                   "語", " foo", "(bar", ")/", " \r\n"],
     "gpt-4o": ["I'm", " ", "123", "45", " XMLParser's", "\n\n", " ", " 日本", "123", "語", " foo",
                "(bar", ")/", " \r\n"],
+    "kimi-k2": ["I'm", " ", "123", "45", " XMLParser's", "\n\n", " ", " ", "日本", "123", "語",
+                " foo", "(bar", ")/", " \r\n"],
     "deepseek-v3": ["I", "'m", " ", "123", "45", " XMLParser", "'s", "\n\n", "  ", "日本",
                     "123", "語", " foo", "(bar", ")/", " \r\n"],
     "deepseek-llm": ["I", "'", "m", " ", "1", "2", "3", "4", "5", " XMLParser", "'", "s", "\n",
