@@ -99,11 +99,26 @@ def read_config(directory: Path) -> Any:
             f"transformers cannot make a config of {file} (model_type {kind!r}): "
             f"{message or type(error).__name__}"
         ) from error
+    config = _of_its_class(config)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise CheckpointError(f"{file} says num_hidden_layers {layers}: a model has 1 or more")
     _check_experts(config.get_text_config(), file)
     return config
+
+
+def _of_its_class(config: Any) -> Any:
+    """The text part of a config with several, if the class of the model takes that alone.
+
+    As the auto classes have it: of Qwen 3.5 or Llama 4 ``architectures`` may name the causal LM or
+    nothing, and ``config.json`` is that of the model with images.
+    """
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    try:
+        cls: Any = model_class(config)
+    except UnsupportedModelError:
+        return config  # said where a model is built
+    return config if text is None or cls.config_class is not text else config.get_text_config()
 
 
 def _check_experts(config: Any, file: Path) -> None:
@@ -293,8 +308,8 @@ def _check(model: Any, mapping: SourceMap, directory: Path) -> None:
     if lost:
         raise CheckpointError(
             f"{directory.name}: {len(lost)} of the model's {len(model.state_dict())} tensors are "
-            f"not in the checkpoint, first: {lost[0]}; config.json and the weights are of "
-            f"different models, or the download is incomplete"
+            f"not in the checkpoint, first: {lost[0]}; {_other_name(lost[0], mapping.unexpected)}"
+            f"config.json and the weights are of different models, or the download is incomplete"
         )
     if mapping.unexpected:
         logger.info(
@@ -303,6 +318,18 @@ def _check(model: Any, mapping: SourceMap, directory: Path) -> None:
             type(model).__name__,
             mapping.unexpected[0],
         )
+
+
+def _other_name(lost: str, unexpected: list[str]) -> str:
+    """What the checkpoint may mean by a tensor that the model lacks."""
+    tail = lost.partition(".")[2] or lost
+    same = next((name for name in unexpected if name.endswith("." + tail)), None)
+    if same is None:
+        return ""
+    return (
+        f"the checkpoint has {same}, which transformers does not take for it either (of a model "
+        f"with several parts, config.json has to be the whole model's); "
+    )
 
 
 def _tied_is_there(model: Any, source: str, mapping: SourceMap) -> bool:

@@ -11,6 +11,7 @@ converted once by transformers itself and kept in a packed file.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
@@ -317,7 +318,13 @@ class CheckpointMap:
                 results = conversion.run(model, self._ranges)
             except NotAPlacement as reason:
                 why = str(reason)
+            except Exception as error:  # noqa: BLE001 - some operations ask for torch's own class
+                why = f"{type(error).__name__}: {error}"
+            if why:
                 results = self._shapes(conversion, names)
+            elif any(not _fits(r, expected.get(t)) for t, r in results.items()):
+                with contextlib.suppress(CheckpointError):  # then they are mismatched, see below
+                    results = self._shapes(conversion, names)
             for target, result in results.items():
                 if target not in expected:
                     unexpected.append(target)
@@ -429,6 +436,10 @@ class CheckpointMap:
         if tuple(result.shape) != (1, *source.shape[1:]):
             raise CheckpointError(f"{target} cannot be converted one expert at a time")
         return result[0].contiguous()
+
+
+def _fits(result: Any, expected: torch.Tensor | None) -> bool:
+    return expected is None or tuple(result.shape) == tuple(expected.shape)
 
 
 def _name(dtype: torch.dtype) -> str:
