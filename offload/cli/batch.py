@@ -24,10 +24,13 @@ from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import StoppedText, TextDecoder
 from offload.cpu_ops import row_products
 from offload.errors import OffloadError
+from offload.io.pack_manifest import MANIFEST, is_pack
+from offload.io.safetensors import CheckpointIndex
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
 from offload.models.sampling import own_stops
+from offload.models.values_fingerprint import values_fingerprint
 from offload.units import format_bytes, format_rate
 
 TICK_S = 0.2
@@ -64,7 +67,9 @@ def run(files: Files, wish: Wish) -> None:
         raise OffloadError(
             f"{model_name(directory)} has no tokenizer, which --batch needs; copy its files there"
         )
-    model_facts = [*facts_of(directory), wish.wanted.dtype, wish.wanted.kernels]
+    flags = wish.wanted
+    model_facts = [*facts_of(directory), flags.dtype, flags.kernels]
+    model_facts += [flags.attention, flags.kv, flags.kv_keep]
     if wish.wanted.prompt_cache is not None:  # prompts are read in other pieces
         model_facts.append(options.prompt_cache_chunk)
     tasks, keys, context = _tasks(jobs, wish, tokenizer, directory, config, model_facts)
@@ -102,13 +107,18 @@ def _defaults(wish: Wish) -> Defaults:
 
 
 def facts_of(directory: Path) -> list[Any]:
-    """What tells one checkpoint from another without reading its weights: the names and sizes of
-    its files, and the text of its configuration."""
+    """What tells one model from another without reading all its weights: the names and sizes of
+    its files, the text of its configuration (a pack's has checksums of its blocks), and bytes of
+    many weights: one trained further has files of the same sizes."""
     files = sorted(p for p in directory.iterdir() if p.is_file())
-    small = [p for p in files if p.suffix == ".json" and p.stat().st_size < 2**20]
+    told = [
+        p for p in files if p.name == MANIFEST or (p.suffix == ".json" and p.stat().st_size < 2**20)
+    ]
+    packed = is_pack(directory)
     return [
         [[p.name, p.stat().st_size] for p in files if not p.name.startswith(".")],
-        [key_of(p.read_text("utf-8", "replace")) for p in small],
+        [key_of(p.read_text("utf-8", "replace")) for p in told],
+        None if packed else values_fingerprint(CheckpointIndex.open(directory)),
     ]
 
 

@@ -6,16 +6,12 @@ change no bit of the result.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from typing import Any
 
-from offload.errors import CheckpointError
-from offload.io.files import open_to_read
-from offload.io.safetensors import CheckpointIndex
 from offload.models.meta import MetaModel
+from offload.models.values_fingerprint import values_fingerprint
 from offload.train.data.opening import TrainData
 from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
@@ -28,8 +24,6 @@ _SETTINGS = (
 _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_targets")
 _NO_MODEL = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """What says nothing of how a model computes, or is told by itself."""
-_SAMPLED, _BYTES = 2048, 256
-"""Tensors, and bytes of each."""
 
 
 def identity_of(
@@ -80,32 +74,6 @@ def config_fingerprint(config: Any) -> str:
     files of a model say nothing of its epsilons and rotations."""
     facts = {k: v for k, v in config.to_diff_dict().items() if k not in _NO_MODEL}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def values_fingerprint(index: CheckpointIndex) -> str:
-    """Of a few bytes from the middle of up to ``_SAMPLED`` tensors. Of a pack there are no files:
-    its blocks' checksums say what is in them.
-
-    A base model and what was made of it have files of the same shape. Reading all of them would
-    take as long as a step; which tensors are read is decided by the digests of their names, as a
-    stride could meet the same kind in every layer.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    names = sorted(index.tensors, key=lambda n: hashlib.sha256(n.encode()).digest())
-    places = sorted(index.tensors[name] for name in names[:_SAMPLED])
-    try:
-        with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(open_to_read(file, 0)) for file in index.files]
-            for number, tensor in places if opened else ():
-                at = tensor.offset + max(0, tensor.nbytes - _BYTES) // 2
-                size = min(_BYTES, tensor.nbytes)
-                digest.update(os.pread(opened[number].fileno(), size, at))
-    except OSError as e:
-        raise CheckpointError(f"cannot read {index.directory}: {e.strerror}") from e
-    return digest.hexdigest()[:32]
 
 
 def layout_fingerprint(layout: TrainLayout) -> str:

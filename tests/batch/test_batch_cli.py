@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from offload.cli.main import main
 
@@ -134,6 +136,38 @@ def test_prompts_with_one_beginning_read_it_once(
         single = ["generate", "-m", model, "-p", text, "--no-predict", "-t", 1, "-n", 12, *more]
         assert main([str(word) for word in (*single, tmp_path / "single")]) == 0
         assert capsys.readouterr().out == found[index]["text"]
+
+
+@pytest.mark.parametrize(
+    "flags", [["--kv", "q8"], ["--kv-keep", "512"], ["--attention", "offload"]], ids=" ".join
+)
+def test_answers_of_other_attention_are_not_continued(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    source, target = write(tmp_path / "in", LINES[:1]), tmp_path / "out"
+    model = checkpoint("qwen3")
+    assert main(words(model, source, target, *flags, "--ram", "60MiB")) == 0
+    written = target.read_bytes()
+    assert main(words(model, source, target)) == 2
+    assert "other settings" in capsys.readouterr().err
+    assert main(words(model, source, target, *flags)) == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert target.read_bytes() == written
+
+
+def test_answers_of_other_weights_are_not_continued(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that was trained further has files of the same names and sizes."""
+    model, source, target = tmp_path / "m", write(tmp_path / "in", LINES[:1]), tmp_path / "out"
+    shutil.copytree(checkpoint("qwen3"), model)
+    assert main(words(model, source, target)) == 0
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name] * 2}, file, {"format": "pt"})
+    assert main(words(model, source, target)) == 2
+    assert "another model" in capsys.readouterr().err
 
 
 def test_a_kill_loses_no_answer_and_repeats_none(checkpoint: Checkpoint, tmp_path: Path) -> None:
