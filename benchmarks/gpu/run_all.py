@@ -220,6 +220,7 @@ def equivalence(section: Section, args: argparse.Namespace) -> None:
     cases = [(f"equivalence {f}", "test_gpu_equivalence.py", f) for f in FAMILIES]
     cases.append(("equivalence rest", "test_gpu_equivalence.py", f"not ({' or '.join(FAMILIES)})"))
     cases += [("card", "test_gpu_card.py", ""), ("packed", "test_gpu_packed.py", "")]
+    cases.append(("training", "test_gpu_training.py", ""))
     for name, file, words in cases:
         section.case(name, pytest_case(args, file, words))
 
@@ -373,6 +374,7 @@ def first(section: Section, args: argparse.Namespace) -> None:
     # Numba compiles the CPU's kernels, too, where it has not done so before.
     tests(120, "packed products", "test_gpu_packed.py", "products or experts", 90)
     tests(90, "equivalence qwen3_moe", "test_gpu_equivalence.py", "qwen3_moe")
+    tests(90, "training", "test_gpu_training.py", "llama and least or qwen3_moe and all")
     of(40, "kernels", {"kind": "kernels", "rows": 4096, "columns": 4096, "nbytes": GIB // 2})
 
     def streamed(left: float) -> dict[str, Any]:
@@ -381,6 +383,16 @@ def first(section: Section, args: argparse.Namespace) -> None:
         return run_case(job, left)
 
     section.case("dense 1/2", streamed, 90)
+
+    def trained(left: float) -> dict[str, Any]:
+        model = model_for(args, args.train, TINY)
+        job = {
+            **model_job(args, model), "kind": "train offload", "work": args.work, "steps": 4,
+            "seq_len": 64 if args.tiny else 512, "gpu": 256 * MIB if args.tiny else 2 * GIB,
+        }  # fmt: skip
+        return run_case(job, left)
+
+    section.case("a step", trained, 90)
 
     def write(_: float) -> dict[str, Any]:
         model = model_for(args, "moe-tiny", TINY_MOE) if args.tiny else small_moe(args)

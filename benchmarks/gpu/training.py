@@ -73,7 +73,7 @@ def offload(job: dict[str, Any]) -> dict[str, Any]:
         ]  # fmt: skip
         if job.get("gpu"):
             command += ["--gpu", str(job["gpu"])]
-            command += ["--device", "sim"] * (job["device"] == "sim")
+            command += ["--device", "sim"] * (job["device"] != "cuda")
         if "clip" in job:
             command += ["--max-grad-norm", str(job["clip"])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
