@@ -15,6 +15,7 @@ from torch import nn
 
 from offload.errors import PlanError
 from offload.models.shadow import shadow
+from offload.runtime.cuda_api import failed
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -72,6 +73,8 @@ def _say_what_is_full(model: nn.Module, device: torch.device) -> Callable[[], An
                 f"tokens and sequences that you use (context, prompt_tokens, batch), lower the GPU "
                 f"budget, or end what else uses the card"
             ) from error
+        except torch.AcceleratorError as error:  # of a kernel of torch's; copies' are ours
+            raise failed("in the middle of a pass", error) from error
 
     return shadow(model, "forward", forward)
 

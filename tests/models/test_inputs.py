@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.errors import PlanError
+from offload.errors import DeviceError, PlanError
 from offload.models.inputs import take_inputs, to_device
 
 META = torch.device("meta")
@@ -61,3 +61,16 @@ def test_memory_that_runs_out_is_an_error_of_the_plan() -> None:
         undo.pop()()
     with pytest.raises(torch.OutOfMemoryError):
         model(torch.zeros(1))
+
+
+def test_a_kernel_that_fails_is_an_error_of_the_card() -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access\nand more")
+
+    model = Broken()
+    undo = take_inputs(model, META)
+    with pytest.raises(DeviceError, match=r"the card failed in the middle of a pass: CUDA error"):
+        model(torch.zeros(1))
+    while undo:
+        undo.pop()()

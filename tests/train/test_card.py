@@ -27,10 +27,11 @@ from run_support import (
 )
 from test_device import everything_else_on_disk
 
-from offload.errors import PlanError
+from offload.errors import DeviceError, PlanError
 from offload.runtime import cuda_api
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
+from offload.train.loop import LanguageLoop
 from offload.train.preparing import prepare
 
 GPU = 1 << 30
@@ -139,6 +140,41 @@ def test_more_than_the_card_has(tmp_path: Path, card: FakeCard) -> None:
     model, data = write_model(tmp_path / "model"), write_data(tmp_path / "data.jsonl")
     with pytest.raises(PlanError, match=r"a GPU budget of .* cannot be had: .*lower it by"):
         prepare(options_for(model, data, tmp_path / "card", gpu=1 << 40))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), PlanError,
+         r"ran out in the middle of a step \(CUDA out of memory.*--resume"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access\nand so on"), DeviceError,
+         r"the card failed in the middle of a step: CUDA error: an illegal memory access;"),
+    ],
+)  # fmt: skip
+def test_what_the_card_says_in_a_step_is_one_error_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: FakeCard, error: Exception,
+    kind: type[Exception], said: str,
+) -> None:  # fmt: skip
+    planned_once(monkeypatch)
+    model, data = write_model(tmp_path / "model"), write_data(tmp_path / "data.jsonl")
+    options = options_for(model, data, tmp_path / "card", gpu=GPU, save_every=1)
+    wanted = train(options)
+    whole = weights_of(tmp_path / "card" / "out")
+    step = LanguageLoop.step
+
+    def failing(self: LanguageLoop, number: int, *rest: Any) -> Any:
+        if number == 2:
+            raise error
+        return step(self, number, *rest)
+
+    options = replace(options, output=tmp_path / "again" / "out", disk=tmp_path / "again" / "disk")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageLoop, "step", failing)
+        with pytest.raises(kind, match=said):
+            train(options)
+    went_on = train(replace(options, resume=True))
+    assert went_on.losses == {k: v for k, v in wanted.losses.items() if k > 2}
+    assert weights_of(tmp_path / "again" / "out") == whole
 
 
 def made(capacity: int) -> Device:
