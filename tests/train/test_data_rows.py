@@ -221,11 +221,13 @@ def test_tables_give_the_same_tokens_as_lines(tmp_path: Path) -> None:
     (saved / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
     (saved / "dataset_info.json").write_text("{}")
     lines = write_lines(tmp_path / "a.jsonl", rows)
-    found = []
+    found, told = [], []
     for path in (lines, tmp_path / "a.parquet", tmp_path / "saved", saved):
-        data, _ = opened(path, tmp_path)
+        data, notes = opened(path, tmp_path)
+        told += notes
         with data:
             found.append(data.fingerprint)
+    assert [note.partition(": ")[2][:19] for note in told] == ["left out are test: "]
     assert len(set(found)) == 1
     data, _ = opened(tmp_path / "a.parquet", tmp_path, packing=False)
     with data:
@@ -337,7 +339,7 @@ def test_a_directory_with_files_that_are_not_to_be_learnt(tmp_path: Path) -> Non
     data, notes = opened(folder, tmp_path, seq_len=64)
     data.close()
     (note,) = notes
-    assert "LICENSE.txt, README.txt, test-0.jsonl, valid.jsonl left out" in note
+    assert "left out are LICENSE.txt, README.txt, test-0.jsonl, valid.jsonl:" in note
     # Where nothing is called train, no name says what is held out.
     for file in folder.glob("train-*"):
         file.unlink()

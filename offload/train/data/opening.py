@@ -102,7 +102,7 @@ def open_data(
         if source.left_out:
             names = ", ".join(f.name for f in source.left_out[:4])
             more = ", ..." * (len(source.left_out) > 4)
-            note(f"of {source.path}, {names}{more} left out: no training data by name")
+            note(f"{source.path}: left out are {names}{more}: held out by their names, or no data")
     if len(sources) == 2 and sources[0].files == sources[1].files:
         note("--eval-data reads the files of --data again: nothing is held out")
     encoder = Encoder(tokenizer, options.seq_len)

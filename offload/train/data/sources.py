@@ -62,7 +62,7 @@ class Source:
         self.path = path
         self.files = _find(path)
         self.left_out = _left_out(path, self.files)
-        """Files beside these that could have been read, and were not."""
+        """Files beside these, or splits, that could have been read, and were not."""
         try:
             self._sizes = [file.stat().st_size for file in self.files]
         except OSError as e:
@@ -139,9 +139,10 @@ def _readable(path: Path) -> list[Path]:
 
 
 def _left_out(path: Path, files: list[Path]) -> list[Path]:
-    if not path.is_dir() or any(f.parent != path for f in files):
-        return []
-    if (path / "state.json").is_file():
+    if (path / "dataset_dict.json").is_file():
+        splits = _json(path / "dataset_dict.json").get("splits", [])
+        return [path / str(split) for split in splits if split != "train"]
+    if not path.is_dir() or (path / "state.json").is_file():
         return []
     told = {suffix for suffix in _READERS if suffix != ".json"} | {f.suffix.lower() for f in files}
     return [f for f in _readable(path) if f not in files and f.suffix.lower() in told]
