@@ -97,8 +97,9 @@ def load(
             when the disk has nothing else to do; the results are the same. False: only experts
             that were routed to are ever read.
         train: True: a model to fine-tune with ``offload.AdamW`` in a loop of yours, a ``Trainer``
-        or
-            ``SFTTrainer`` (``offload.trainer_optimizer``); its states are streamed, too.
+            or ``SFTTrainer`` (``offload.trainer_optimizer``); its states are streamed, too. Layers
+            run again in backward: what a hook of yours takes from inside of one has no gradient;
+            take the layer's result, or what ``output_attentions`` and the like return.
             ``"adapters"``: all weights frozen, for PEFT on top. A function: which parameters are
             trained, by name. ``disk`` is then where the states live (None: a private directory,
             gone with the model), ``context`` and ``batch`` are those of a micro-batch, and
