@@ -216,7 +216,7 @@ class Engine(Stepping):
                 self._tell(COMPUTE, unit, began, backward)
                 for end in state.ends:
                     end()
-                if self._last_in_round():
+                if self.last_in_round():
                     self._leave(unit)
 
     def _tell(self, lane: str, unit: int, began: float, backward: bool) -> None:

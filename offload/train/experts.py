@@ -9,6 +9,7 @@ later is not kept: saved tensors that are views of an expert's memory are saved 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,8 @@ class _ExpertRun:
         self._index = {p.name: i for i, p in enumerate(group.params)}
         self._at: tuple[int, Entry | Copy] | None = None
         self._leaves: dict[int, list[_Leaf]] = {}
+        self._routed: list[int] = []
+        """Blocks of the experts of the last run."""
 
     def attach(self) -> Iterator[Callable[[], Any]]:
         module = self.group.module
@@ -96,8 +99,13 @@ class _ExpertRun:
         yield done
 
     def _announce(self, experts: list[int]) -> None:
-        self.engine.weights.expect_experts(2 * len(experts) >= self.group.n_experts)
-        self.engine.weights.want([self.blocks[e] for e in experts])
+        """Routed experts come in ascending order; where backward follows at once, which goes
+        through them the other way round, again from the last one to the first."""
+        weights = self.engine.weights
+        weights.expect_experts(2 * len(experts) >= self.group.n_experts)
+        self._routed = [self.blocks[e] for e in experts]
+        back = self._routed[::-1] if torch.is_grad_enabled() else []
+        weights.expect([*self._routed, *back])
 
     def get(self, expert: int, name: str) -> torch.Tensor:
         """An expert's tensor, its memory in place until another expert's is asked for."""
@@ -115,7 +123,11 @@ class _ExpertRun:
         if self._at is not None and self._at[0] == expert:
             return self._at[1]
         self._let_go()
-        entry = self.engine.homes.acquire_expert(self.unit.index, self.blocks[expert])
+        block = self.blocks[expert]
+        began = time.perf_counter()
+        self.engine.weights.reached(block)
+        entry = self.engine.homes.acquire_expert(self.unit.index, block)
+        self.engine.clock.waiting += time.perf_counter() - began
         self._at = expert, entry
         for leaf in self._leaves.get(expert, ()):
             leaf.place(entry)
@@ -132,6 +144,10 @@ class _ExpertRun:
         """The unit is through: nothing of its experts is asked for any more."""
         self._let_go()
         self._leaves = {}
+        weights = self.engine.weights
+        weights.expect_nothing()
+        if not self.engine.last_in_round():
+            weights.expect(self._routed)  # by another micro-batch, as likely as any
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._at is None:

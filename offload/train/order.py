@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 NEVER = 1 << 60
+NOW = -NEVER
+"""Before any other use."""
 
 
 class UseOrder:
@@ -64,3 +66,48 @@ class UseOrder:
         n = len(self.sequence)
         for i in range(n):
             yield i, self.sequence[(self.position + i) % n]
+
+
+class Agenda:
+    """The blocks that the unit which runs will ask for one by one (its routed experts), in the
+    order of use; one may come several times. Not thread-safe: its owner has a lock."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing of it is needed any more."""
+        self._blocks: list[int] = []
+        self._places: dict[int, list[int]] = {}
+        self._position = 0
+
+    def put_first(self, blocks: Sequence[int]) -> None:
+        """``blocks`` come before what is still expected."""
+        self._blocks = [*blocks, *self.rest()]
+        self._position = 0
+        self._places = {}
+        for i, block in enumerate(self._blocks):
+            self._places.setdefault(block, []).append(i)
+
+    def reached(self, block: int) -> None:
+        """``block`` is used now, and what was expected before it is not."""
+        i = self._next(block)
+        if i is not None:
+            self._position = i + 1
+
+    def distance(self, block: int) -> int | None:
+        """When it is used next, as a number that is below every distance between units; None: not
+        by this unit."""
+        i = self._next(block)
+        return None if i is None else i - self._position - (1 << 40)
+
+    def rest(self) -> list[int]:
+        """What is still expected."""
+        return self._blocks[self._position :]
+
+    def _next(self, block: int) -> int | None:
+        places = self._places.get(block)
+        if places is None:
+            return None
+        i = bisect_left(places, self._position)
+        return places[i] if i < len(places) else None

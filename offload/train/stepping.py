@@ -58,7 +58,8 @@ class Stepping:
         """Bytes of gradients that may wait for updates inside backward before backward waits."""
         self._left = self._uses()
 
-    def _last_in_round(self) -> bool:
+    def last_in_round(self) -> bool:
+        """Whether no other micro-batch runs the unit that runs, before the next unit."""
         rounds = self.rounds
         return rounds is None or rounds.index + 1 >= rounds.size
 
@@ -71,7 +72,7 @@ class Stepping:
         self.homes.land()
         blocks = [b for b in self._blocks_of(unit) if self.layout.blocks[b].trained]
         if self.rounds is not None:
-            if not self._last_in_round():
+            if not self.last_in_round():
                 return  # the next micro-batch adds to them at once
         elif not self.last_micro_batch:
             for block in blocks:

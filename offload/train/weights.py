@@ -3,14 +3,15 @@
 A step runs through the units forward and backward, so when each block is needed next is known.
 Room is made by dropping what is needed farthest in the future (Belady 1966): around the turn from
 forward to backward blocks stay by themselves. Nothing here is dirty: updates write to the disk
-what they change, and into the block's memory if it has some.
+what they change, and into the block's memory if it has some. Routed experts are asked for one by
+one while their unit runs, and in which order is known, too (``Agenda``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +27,7 @@ from offload.runtime.memory import HostMemory
 from offload.train.buffers import BufferPool
 from offload.train.layout import Block, TrainLayout
 from offload.train.marks import UPDATE, Marks, reading
-from offload.train.order import NEVER, UseOrder
+from offload.train.order import NEVER, NOW, Agenda, UseOrder
 from offload.train.shared import Shared
 from offload.train.tiles import numbers
 from offload.units import format_bytes
@@ -99,6 +100,9 @@ class Weights:
         self.above: DeviceWeights | None = None
         """Set: what is copied to a device from here."""
         self._entries: dict[int, Entry] = {}
+        self._loose: dict[int, Entry] = {}
+        """Those of them that may leave."""
+        self._agenda = Agenda()
         self.stale: set[int] = set()
         """Blocks whose update is pending: nobody may read them before."""
         self.unsettled: dict[int, int] = {}
@@ -153,7 +157,7 @@ class Weights:
         entry = self._entries.get(block)
         if entry is not None:
             entry.pins += 1
-        elif block not in self.unsettled and self._room(block, -1):
+        elif block not in self.unsettled and self._room(block, NOW):
             # Pinned from now on: its next use is far away, and reads ahead would drop it.
             entry = self._load(block, DEMAND, pins=1)
         return entry
@@ -216,10 +220,8 @@ class Weights:
                 shared.check()
                 entry = self._entries.get(block)
                 if entry is None:
-                    distance = min(
-                        (self.order.distance(u) for u in self.layout.users[block]), default=0
-                    )
-                    if self._room(block, -1 if must else distance):
+                    distance = self._next_use(block, default=0)
+                    if self._room(block, NOW if must else distance):
                         if not must:
                             entry = self._add(block)
                             entry.ready = True  # stale until the update is through
@@ -268,17 +270,22 @@ class Weights:
             self.pump()
             self._shared.notify()
 
-    def want(self, blocks: Iterable[int]) -> None:
-        """These are used next, in this order: start reading them as far as there is room."""
+    def expect(self, blocks: Sequence[int]) -> None:
+        """The unit that runs asks for these one by one from now on, before what it was expected to
+        ask for: begin to read them as far as there is room."""
         with self._shared.changed:
-            for block in blocks:
-                if self._loading >= LOADING_AHEAD:
-                    return
-                if self._held_or_away(block):
-                    continue
-                if not self._room(block, 0):
-                    return
-                self._load(block, PREFETCH)
+            self._agenda.put_first(blocks)
+            self.pump()
+
+    def reached(self, block: int) -> None:
+        """The unit that runs is at ``block`` of what it was expected to ask for."""
+        with self._shared.changed:
+            self._agenda.reached(block)
+
+    def expect_nothing(self) -> None:
+        """The unit that runs asks for nothing more."""
+        with self._shared.changed:
+            self._agenda.clear()
 
     # -- inside, with the lock held ----------------------------------------------------------
 
@@ -309,34 +316,45 @@ class Weights:
         return self.above is not None and self.above.has(block)
 
     def _read_ahead(self) -> None:
+        if len(self._entries) == len(self.layout.blocks):
+            return
+        for block, distance in self._upcoming():
+            if self._loading >= LOADING_AHEAD:
+                return
+            if self._held_or_away(block):
+                continue
+            if not self._room(block, distance):
+                return
+            self._load(block, PREFETCH)
+
+    def _upcoming(self) -> Iterator[tuple[int, int]]:
+        """(block, how far away) of what is needed next, in order."""
+        for block in self._agenda.rest():
+            distance = self._agenda.distance(block)
+            if distance is not None:
+                yield block, distance
         for distance, unit in self.order.upcoming():
-            blocks: list[int] = self.layout.units[unit].blocks
+            for block in self.layout.units[unit].blocks:
+                yield block, distance
             if self._experts_too and distance < 2:
-                groups = self.layout.units[unit].experts.values()
-                blocks = [*blocks, *(b for ids in groups for b in ids)]
-            for block in blocks:
-                if self._loading >= LOADING_AHEAD:
-                    return
-                if self._held_or_away(block):
-                    continue
-                if not self._room(block, distance):
-                    return
-                self._load(block, PREFETCH)
+                for ids in self.layout.units[unit].experts.values():
+                    for block in ids:
+                        yield block, distance
 
     def expect_experts(self, all_of_them: bool) -> None:
         """Whether a unit's experts are worth reading before they are routed to."""
         self._experts_too = all_of_them
 
     def _room(self, block: int, distance: int) -> bool:
-        """Make room by dropping what is needed later than ``distance`` (-1: whatever it is)."""
+        """Make room by dropping what is needed later than ``distance`` (``NOW``: anything)."""
         pool, need = self._pool, align_up(self.layout.blocks[block].nbytes)
         if pool.fits(need):
             return True
         # The farthest first; and only if it suffices, or something would be read again for nothing.
         later = sorted(
             (when, b)
-            for b, e in self._entries.items()
-            if e.ready and not e.pins and b not in self.pinned and b != self._updating
+            for b, e in self._loose.items()
+            if e.ready and not e.pins and b != self._updating
             if (when := self._distance(b)) > distance
         )
         victims: list[int] = []
@@ -347,7 +365,7 @@ class Weights:
         if missing > 0:
             return False
         for victim in victims:
-            pool.give(self._entries.pop(victim).memory)
+            self._drop(victim)
         return True
 
     def _room_comes(self, block: int, distance: int) -> bool:
@@ -356,8 +374,8 @@ class Weights:
         if self._awaiting:
             return False
         room = self._pool.room
-        for b, entry in self._entries.items():
-            leaves = entry.ready and b not in self.pinned and b != self._updating
+        for b, entry in self._loose.items():
+            leaves = entry.ready and b != self._updating
             if leaves and self._distance(b) > distance:
                 room += entry.memory.nbytes
         return room >= align_up(self.layout.blocks[block].nbytes)
@@ -365,12 +383,24 @@ class Weights:
     def _distance(self, block: int) -> int:
         if self.above is not None and self.above.has(block):
             return NEVER  # computed with where it has been copied to
-        return min(self.order.distance(u) for u in self.layout.users[block])
+        return self._next_use(block)
+
+    def _next_use(self, block: int, default: int = NEVER) -> int:
+        soon = self._agenda.distance(block)
+        if soon is not None:
+            return soon
+        return min((self.order.distance(u) for u in self.layout.users[block]), default=default)
 
     def _add(self, block: int) -> Entry:
         spec = self.layout.blocks[block]
         entry = self._entries[block] = self._entry(spec, self._pool.take(spec.nbytes))
+        if block not in self.pinned:
+            self._loose[block] = entry
         return entry
+
+    def _drop(self, block: int) -> None:
+        self._loose.pop(block, None)
+        self._pool.give(self._entries.pop(block).memory)
 
     def _entry(self, spec: Block, memory: HostMemory) -> Entry:
         return Entry(spec, memory)
@@ -381,7 +411,7 @@ class Weights:
         try:
             self._read(entry, priority)
         except BaseException:
-            self._pool.give(self._entries.pop(block).memory)
+            self._drop(block)
             raise
         return entry
 
@@ -432,7 +462,7 @@ class Weights:
         try:
             for block in sorted(self.pinned):
                 with self._shared.changed:
-                    if block not in self._entries and not self._room(block, -1):
+                    if block not in self._entries and not self._room(block, NOW):
                         raise OffloadError("the plan pins more weights than it has room for")
                     if block not in self._entries:
                         self._load(block, PREFETCH)
@@ -456,7 +486,7 @@ class Weights:
                 self.above.forget(b.index for b in self.layout.trained)
             for entry in mine:
                 if entry.block.index not in self.pinned:
-                    self._pool.give(self._entries.pop(entry.block.index).memory)
+                    self._drop(entry.block.index)
                 else:
                     entry.ready = False
             for entry in mine:
@@ -470,6 +500,7 @@ class Weights:
             for entry in self._entries.values():
                 self._pool.give(entry.memory)
             self._entries.clear()
+            self._loose.clear()
             self._pool.close()
 
 

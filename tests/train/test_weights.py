@@ -62,7 +62,7 @@ def test_room_that_comes_while_another_block_is_read(weights: tuple[Weights, Rea
     """The second block finds none at first, as one that is read ahead takes it; when the first is
     there that one can go, and nothing is under way that would say so."""
     weights_, reads = weights
-    weights_.want([2])
+    weights_.expect([2])
     with ThreadPoolExecutor(1) as pool:
         both = pool.submit(weights_.acquire_all, [0, 1])
         with reads.changed:
@@ -83,3 +83,70 @@ def test_no_room_that_could_ever_come_is_said(weights: tuple[Weights, Reads]) ->
         reads.end(1)
         with pytest.raises(PlanError, match=r"no room for the weights of b2 \(4.0 KiB\): 8.0 KiB"):
             three.result(60)
+
+
+class AtOnce:
+    """A source whose reads are over at once."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+
+    def read(self, block: Block, into: memoryview, priority: int) -> list[Future[Any]]:
+        self.blocks.append(block.index)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return [done]
+
+
+def least_reads(uses: list[int], room: int) -> int:
+    """Of blocks used in this order with room for so many at a time (Belady 1966)."""
+    held: set[int] = set()
+    reads = 0
+    for i, block in enumerate(uses):
+        if block in held:
+            continue
+        reads += 1
+        if len(held) == room:
+            rest = uses[i + 1 :]
+            held.remove(max(held, key=lambda b: rest.index(b) if b in rest else len(uses)))
+        held.add(block)
+    return reads
+
+
+@pytest.mark.parametrize("room", [2, 3, 5, 8, 12])
+def test_routed_experts_are_read_no_more_often_than_they_must_be(room: int) -> None:
+    """Two layers of eight experts and a head, forward and then backward, where every layer's
+    experts come twice: what the running layer needs next stays, and what the next layer needs does
+    not take its place."""
+    experts = [list(range(8)), list(range(8, 16))]
+    blocks = [
+        Block(
+            index=i, id=f"b{i}", dtype="float32", trained=False, pieces=(), count=PAGE // 4,
+            tiles=(),
+        )
+        for i in range(16)
+    ]  # fmt: skip
+    units = [SimpleNamespace(blocks=[], experts={"e": ids}) for ids in experts]
+    units.append(SimpleNamespace(blocks=[], experts={}))
+    layout = SimpleNamespace(blocks=blocks, users=[[i // 8] for i in range(16)], units=units)
+    order, source = UseOrder(3), AtOnce()
+    weights_ = Weights(cast(TrainLayout, layout), order, source, Shared(), room * PAGE, pinned=())
+    weights_.expect_experts(True)
+    back = [ids + ids[::-1] for ids in experts]
+    visits = [experts[0], experts[1], [], back[1], back[0]]
+    steps = 4
+    for _ in range(steps):
+        for unit, mine in zip([0, 1, 2, 1, 0], visits, strict=True):
+            order.enter(unit)
+            weights_.expect(mine)
+            for block in mine:
+                weights_.reached(block)
+                entry = weights_.acquire(block)
+                assert entry.ready
+                weights_.release(block)
+            weights_.expect_nothing()
+        order.end_step()
+    uses = [block for visit in visits for block in visit] * steps
+    # Of the room one block's is the expert's that computes.
+    assert least_reads(uses, room) <= len(source.blocks) <= least_reads(uses, max(1, room - 1))
+    weights_.close()
