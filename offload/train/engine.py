@@ -196,7 +196,7 @@ class Engine(Stepping):
         if not state.depth and not state.entries:
             began = time.perf_counter()
             with self.shared.changed:
-                self.order.enter(unit)
+                self.weights.enter(unit, backward=backward)
                 blocks = self.layout.units[unit].blocks
                 pending = not self.weights.stale.isdisjoint(blocks)
             state.entries = self.homes.acquire(unit, blocks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,8 +20,9 @@ from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, routing
 from offload.models.shadow import shadow
 from offload.train.device_values import Copy
-from offload.train.layout import TrainUnit
-from offload.train.weights import Entry
+from offload.train.layout import TrainLayout, TrainUnit
+from offload.train.steps import Clock
+from offload.train.weights import Entry, Weights
 
 if TYPE_CHECKING:
     from offload.train.engine import Engine
@@ -31,13 +32,45 @@ def stream_experts(engine: Engine) -> Iterator[Callable[[], Any]]:
     """Let every group's experts come one by one; yields what undoes it."""
     for unit in engine.layout.units:
         for group in unit.groups:
-            yield from _ExpertRun(engine, unit, group).attach()
+            yield from ExpertRun(engine, unit, group).attach()
+
+
+class ExpertHomes(Protocol):
+    """Where experts are, and where their gradients go: ``device_tier.Homes``."""
+
+    def hollow_device(self, block: int) -> torch.device: ...
+
+    def acquire_expert(self, unit: int, block: int) -> Entry | Copy: ...
+
+    def release_expert(self, unit: int, block: int) -> None: ...
+
+    def add_gradient(self, block: int, piece: int, gradient: torch.Tensor) -> None: ...
+
+
+class ExpertEngine(Protocol):
+    """What experts ask of an engine."""
+
+    @property
+    def layout(self) -> TrainLayout: ...
+
+    @property
+    def weights(self) -> Weights: ...
+
+    @property
+    def homes(self) -> ExpertHomes: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def last_in_round(self) -> bool: ...
+
+    def on_unit_end(self, unit: int, call: Callable[[], Any]) -> Callable[[], Any]: ...
 
 
 class _Leaf:
     """One expert's piece of a fused parameter during one run of its layer."""
 
-    def __init__(self, run: _ExpertRun, block: int, piece: int) -> None:
+    def __init__(self, run: ExpertRun, block: int, piece: int) -> None:
         spec = run.engine.layout.blocks[block].pieces[piece]
         dtype: torch.dtype = getattr(torch, run.engine.layout.blocks[block].dtype)
         device = run.engine.homes.hollow_device(block)
@@ -64,10 +97,10 @@ class _Leaf:
         self.tensor.data = self.hollow
 
 
-class _ExpertRun:
+class ExpertRun:
     """A layer's experts while its forward or backward runs."""
 
-    def __init__(self, engine: Engine, unit: TrainUnit, group: ExpertGroup) -> None:
+    def __init__(self, engine: ExpertEngine, unit: TrainUnit, group: ExpertGroup) -> None:
         self.engine = engine
         self.unit = unit
         self.group = group
@@ -75,10 +108,12 @@ class _ExpertRun:
         self._index = {p.name: i for i, p in enumerate(group.params)}
         self._at: tuple[int, Entry | Copy] | None = None
         self._leaves: dict[int, list[_Leaf]] = {}
+        self._mine = frozenset(self.blocks)
         self._routed: list[int] = []
         """Blocks of the experts of the last run."""
 
     def attach(self) -> Iterator[Callable[[], Any]]:
+        """Put them in the place of the fused ones; yields what undoes it."""
         module = self.group.module
         for param in self.group.params:
             attr = param.places[0].attr
@@ -105,7 +140,7 @@ class _ExpertRun:
         weights.expect_experts(2 * len(experts) >= self.group.n_experts)
         self._routed = [self.blocks[e] for e in experts]
         back = self._routed[::-1] if torch.is_grad_enabled() else []
-        weights.expect([*self._routed, *back])
+        weights.expect([*self._routed, *back], self._mine)
 
     def get(self, expert: int, name: str) -> torch.Tensor:
         """An expert's tensor, its memory in place until another expert's is asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 NEVER = 1 << 60
 NOW = -NEVER
@@ -81,9 +81,9 @@ class Agenda:
         self._places: dict[int, list[int]] = {}
         self._position = 0
 
-    def put_first(self, blocks: Sequence[int]) -> None:
-        """``blocks`` come before what is still expected."""
-        self._blocks = [*blocks, *self.rest()]
+    def put_first(self, blocks: Sequence[int], instead: Collection[int] = ()) -> None:
+        """``blocks`` come before what is still expected, of which ``instead`` is not any more."""
+        self._blocks = [*blocks, *(b for b in self.rest() if b not in instead)]
         self._position = 0
         self._places = {}
         for i, block in enumerate(self._blocks):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -270,11 +270,21 @@ class Weights:
             self.pump()
             self._shared.notify()
 
-    def expect(self, blocks: Sequence[int]) -> None:
-        """The unit that runs asks for these one by one from now on, before what it was expected to
-        ask for: begin to read them as far as there is room."""
+    def enter(self, unit: int, *, backward: bool) -> None:
+        """``unit`` runs now. Where experts are read before they are routed to, all of its are
+        expected: what runs before the routing must not take their place."""
         with self._shared.changed:
-            self._agenda.put_first(blocks)
+            self.order.enter(unit)
+            if self._experts_too:
+                mine = [b for ids in self.layout.units[unit].experts.values() for b in ids]
+                self._agenda.put_first([*mine, *mine[::-1]] if backward else mine, mine)
+
+    def expect(self, blocks: Sequence[int], instead: Collection[int] = ()) -> None:
+        """The unit that runs asks for these one by one from now on, before what else it was
+        expected to ask for, ``instead`` of what it is not: begin to read them as far as there is
+        room."""
+        with self._shared.changed:
+            self._agenda.put_first(blocks, instead)
             self.pump()
 
     def reached(self, block: int) -> None:

@@ -137,8 +137,9 @@ def test_routed_experts_are_read_no_more_often_than_they_must_be(room: int) -> N
     steps = 4
     for _ in range(steps):
         for unit, mine in zip([0, 1, 2, 1, 0], visits, strict=True):
-            order.enter(unit)
-            weights_.expect(mine)
+            weights_.enter(unit, backward=len(mine) == 16)
+            weights_.acquire_all([])  # what it has besides experts; reads ahead
+            weights_.expect(mine, experts[unit] if mine else ())
             for block in mine:
                 weights_.reached(block)
                 entry = weights_.acquire(block)
