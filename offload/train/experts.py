@@ -140,7 +140,9 @@ class ExpertRun:
         weights.expect_experts(2 * len(experts) >= self.group.n_experts)
         self._routed = [self.blocks[e] for e in experts]
         back = self._routed[::-1] if torch.is_grad_enabled() else []
-        weights.expect([*self._routed, *back], self._mine)
+        # What another micro-batch reaches in the same layer, behind this one, is much the same.
+        more = [] if self.engine.last_in_round() else self._routed
+        weights.expect([*self._routed, *back, *more], self._mine)
 
     def get(self, expert: int, name: str) -> torch.Tensor:
         """An expert's tensor, its memory in place until another expert's is asked for."""
@@ -179,10 +181,8 @@ class ExpertRun:
         """The unit is through: nothing of its experts is asked for any more."""
         self._let_go()
         self._leaves = {}
-        weights = self.engine.weights
-        weights.expect_nothing()
-        if not self.engine.last_in_round():
-            weights.expect(self._routed)  # by another micro-batch, as likely as any
+        if self.engine.last_in_round():
+            self.engine.weights.expect_nothing()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._at is None:

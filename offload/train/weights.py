@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
 LOADING_AHEAD = 4
 """Blocks read ahead at once: enough requests for the disk, and few enough that updates, which share
 it, are not held up by reads that nobody waits for yet."""
@@ -339,10 +340,12 @@ class Weights:
 
     def _upcoming(self) -> Iterator[tuple[int, int]]:
         """(block, how far away) of what is needed next, in order."""
-        for block in self._agenda.rest():
+        for i, block in enumerate(self._agenda.rest()):
             distance = self._agenda.distance(block)
             if distance is not None:
-                yield block, distance
+                # What the unit will need later does not leave for what it needs only somewhat
+                # earlier: soon there is room of what it has used.
+                yield block, distance if i < LOADING_AHEAD else -1
         for distance, unit in self.order.upcoming():
             for block in self.layout.units[unit].blocks:
                 yield block, distance
