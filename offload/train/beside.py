@@ -90,10 +90,10 @@ def measure_updating(
                 logger.info("tiles beside computing: %s", error)
 
         thread = threading.Thread(target=go_round, name="offload-probe-updates")
-        alone = _seconds(work)
+        alone = mean_seconds(work)
         thread.start()
         try:
-            together = _seconds(work)
+            together = mean_seconds(work)
         finally:
             stop.set()
             thread.join()
@@ -104,7 +104,7 @@ def measure_updating(
     return Updating(adam=adam, lane=alone_bytes_s, beside=beside)
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def mean_seconds(work: Callable[[], object]) -> float:
     """The mean of one run of ``work``."""
     times: list[float] = []
     while len(times) < 2 or (sum(times) < LEAST_S and len(times) < MOST_RUNS):
@@ -211,4 +211,4 @@ class _Lane:
         self._writing.append((memory, self._engine.write(self._file, at, view)))
 
 
-__all__ = ["Updating", "measure_updating"]
+__all__ = ["Updating", "mean_seconds", "measure_updating"]

@@ -42,6 +42,7 @@ from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
 from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan
 from offload.train.predicting import PHASES, Prediction, StepRates, predict
+from offload.train.reading import Routing
 from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
 from offload.train.updates import Updater
 
@@ -172,6 +173,10 @@ def choose(
     )
     sliced = head_in_slices(layout, form, head, options)
     updated = touched_shares(meta, layout, options) if options.skip_untouched_experts else {}
+    routing = Routing(
+        shares=touched_shares(meta, layout, options, micro_batches=1),
+        micro_batches=options.grad_accum,
+    )
     always = frozenset[int]() if adapters is None else adapters.blocks(layout)
 
     def planned(place: HeadPlacement | None) -> _Planned:
@@ -185,7 +190,7 @@ def choose(
         needs = Needs(
             fixed=fixed_of(tier, working), kinds=Updater.kinds(layout, options.states),
             grad_dtype=grad_dtype, fetched_bytes=fetched, rows=rows, sliced=sliced,
-            updated=updated, copies={} if link is None else link.copies,
+            updated=updated, routing=routing, copies={} if link is None else link.copies,
         )  # fmt: skip
         found: list[TrainPlan] = []
         for first in ORDERS:

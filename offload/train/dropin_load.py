@@ -55,7 +55,7 @@ def load_trainable(
     _check_states(options, where)
     directory = resolve(path)
     budget = int(available_ram() * SAFE_SHARE) if ram is None else parse_bytes(ram)
-    limit_kernels(budget)
+    limit_kernels(budget, trained=True)
     return_large_blocks()
     config = read_config(directory)
     compute = pick_dtype(dtype, config, CheckpointIndex.open(directory))

@@ -16,12 +16,14 @@ from offload.models.params import parameters
 from offload.models.request import expert_top_k
 from offload.models.workspace import kernel_bytes
 from offload.train.beside import Updating, measure_updating
+from offload.train.fetching import OpenSource, measure_fetching
 from offload.train.footprint import TrainFootprint
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import workspace_bytes
 from offload.train.head_weights import slices_of
 from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
+from offload.train.packed_base import PackedBase
 from offload.train.predicting import StepRates
 from offload.train.rates import Computing, Site, compute_seconds, disk_mix
 from offload.train.row_grads import lookup_tables
@@ -44,26 +46,36 @@ def step_rates(
     meta: OnMeta, layout: TrainLayout, modules: list[Any], form: HeadForm | None,
     options: TrainOptions, states: Path, tables: Sequence[torch.Tensor],
     away: frozenset[int] = frozenset(), card: Site | None = None,
+    base: PackedBase | None = None, open_source: OpenSource | None = None,
 ) -> StepRates | None:  # fmt: skip
     """Measure what a prediction needs; None where it cannot be. ``tables``: parameters whose
-    gradients from lookups leave by rows. ``away``: units that run on ``card``."""
+    gradients from lookups leave by rows. ``away``: units that run on ``card``. ``base``: frozen
+    weights that stay packed. ``open_source``: what weights are read from, which is asked for some
+    of them."""
     if max((sum(p.nbytes for p in parameters(m).values()) for m in modules), default=0) > (
         LARGEST_SAMPLE
     ):
         return None
     measured = compute_seconds(
         meta.model, modules, form, options.batch_size, options.seq_len, tables,
-        {u.module for u in layout.units if u.index in away}, card,
+        {u.module for u in layout.units if u.index in away}, card, layout, base,
     )  # fmt: skip
     if measured is None:
         return None
     try:
         read, write = disk_mix(states.parent)
         updating = _updating(layout, options, states, measured)
+        fetching = None
+        if open_source is not None:
+            work = None if measured.sample is None else measured.sample.both
+            fetching = measure_fetching(layout, open_source, work)
     except StoreError as error:
         # Whether there is room for the run is asked, and said, elsewhere.
         logger.info("the disk cannot be measured: %s", error)
         return None
+    finally:
+        if measured.sample is not None:
+            measured.sample.close()
     by_module = dict(zip(map(id, modules), measured.units, strict=True))
     head = None if form is None else meta.model.get_submodule(form.head)
     micro = options.grad_accum
@@ -78,7 +90,8 @@ def step_rates(
         head_away=None if measured.head_away is None else micro * measured.head_away,
         head_unit=next((u.index for u in layout.units if u.module is head), None),
         disk_read=read, disk_write=write, update=updating.adam, lane=updating.lane,
-        beside=updating.beside,
+        beside=updating.beside, fetch=None if fetching is None else fetching.rate,
+        fetch_beside=None if fetching is None else fetching.beside,
     )  # fmt: skip
 
 
@@ -89,7 +102,8 @@ def _updating(
     most = max(layout.trained, key=lambda b: b.count)
     kind = Updater.kinds(layout, options.states)[most.dtype]
     return measure_updating(
-        states.parent, kind, sum_dtype(options) or most.dtype, computing.sample,
+        states.parent, kind, sum_dtype(options) or most.dtype,
+        None if computing.sample is None else computing.sample.both,
         largest=max(layout.tiles[t].count for t in most.tiles), count=len(layout.tiles),
     )  # fmt: skip
 
@@ -125,7 +139,7 @@ def product_bytes(layout: TrainLayout, options: TrainOptions, ram: int) -> int:
         TensorSpec(name="matrix", dtype="bfloat16", shape=shape, offset=0)
         for shape in experts or dense
     ]
-    return kernel_bytes(specs, 3 * tokens, ram)
+    return kernel_bytes(specs, 3 * tokens, ram, trained=True)
 
 
 def touched_shares(

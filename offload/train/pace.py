@@ -79,7 +79,7 @@ class _Task:
 
 def pace(
     units: Sequence[UnitSeconds], *, deferred: bool, ahead: int, beside: Beside,
-    gradient_limit: int | None = None, slots: int = 1,
+    reading: Beside | None = None, gradient_limit: int | None = None, slots: int = 1,
 ) -> tuple[float, float]:  # fmt: skip
     """(seconds of forward, seconds of backward) of a step among others like it.
 
@@ -88,6 +88,8 @@ def pace(
             backward only.
         deferred: updates run behind the next forward; else inside backward.
         ahead: units whose weights are read before they are needed, at most.
+        beside, reading: what computing and the disk cost each other, and while what the disk does
+            is to read weights (None: the same).
         gradient_limit: of updates inside backward: computing waits while more gradients than these
             bytes wait for theirs.
         slots: units whose weights are on the device at a time.
@@ -116,7 +118,7 @@ def pace(
                 _Task(("update", k, u), unit.update, (*end, ("spill", k, u)))
                 for u, unit in enumerate(units)
             ]
-    ends = _run(lanes, beside)
+    ends = _run(lanes, beside, beside if reading is None else reading)
 
     def end_of(phase: str, step: int, unit: int) -> float:
         return max(ends.get(name, 0.0) for name in _through(phase, step, unit))
@@ -127,6 +129,7 @@ def pace(
 
 
 FORWARD, BACKWARD = "forward", "backward"
+FETCHES = ("fetch forward", "fetch backward")
 
 
 def _through(phase: str, step: int, unit: int) -> tuple[Name, ...]:
@@ -264,7 +267,7 @@ class _Lane:
     """Seconds of it, as if there were nothing else."""
 
 
-def _run(lanes: _Lanes, beside: Beside) -> dict[Name, float]:
+def _run(lanes: _Lanes, beside: Beside, reading: Beside) -> dict[Name, float]:
     """When each task ends."""
     every = [_Lane([deque(queue) for queue in queues]) for queues in lanes.queues]
     compute, disk, _, down = every
@@ -290,7 +293,8 @@ def _run(lanes: _Lanes, beside: Beside) -> dict[Name, float]:
             first = next(queue[0].name for lane in every for queue in lane.queues if queue)
             raise AssertionError(f"{first} waits for what never comes")
         both = compute.left > 0 and disk.left > 0
-        slow = {id(compute): beside.compute, id(disk): beside.disk} if both else {}
+        now_beside = reading if disk.name is not None and disk.name[0] in FETCHES else beside
+        slow = {id(compute): now_beside.compute, id(disk): now_beside.disk} if both else {}
         spent = min(lane.left * slow.get(id(lane), 1.0) for lane in busy)
         now += spent
         for lane in busy:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from offload.blocks import DTYPE_BYTES, align_up
 from offload.errors import PlanError
 from offload.models.workspace import growth
-from offload.train.layout import Block, TrainLayout
+from offload.train.layout import TrainLayout
 from offload.train.opening import CHUNK_BYTES, STAGING_CHUNKS, Placement
+from offload.train.reading import Routing, unit_reads
 from offload.train.tiles import SlotKind
 from offload.units import format_bytes
 
@@ -44,6 +45,8 @@ class Needs:
     """Of fused experts that a unit needs beside its own weights: two at a time."""
     updated: Mapping[int, float] = field(default_factory=dict)
     """Block -> share of the steps that update it, where that is not all of them."""
+    routing: Routing = field(default_factory=Routing)
+    """Which experts are read."""
     copies: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Block -> times that it goes to a device in a step's forward and backward, if its unit runs
     there: RAM needs it for that only (``link.Link.copies``)."""
@@ -201,7 +204,7 @@ def make_plan(
         least = total(buffers) - slack
         while least + slack < (need := least + slack_bytes(least + slack)):
             slack = need - least
-        told = need + DRIFT + growth(budget, need)
+        told = need + DRIFT + growth(budget, need, trained=bool(needs.routing.shares))
         raise PlanError(
             f"--ram {format_bytes(budget)} is too small by {format_bytes(need - budget)}: a step "
             f"needs {format_bytes(need)} ({names}); raise it to "
@@ -292,16 +295,6 @@ def _spread(layout: TrainLayout) -> list[int]:
     return order
 
 
-def weight_reads(
-    needs: Needs, block: Block, *, clipping: bool, backwards: int
-) -> tuple[int, int]:  # fmt: skip
-    """Bytes that a block's weights are read with in a step's forward and backward, if they do not
-    stay in RAM. A deferred update leaves behind what the first forward computes with."""
-    there, back = needs.copies.get(block.index, (float(backwards), float(backwards)))
-    there = max(0.0, there - (clipping and block.trained))
-    return round(there * block.nbytes), round(back * block.nbytes)
-
-
 def traffic(
     layout: TrainLayout, needs: Needs, placement: Placement, *, clipping: bool, backwards: int
 ) -> dict[str, tuple[int, int]]:
@@ -310,15 +303,9 @@ def traffic(
     Deferred updates run under forward and leave behind what it computes with; without clipping
     updates run inside backward, and forward reads its weights.
     """
-    weights = {"forward": 0, "backward": 0}
     states_read = states_written = spilled = 0.0
-    ring = placement.weights_bytes - sum(layout.blocks[b].nbytes for b in placement.pinned)
     for block in layout.blocks:
         b = block.index
-        if b not in placement.pinned:
-            there, back = weight_reads(needs, block, clipping=clipping, backwards=backwards)
-            weights["forward"] += there
-            weights["backward"] += back
         if not block.trained:
             continue
         copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
@@ -329,9 +316,10 @@ def traffic(
             states_written += share * (states - (copy if b in placement.pinned else 0))
         if b in placement.spilled:
             spilled += share * grad_bytes(layout, needs, b)
-    # Around both turns of a step the ring has what comes next.
-    weights = {phase: max(0, n - backwards * ring // 2) for phase, n in weights.items()}
-    reads: dict[str, float] = dict(weights)
+    weights = unit_reads(
+        layout, placement, needs.routing, needs.copies, clipping=clipping, backwards=backwards
+    )
+    reads = dict(zip(("forward", "backward"), weights.sums(), strict=True))
     update = "forward" if clipping else "backward"
     reads[update] += states_read + spilled
     writes = {"forward": 0.0, "backward": spilled}

@@ -7,16 +7,21 @@ Pure: numbers in, numbers out. Each unit's traffic follows from where its blocks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from offload.blocks import align_up
 from offload.train.layout import TrainLayout
 from offload.train.link import Link, UnitLink
 from offload.train.pace import Beside, UnitSeconds, pace
-from offload.train.plan import Needs, TrainPlan, grad_bytes, slot_bytes, weight_reads
+from offload.train.plan import Needs, TrainPlan, grad_bytes, slot_bytes
+from offload.train.reading import UnitReads, ring_bytes, unit_reads
 
 PHASES = ("forward", "backward")
+
+MOST_PARTS, UNITS_PACED = 8, 400
+"""Of a unit whose experts come one by one; and units that a step is simulated with, at most, by
+cutting them."""
 
 UP, DOWN = "link up", "link down"
 """Lanes of a device."""
@@ -43,10 +48,19 @@ class StepRates:
     """Bytes per second of states that updates read and write with nothing beside them; None: as the
     disk's."""
     beside: Beside = field(default_factory=Beside)
+    fetch: float | None = None
+    """Bytes per second of weights that are read as they are, alone; None: as the disk's."""
+    fetch_beside: Beside | None = None
+    """What that and computing cost each other; None: as updates do."""
     up: float = math.inf
     """Bytes per second of copies to the device."""
     down: float = math.inf
     """Of copies back."""
+
+    @property
+    def weights_read(self) -> float:
+        """Bytes per second of weights that are read."""
+        return self.disk_read if self.fetch is None else self.fetch
 
     @property
     def compute(self) -> dict[str, float]:
@@ -96,12 +110,11 @@ def predict(
     """A step of ``plan``; arguments as of ``make_plan``. ``link``: what goes to a device and comes
     back, if layers run on one."""
     place = plan.placement
-    ring = place.weights_bytes - sum(layout.blocks[b].nbytes for b in place.pinned)
-    per_unit = [
-        sum(layout.blocks[b].nbytes for b in unit.blocks if b not in place.pinned)
-        for unit in layout.units
-    ]
-    units = _units(plan, layout, needs, rates, ring, clipping=clipping, backwards=backwards)
+    ring = ring_bytes(layout, place)
+    reads = unit_reads(
+        layout, place, needs.routing, needs.copies, clipping=clipping, backwards=backwards
+    )
+    units = _units(plan, layout, needs, rates, reads)
     if link is not None:
         of = dict(link.units)
         if link.head is not None:  # a unit, or what comes behind all of them
@@ -109,9 +122,18 @@ def predict(
                 units.append(UnitSeconds())
             of[len(units) - 1 if rates.head_unit is None else rates.head_unit] = link.head
         units = [_on_link(unit, of.get(u), rates) for u, unit in enumerate(units)]
+    parts = [1] * len(units)
+    if link is None:
+        for u, experts in enumerate(reads.experts):
+            parts[u] = _parts(experts, ring, len(units))
+    at_once = [
+        (sum(layout.blocks[b].nbytes for b in unit.blocks if b not in place.pinned) + experts) / k
+        for unit, experts, k in zip(layout.units, reads.experts, parts, strict=False)
+    ]
+    units = [part for unit, k in zip(units, parts, strict=True) for part in _split(unit, k)]
     seconds = pace(
-        units, deferred=clipping, beside=rates.beside,
-        ahead=max(1, ring // max(1, *per_unit) - 1), gradient_limit=place.gradient_bytes,
+        units, deferred=clipping, beside=rates.beside, reading=rates.fetch_beside,
+        ahead=max(1, int(ring // max(1.0, *at_once)) - 1), gradient_limit=place.gradient_bytes,
     )  # fmt: skip
     kept = sum(rates.units.get(unit, (0.0, 0.0))[0] for unit in place.kept)
     update_bytes = 2 * sum(
@@ -119,11 +141,15 @@ def predict(
         for b in layout.trained
     )
     lanes: dict[str, dict[str, float]] = {}
+    weights = dict(zip(PHASES, reads.sums(), strict=True))
     for phase, (read, written) in plan.phases.items():
+        other = max(0.0, read - weights[phase])
         here = phase == ("forward" if clipping else "backward")
         lanes[phase] = {
             "compute": rates.compute[phase] - (kept if phase == "backward" else 0.0),
-            "ssd": read / rates.disk_read + written / rates.disk_write,
+            "ssd": weights[phase] / rates.weights_read
+            + other / rates.disk_read
+            + written / rates.disk_write,
             "update": update_bytes / rates.update if here else 0.0,
         }
         if link is not None:
@@ -132,27 +158,37 @@ def predict(
     return Prediction(phases=dict(zip(PHASES, seconds, strict=True)), lanes=lanes)
 
 
+def _parts(experts: float, ring: int, units: int) -> int:
+    """Into how many parts a unit is cut whose ``experts`` bytes come one by one: as many as let
+    it compute on what is there while the ring takes what is not."""
+    return max(
+        1, min(MOST_PARTS, UNITS_PACED // max(1, units), math.ceil(4 * experts / max(1, ring)))
+    )
+
+
+def _split(unit: UnitSeconds, parts: int) -> list[UnitSeconds]:
+    """``unit`` as so many equal ones, one after the other."""
+    if parts == 1:
+        return [unit]
+    each = {f.name: getattr(unit, f.name) / parts for f in fields(unit)}
+    each["gradient_bytes"] = unit.gradient_bytes // parts
+    return [UnitSeconds(**each)] * parts
+
+
 def _units(
-    plan: TrainPlan, layout: TrainLayout, needs: Needs, rates: StepRates, ring: int, *,
-    clipping: bool, backwards: int,
-) -> list[UnitSeconds]:  # fmt: skip
+    plan: TrainPlan, layout: TrainLayout, needs: Needs, rates: StepRates, reads: UnitReads
+) -> list[UnitSeconds]:
     """Each unit alone. A block that several share is the first one's; what no unit has is the first
     unit's, for a step begins with it."""
     place = plan.placement
     mine: list[list[int]] = [[] for _ in layout.units]
     for index, users in enumerate(layout.users):
         mine[min(users, default=0)].append(index)
-    update, spill, forward, backward, gradients = (
-        [0.0] * len(mine), [0.0] * len(mine), [0] * len(mine), [0] * len(mine), [0] * len(mine)
-    )  # fmt: skip
+    update, spill, gradients = [0.0] * len(mine), [0.0] * len(mine), [0] * len(mine)
     for u, blocks in enumerate(mine):
         passed = 0.0
         for b in blocks:
             block = layout.blocks[b]
-            if b not in place.pinned:
-                there, back = weight_reads(needs, block, clipping=clipping, backwards=backwards)
-                forward[u] += there
-                backward[u] += back
             if not block.trained:
                 continue
             share = needs.updated.get(b, 1.0)
@@ -168,9 +204,6 @@ def _units(
                 update[u] += nbytes / rates.disk_read
                 spill[u] += nbytes / rates.disk_write
         update[u] = max(update[u], passed / rates.update)
-    # Around both turns of a step the ring has what comes next.
-    _drop(forward, range(len(mine)), backwards * ring // 2)
-    _drop(backward, reversed(range(len(mine))), backwards * ring // 2)
     spilled = frozenset() if place.inputs is None else place.inputs.units
     moved = plan.inputs_moved / max(1, len(spilled))
     out = []
@@ -182,8 +215,9 @@ def _units(
         out.append(
             UnitSeconds(
                 forward=run, backward=again - (run if u in place.kept else 0.0),
-                update=update[u], spill=spill[u], fetch_forward=forward[u] / rates.disk_read,
-                fetch_backward=backward[u] / rates.disk_read,
+                update=update[u], spill=spill[u],
+                fetch_forward=reads.forward[u] / rates.weights_read,
+                fetch_backward=reads.backward[u] / rates.weights_read,
                 input_away=away / rates.disk_write, input_back=away / rates.disk_read,
                 gradient_bytes=gradients[u],
             )
@@ -212,14 +246,6 @@ def _moving(read: int, written: int, rates: StepRates) -> float:
     if rates.lane is not None:
         return (read + written) / rates.lane
     return read / rates.disk_read + written / rates.disk_write
-
-
-def _drop(amounts: list[int], order: Iterable[int], nbytes: int) -> None:
-    """Take ``nbytes`` off what comes first."""
-    for u in order:
-        taken = min(amounts[u], nbytes)
-        amounts[u] -= taken
-        nbytes -= taken
 
 
 __all__ = ["DOWN", "UP", "Beside", "Prediction", "StepRates", "predict"]

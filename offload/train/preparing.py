@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from offload.errors import OffloadError, StoreError
+from offload.io.engines import Engine
+from offload.io.memory import Staging
 from offload.io.tile_store import reserved
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
@@ -34,6 +36,7 @@ from offload.train.choosing import Shape, choose
 from offload.train.commits import check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
+from offload.train.layout import TrainLayout
 from offload.train.needs import (
     step_rates,
 )
@@ -47,12 +50,14 @@ from offload.train.packed_base import (
     choose_base,
     refuse_full,
 )
+from offload.train.packed_source import PackedSource
 from offload.train.predicting import StepRates
 from offload.train.rates import card_site, copy_rates
 from offload.train.result import adapter_directory, last_output
 from offload.train.router_loss import check_router_loss
 from offload.train.run import Run
 from offload.train.schedule import Schedule
+from offload.train.source import CheckpointSource, MadeBlocks
 from offload.train.warm import warm_training
 from offload.units import format_bytes
 
@@ -69,7 +74,7 @@ def prepare(options: TrainOptions, *, reserve: int = 0) -> Run:
     if options.method == "full":
         refuse_full(options.model)
     ram = options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
-    limit_kernels(ram)
+    limit_kernels(ram, trained=True)
     return_large_blocks()
     share_one_heap()
     choice = choose_base(options.model, options.quant) if options.method == "lora" else None
@@ -208,12 +213,17 @@ def _plan(
         notes.append(STAGED.format(why=refused))
         more["staged copies"] = staging_reserve(both_ways=True)
 
+    def open_source(layout: TrainLayout, engine: Engine, staging: Staging) -> MadeBlocks:
+        if base is None:
+            return CheckpointSource(layout, meta.mapping, engine, staging)
+        return PackedSource(layout, base, engine, staging, {})
+
     def rates_of(shape: Shape) -> StepRates | None:
         with contextlib.ExitStack() as stack:
             card = stack.enter_context(card_site(device)) if device.kind == "cuda" else None
             found = step_rates(
                 meta, shape.layout, shape.modules, shape.form, options, states, shape.tables,
-                shape.away, card,
+                shape.away, card, base, open_source,
             )  # fmt: skip
         if found is None or device.kind == "cpu":
             return found

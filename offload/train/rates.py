@@ -14,7 +14,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,9 @@ from offload.train.footprint import any_unit_calls
 from offload.train.head_find import HeadForm
 from offload.train.head_loss import ResidentHead, head_loss
 from offload.train.head_weights import HEAD_ROWS
+from offload.train.layout import TrainLayout, TrainUnit
+from offload.train.made_experts import MadeExperts
+from offload.train.packed_base import PackedBase
 from offload.train.row_grads import RowGradient, taking_rows
 
 logger = logging.getLogger(__name__)
@@ -59,8 +62,8 @@ class Computing:
     """The loss by slices."""
     head_away: float | None
     """The same on the card; None: there is none."""
-    sample: Callable[[], object] | None
-    """Runs the kind of unit that takes most, forward and backward."""
+    sample: Sample | None
+    """The kind of unit that takes most."""
 
 
 class Site(NamedTuple):
@@ -85,17 +88,21 @@ def card_site(choice: Choice) -> Iterator[Site]:
 def compute_seconds(
     model: Any, units: Sequence[nn.Module], form: HeadForm | None, rows: int, length: int,
     tables: Sequence[torch.Tensor] = (), away: Container[nn.Module] = (), card: Site | None = None,
+    layout: TrainLayout | None = None, base: PackedBase | None = None,
 ) -> Computing | None:  # fmt: skip
     """How long each unit takes alone; None where a unit does not run on made-up inputs.
 
     ``tables``: parameters whose gradients from lookups leave by rows. ``away``: units that run on
-    ``card``.
+    ``card``. ``layout``: experts in RAM come one by one, packed ones of ``base`` (with their
+    unpacking) where there is one.
     """
+    trained = {} if layout is None else {id(u.module): u for u in layout.units if u.groups}
     try:
         calls = any_unit_calls(model, list(units), rows, length)
         known: dict[Any, tuple[float, float]] = {}
         each: list[tuple[float, float]] = []
-        sample, most = None, 0.0
+        sample: Sample | None = None
+        most = 0.0
         for unit in units:
             if id(unit) not in calls:
                 each.append((0.0, 0.0))
@@ -105,11 +112,16 @@ def compute_seconds(
             site = HOST if card is None or unit not in away else card
             key = type(unit), shapes, sum(p.nbytes for p in parameters(unit).values()), site.place
             if key not in known:
-                real = _Sample(unit, leaves, spec, tables, site)
+                mine = trained.get(id(unit)) if site is HOST else None
+                real = Sample(unit, leaves, spec, tables, site, layout, mine, base)
                 known[key] = real.seconds()
                 alike = sum(type(u) is type(unit) for u in units)
                 if (all_of_them := known[key][1] * alike) > most:
-                    sample, most = real.both, all_of_them
+                    if sample is not None:
+                        sample.close()
+                    sample, most = real, all_of_them
+                else:
+                    real.close()
             each.append(known[key])
         head, head_away = 0.0, None
         if form is not None:
@@ -122,14 +134,17 @@ def compute_seconds(
     return Computing(units=tuple(each), head=head, head_away=head_away, sample=sample)
 
 
-class _Sample:
+class Sample:
     """A unit on made-up weights and inputs."""
 
     def __init__(
         self, unit: nn.Module, leaves: list[Any], spec: Any, tables: Sequence[torch.Tensor],
-        site: Site,
+        site: Site = HOST, layout: TrainLayout | None = None, trained: TrainUnit | None = None,
+        base: PackedBase | None = None,
     ) -> None:  # fmt: skip
-        self._real = made_up(unit).to(site.place)
+        """``trained``: its experts come one by one, as they do in a run."""
+        fused = () if layout is None or trained is None else _fused(trained)
+        self._real = made_up(unit, fused).to(site.place)
         self._settle = site.settle
         self._by_rows = {
             id(now.weight): _drop
@@ -141,15 +156,43 @@ class _Sample:
             _real(x).to(site.place) if isinstance(x, torch.Tensor) else x for x in leaves
         ]
         self._spec = spec
+        self._generator = torch.Generator().manual_seed(0)  # torch's own numbers are the run's
+        self._experts: MadeExperts | None = None
+        if layout is not None and trained is not None:
+            self._experts = MadeExperts(layout, trained, self._real, base)
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self._experts is not None:
+            self._experts.close()
+            self._experts = None
+
+    def _vary(self) -> None:
+        """Other tokens: each layer and step sends other numbers of them to each expert, and each
+        number is a product that may have to be compiled."""
+        if self._experts is None:
+            return
+        at = next((i for i, moves in enumerate(self._grads) if moves), None)
+        if at is not None:
+            x = self._inputs[at]
+            signs = torch.randint(0, 2, x.shape[-1:], generator=self._generator).to(x.dtype)
+            self._inputs[at] = x * (2 * signs - 1)
+
+    def _end(self) -> None:
+        if self._experts is not None:
+            self._experts.end()
 
     def forward(self) -> None:
+        self._vary()
         with torch.no_grad():
             args, kwargs = tree_unflatten(self._inputs, self._spec)
             self._real(*args, **kwargs)
         self._settle()
+        self._end()
 
     def both(self) -> None:
         """Forward and backward."""
+        self._vary()
         fresh = [
             x.detach().requires_grad_() if g else x
             for x, g in zip(self._inputs, self._grads, strict=True)
@@ -162,6 +205,7 @@ class _Sample:
             torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
         self._real.zero_grad()
         self._settle()
+        self._end()
 
     def seconds(self) -> tuple[float, float]:
         """(forward, forward and backward)"""
@@ -185,18 +229,35 @@ def timed(*works: Callable[[], object]) -> list[float]:
     return [statistics.median(found[1:]) for found in times]
 
 
+def _fused(unit: TrainUnit) -> frozenset[str]:
+    """Names of its fused experts' parameters in its module."""
+    places = {
+        (id(place.module), place.attr)
+        for group in unit.groups for param in group.params for place in param.places
+    }  # fmt: skip
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, module in unit.module.named_modules()
+        for name in module._parameters
+        if (id(module), name) in places
+    )
+
+
 def _drop(rows: RowGradient) -> None:
     del rows
 
 
-def made_up(unit: nn.Module) -> nn.Module:
+def made_up(unit: nn.Module, fused: Collection[str] = ()) -> nn.Module:
     """A copy of a unit on meta with some weights. Small matrices are random: routers are among
     them, and equal rows would send all tokens to the same few experts, where real ones use most of
-    them, each at a cost of its own."""
+    them, each at a cost of its own. ``fused``: parameters that nobody looks at, which get no
+    memory."""
     real: nn.Module = copy.deepcopy(unit).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)  # torch's own numbers are the run's
     with torch.no_grad():
-        for tensor in (*real.parameters(), *real.buffers()):
+        for name, tensor in (*real.named_parameters(), *real.named_buffers()):
+            if name in fused:
+                continue
             if not tensor.is_floating_point():
                 tensor.zero_()
             elif tensor.dim() == 2 and tensor.numel() <= ROUTER_ELEMENTS:

@@ -135,3 +135,21 @@ def test_compiled_products_are_limited(
     assert workspace.kernel_bytes(experts, 4, mib << 20) == 0
     assert workspace.kernel_bytes(experts, 200, 1) == 0  # as a process with so little would run
     assert workspace.kernel_bytes([], 200, mib << 20) == 0
+
+
+@pytest.mark.parametrize(
+    ("mib", "kept"), [(5, 8), (160, 10), (200, 20), (500, 95), (1024, 226), (100_000, 256)]
+)
+def test_trained_experts_have_more_compiled_products(
+    monkeypatch: pytest.MonkeyPatch, mib: int, kept: int
+) -> None:
+    for name in workspace._VARIABLES:
+        monkeypatch.setenv(name, "0")  # so that the state of before is restored
+        monkeypatch.delenv(name)
+    workspace.limit_kernels(mib << 20, trained=True)
+    assert [os.environ[name] for name in workspace._VARIABLES] == [str(kept)] * 2
+    expert = TensorSpec(name="down", dtype="bfloat16", shape=(8, 4), offset=0)
+    found = workspace.kernel_bytes([expert], 600, mib << 20, trained=True)
+    assert found == (kept - 8) * workspace.KERNEL_BYTES
+    more = workspace.growth(mib << 20, 2**40, trained=True)
+    assert more == (256 - kept) * workspace.KERNEL_BYTES

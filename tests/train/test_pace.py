@@ -149,3 +149,13 @@ def test_no_lane_is_faster_than_its_work(
         for u in units
     )  # fmt: skip
     assert sum(found) <= sum(computing) + 2 * everything + 1e-6
+
+
+def test_reads_of_weights_cost_computing_what_they_were_measured_to() -> None:
+    """Updates cost something else, and where there are none they do not count."""
+    reads = [UnitSeconds(forward=1.0, backward=1.0, fetch_backward=0.9)] * 6
+    slow = Beside(compute=2.0)
+    alone = sum(step(reads))
+    assert sum(step(reads, beside=slow, reading=Beside())) == pytest.approx(alone)
+    assert sum(step(reads, reading=slow)) > alone + 2.0
+    assert sum(step(reads, reading=slow)) == pytest.approx(sum(step(reads, beside=slow)))
