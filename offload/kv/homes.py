@@ -72,20 +72,28 @@ def least_slots(layers: int, sequences: int) -> int:
 
 
 def place(
-    *, slots: int, slot_bytes: int, layers: int, sequences: int, written: int | None = None
+    *,
+    slots: int,
+    slot_bytes: int,
+    layers: int,
+    sequences: int,
+    written: int | None = None,
+    beside: int = 0,
 ) -> KvHomes:
     """Share ``slots`` out. ``written``: as many are kept for blocks that are written to; None: one
-    for each layer and sequence.
+    for each layer and sequence. ``beside``: bytes of the budget that are no slots.
 
     Raises:
         PlanError: too few; says how many bytes are needed.
     """
     if written is not None:
         if slots < written + LEAST_WINDOW:
+            least = (written + LEAST_WINDOW) * slot_bytes + beside
             raise PlanError(
                 f"the KV budget holds {max(0, slots)} full block(s) of {format_bytes(slot_bytes)} "
-                f"beside the newest ones, and {written} are written and {LEAST_WINDOW} read "
-                f"through: raise the KV budget (--kv-ram)"
+                f"beside the newest ones ({format_bytes(beside)}), and {written} are written and "
+                f"{LEAST_WINDOW} read through: raise the KV budget (--kv-ram) to {_flag(least)} or "
+                f"more, or use fewer sequences at once"
             )
         return _share_out(slots, slot_bytes, layers, sequences, written)
     least = least_slots(layers, sequences)

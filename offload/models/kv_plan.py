@@ -143,6 +143,7 @@ class KvNeed:
             layers=len(self.shapes),
             sequences=self.sequences,
             written=WRITTEN if self.tails_bytes else None,
+            beside=self.tails_bytes,
         )
 
     def within(self, ram: int) -> KvPlan:

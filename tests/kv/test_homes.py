@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import PlanError
-from offload.kv.homes import LEAST_WINDOW, least_slots, place, shares, upcoming
+from offload.kv.homes import LEAST_WINDOW, KvHomes, least_slots, place, shares, upcoming
 from offload.kv.shape import (
     BLOCK_TOKENS,
     LONG_SHARE,
@@ -101,3 +101,19 @@ def test_a_small_budget_gets_smaller_blocks() -> None:
     assert need.within(least).need.block_tokens == BLOCK_TOKENS
     with pytest.raises(PlanError, match="9MiB or more"):
         need.within(least - 1)
+
+
+@pytest.mark.parametrize("ram", [0, 4 * 2**10, 600 * 2**10])
+def test_blocks_beside_the_newest_ones_say_how_much_they_need(ram: int) -> None:
+    """Quantised blocks: the newest tokens are apart, and count, too."""
+    slot, beside = 24 * 2**10, 512 * 2**10
+
+    def shared(ram: int) -> KvHomes:
+        return place(
+            slots=(ram - beside) // slot, slot_bytes=slot, layers=8, sequences=1, written=2,
+            beside=beside,
+        )  # fmt: skip
+
+    with pytest.raises(PlanError, match=r"holds \d full .* \(--kv-ram\) to 608KiB or more"):
+        shared(ram)
+    assert shared(608 * 2**10).slots == 2 + LEAST_WINDOW
