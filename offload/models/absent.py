@@ -153,7 +153,8 @@ def row_table(
 def absent(
     name: str, like: torch.Tensor, device: torch.device, *, closed: bool = False
 ) -> torch.nn.Parameter:
-    """A parameter that is not in memory. ``closed``: and never will be again."""
+    """A parameter that is not in memory; trainable if ``like`` is: to those who count, that says
+    what a model is. ``closed``: and never will be again."""
     tensor = AbsentTensor(name, like.shape, like.dtype, device)
     tensor._offload_closed = closed
-    return torch.nn.Parameter(tensor, requires_grad=False)
+    return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)

@@ -345,7 +345,8 @@ class Attachment:
             return out.to(device)
 
         table = row_table(param.name, param.tensor, device, read)
-        module._parameters["weight"] = nn.Parameter(table, requires_grad=False)
+        grad = param.tensor.requires_grad
+        module._parameters["weight"] = nn.Parameter(table, requires_grad=grad)
 
     # -- forwards -------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from offload.errors import OffloadError
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.shadow import shadow
+from offload.models.streamed_forward import not_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class LeanForward:
             with attachment.turn:
                 return self(*args, **kwargs)
 
-        attachment.on_detach(shadow(model, "forward", forward))
+        attachment.on_detach(shadow(model, "forward", not_compiled(forward)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")

@@ -7,6 +7,7 @@ that is not there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,10 +27,18 @@ def refuse_changes(model: nn.Module, cut: Cut, device: torch.device) -> list[Und
 
 
 def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Undo]:
-    """To where it is already (pipelines do that), the model may go."""
+    """To where it is already (pipelines do that), the model may go, and so may its parts."""
     dtypes = {p.tensor.dtype for params in cut.params.values() for p in params}
+    dtypes |= {p.dtype for p in model.parameters()}  # packed bytes have no dtype to compute in
 
-    def apply(fn: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
+    parts = _parts(model, cut)
+    held = {id(part) for part in parts}
+
+    def apply(
+        self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        if id(self) not in held:  # a copy of a part
+            return type(self)._apply(self, fn, *args, **kwargs)
         for dtype in dtypes:
             probe = torch.empty(0, dtype=dtype, device=device)
             moved = fn(probe)
@@ -38,7 +47,7 @@ def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Un
                     f"a streamed model stays on {device} and in {dtype}; give dtype= and "
                     f"device= when you load it, or call offload.unwrap(model) first"
                 )
-        return model
+        return self
 
     def save_pretrained(*_: Any, **__: Any) -> None:
         raise OffloadError(
@@ -52,10 +61,18 @@ def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Un
             "load it twice, or call offload.unwrap(model) first if it was wrapped"
         )
 
-    replaced: dict[str, Callable[..., Any]] = {"_apply": apply, "__reduce_ex__": pickled}
+    replaced: dict[str, Callable[..., Any]] = {"__reduce_ex__": pickled}
     if hasattr(model, "save_pretrained"):
         replaced["save_pretrained"] = save_pretrained
-    return [shadow(model, name, function) for name, function in replaced.items()]
+    undo = [shadow(model, name, function) for name, function in replaced.items()]
+    # A part that was moved alone would compute with weights that are not its blocks' any more.
+    return undo + [shadow(part, "_apply", MethodType(apply, part)) for part in parts]
+
+
+def _parts(model: nn.Module, cut: Cut) -> list[nn.Module]:
+    """All modules with weights of the cut in them: none of adapters that were put on top."""
+    own = {id(place.module) for params in cut.params.values() for p in params for place in p.places}
+    return [part for part in model.modules() if any(id(inner) in own for inner in part.modules())]
 
 
 def _refuse_to_load(model: nn.Module, cut: Cut) -> list[Undo]:

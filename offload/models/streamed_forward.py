@@ -9,12 +9,13 @@ does not lie in the slots itself.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -112,7 +113,20 @@ def stream_forward(module: nn.Module, turn: Turn) -> Callable[[], Any]:
                     torch.set_autocast_cache_enabled(True)
         return _guarded(output)
 
-    return shadow(module, "forward", forward)
+    return shadow(module, "forward", not_compiled(forward))
+
+
+def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` as it is, whoever asked torch.compile for the model: what it would trace are
+    waits for a disk, views of slots that are others' soon, and kernels of another compiler.
+
+    Where nobody has imported torch's compiler (70 MiB), as with a model that is wrapped, it is not
+    imported for this; compiled, such a model is an error of its own.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return forward
+    own = forward if isinstance(forward, MethodType) else getattr(forward, "__wrapped__", forward)
+    return wraps(own, updated=())(torch.compiler.disable(forward))  # type: ignore[no-any-return]
 
 
 class _NoBackward(torch.autograd.Function):
@@ -171,4 +185,4 @@ def apart(value: Any, memory: int) -> Any:
     return value
 
 
-__all__ = ["Turn", "apart", "stream_forward"]
+__all__ = ["Turn", "apart", "not_compiled", "stream_forward"]

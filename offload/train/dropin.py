@@ -25,6 +25,7 @@ from torch import nn
 from offload.errors import ClosedError, OffloadError
 from offload.io.tile_store import check_directory, is_tile_store
 from offload.models.meta import MetaModel
+from offload.models.streamed_forward import not_compiled
 from offload.train.engine import Engine
 from offload.train.foreign import ForeignLoop
 from offload.train.layout import TrainLayout, lay_out
@@ -184,6 +185,7 @@ class Training:
     def _equip(self) -> None:
         model = self.model
         model.offload = self
+        model.forward = not_compiled(model.forward)
         model.save_pretrained = MethodType(_save_pretrained, model)
         model.load_state_dict = MethodType(_load_state_dict, model)
         for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):

@@ -26,6 +26,7 @@ from equivalence import (
     opened,
     options,
     prompt,
+    reference,
 )
 from families import write
 
@@ -37,6 +38,7 @@ from offload.errors import (
     UnsupportedModelError,
 )
 from offload.io.faults import Fault, FaultyStore
+from offload.models.absent import AbsentTensor
 from offload.models.load import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("cut_small")
@@ -150,6 +152,65 @@ def test_saving_and_moving_are_refused(checkpoint: Checkpoint, tmp_path: Path) -
         assert list(tmp_path.iterdir()) == []
         assert model.to("cpu").to(torch.bfloat16).eval() is model  # as pipelines do
         check_logits(model, want)  # and nothing was half done
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers.1", "model.embed_tokens", "lm_head"])
+def test_moving_a_part_is_refused(checkpoint: Checkpoint, part: str) -> None:
+    want = checkpoint("qwen3_moe")
+    for prepared in (smallest(want.directory), everything(want.directory)):
+        with opened(prepared) as model:
+            module = model.get_submodule(part)
+            for spoil in (
+                lambda m: m.half(),
+                lambda m: m.to(torch.float64),
+                lambda m: m.to("meta"),
+            ):
+                with pytest.raises(OffloadError, match=r"stays on cpu and in torch\.bfloat16"):
+                    spoil(module)
+            assert module.to("cpu").to(torch.bfloat16) is module
+            check_logits(model, want)
+            # Of a part without weights that come and go a copy is an ordinary module.
+            if not any(isinstance(p, AbsentTensor) for p in module.parameters()):
+                twin = copy.deepcopy(module)
+                assert twin.half() is twin
+                assert {p.dtype for p in twin.parameters()} == {torch.float16}
+                check_logits(model, want)
+        assert "_apply" not in vars(module)
+
+
+def test_what_is_trainable_does_not_depend_on_the_budget(checkpoint: Checkpoint) -> None:
+    directory = checkpoint("qwen3_moe").directory
+    own = reference(directory, torch.bfloat16)
+    for prepared in (smallest(directory), everything(directory)):
+        with opened(prepared) as model:
+            assert model.num_parameters(only_trainable=True) == own.num_parameters()
+            with torch.no_grad():
+                model(prompt())
+            assert all(p.requires_grad for p in model.parameters())
+            model.requires_grad_(False)
+            assert model.num_parameters(only_trainable=True) == 0
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile", "a layer"])
+def test_compiled_it_runs_as_it_is(checkpoint: Checkpoint, how: str) -> None:
+    """Nothing of it is traced: not waits, not views of slots that are others' soon."""
+    from torch._dynamo.testing import CompileCounter
+
+    want = checkpoint("qwen3_moe")
+    for prepared in (smallest(want.directory), everything(want.directory)):
+        with opened(prepared) as model:
+            torch._dynamo.reset()
+            counter = CompileCounter()
+            called = model
+            if how == "torch.compile":
+                called = torch.compile(model, backend=counter)
+            else:
+                (model if how == "model.compile" else model.model).compile(backend=counter)
+            with torch.no_grad():
+                for _ in range(2):
+                    assert torch.equal(called(want.ids_BL).logits, want.logits_BLV)
+            assert counter.frame_count == 0
+            check_logits(model, want)
 
 
 def test_a_closed_model_says_so(checkpoint: Checkpoint, device: str) -> None:

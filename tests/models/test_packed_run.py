@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -199,13 +200,19 @@ def test_lean_steps_are_the_layers_own(family: str, tmp_path: Path) -> None:
         model.offload.close()
 
 
+def is_lean(model: Any) -> bool:
+    """Whether a ``LeanForward`` is in front of the model's own."""
+    forward = getattr(model.forward, "_torchdynamo_orig_callable", model.forward)
+    return isinstance(inspect.getclosurevars(forward).nonlocals.get("self"), LeanForward)
+
+
 @pytest.mark.parametrize("family", LEAN)
 def test_one_token_skips_the_models_own_forward(family: str, tmp_path: Path) -> None:
     """And has the same bits as through it, which a hook on the decoder brings back."""
     _, pack_dir = packed(family, tmp_path, "q8")
     model = load(pack_dir)
     try:
-        assert isinstance(inspect.getclosurevars(model.forward).nonlocals["self"], LeanForward)
+        assert is_lean(model)
         kw = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         kw |= {"output_logits": True, "return_dict_in_generate": True}
         calls: list[int] = []
@@ -242,7 +249,7 @@ def test_what_is_done_around_the_layers_is_noticed(
     monkeypatch.setattr(LlamaModel, "forward", scaled)
     model = load(pack_dir)
     try:
-        assert "self" not in inspect.getclosurevars(model.forward).nonlocals
+        assert not is_lean(model)
         lean = model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
         kw: dict[str, Any] = {"past_key_values": DynamicCache(config=model.config)}
         own = model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, **kw)
@@ -332,6 +339,35 @@ def test_experts_without_a_gate_are_refused(tmp_path: Path) -> None:
     _, pack_dir = packed("nemotron_h", tmp_path, "q8")
     with pytest.raises(UnsupportedModelError, match="gate"):
         load(pack_dir)
+
+
+def test_packed_weights_are_not_moved_and_not_compiled(tmp_path: Path) -> None:
+    """Bytes have no dtype: the model's is that of what it computes in. torch's compiler would trace
+    another compiler's kernels, to no end."""
+    from torch._dynamo.testing import CompileCounter
+
+    _, small = packed("qwen3_moe", tmp_path, "q4")
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with closing_model(load(small)) as model, torch.no_grad():
+        want = model(IDS).logits
+        for module in (model, model.model, model.model.layers[0]):
+            with pytest.raises(OffloadError, match=r"stays on cpu and in torch\.float32"):
+                module.half()
+            assert module.float() is module
+        compiled = torch.compile(model, backend=counter)
+        assert torch.equal(compiled(IDS).logits, want)
+        told = compiled.generate(IDS, max_new_tokens=4, do_sample=False)
+        assert torch.equal(told, model.generate(IDS, max_new_tokens=4, do_sample=False))
+    assert counter.frame_count == 0
+
+
+@contextmanager
+def closing_model(model: Any) -> Iterator[Any]:
+    try:
+        yield model
+    finally:
+        model.offload.close()
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,25 @@ def test_what_is_no_part_of_the_model_is_refused(tiny: Any) -> None:
             AdamW(model.parameters(), betas=(1.5, 0.9))
 
 
+def test_compiled_it_trains_as_it_is(tiny: Any) -> None:
+    """Trainer(torch_compile=True), say: nothing of it is traced, its gradients are the same."""
+    from torch._dynamo.testing import CompileCounter
+
+    directory = tiny()
+    found = []
+    for compiled in (False, True):
+        counter = CompileCounter()
+        torch._dynamo.reset()
+        with streamed(directory) as model:
+            called = torch.compile(model, backend=counter) if compiled else model
+            ids = next(batches(1))
+            loss = called(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        assert counter.frame_count == 0
+    assert all(map(torch.equal, *found))
+
+
 def test_what_was_frozen_stays_so(tiny: Any) -> None:
     directory = tiny()
 
