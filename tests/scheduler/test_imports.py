@@ -25,7 +25,7 @@ MAY_IMPORT = {  # package of offload -> other packages of offload it may import
     "kv": LOWER | {"runtime"},
     "models": LOWER | {"runtime", "kv", "gpu_ops"},
     "batch": LOWER | {"runtime", "kv", "models"},
-    "train": LOWER | {"runtime", "models"},
+    "train": LOWER | {"runtime", "models", "gpu_ops"},
 }
 
 
