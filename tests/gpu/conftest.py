@@ -24,13 +24,17 @@ CARD = torch.cuda.is_available()
 
 DEVICES = [
     "sim",
-    pytest.param("paper", marks=pytest.mark.skipif(CARD, reason="there is a real card")),
+    pytest.param(
+        "paper",
+        marks=[pytest.mark.sweep, pytest.mark.skipif(CARD, reason="there is a real card")],
+    ),
     pytest.param(
         "cuda",
         marks=[pytest.mark.gpu, pytest.mark.skipif(not CARD, reason="torch sees no card here")],
     ),
 ]
-"""``paper``: the device of a card on a fake of the card, whose memory is the CPU's."""
+"""``paper``: the device of a card on a fake of the card, whose memory is the CPU's. Some of it runs
+with all other tests on a stricter one, see ``test_strict_card``."""
 
 STRICT = os.environ.get("OFFLOAD_TEST_CARD") == "strict"
 """Instead of all of them a fake whose memory is of a device of its own (``strict_card``)."""

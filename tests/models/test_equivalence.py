@@ -7,7 +7,8 @@ written is poisoned, so a missing wait shows even when the bytes came out right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def _check(want: Golden, device: str, budget: str) -> None:
         check_logits(model, want)
 
 
+def every_other(families: Sequence[str]) -> list[Any]:
+    """The rest of them before a release."""
+    return [
+        pytest.param(family, marks=[pytest.mark.sweep] * (i % 2))
+        for i, family in enumerate(families)
+    ]
+
+
 @pytest.mark.parametrize(
     ("family", "device", "budget"),
     [
@@ -65,14 +74,14 @@ def test_everything_fits(checkpoint: Checkpoint, family: str, device: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("split_layers")
-@pytest.mark.parametrize("family", CORE)
+@pytest.mark.parametrize("family", every_other(CORE))
 def test_family_in_fine_steps(checkpoint: Checkpoint, family: str) -> None:
     """Large layers are split into their projections where nothing reads one from outside."""
     _check(checkpoint(family), "cpu", "minimum")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", tail())
+@pytest.mark.parametrize("family", every_other(tail()))
 def test_rare_family(checkpoint: Checkpoint, family: str) -> None:
     """One streamed run each: the device with all tiers, as little memory as possible."""
     dtype = torch.float32 if family in FLOAT32_ONLY else torch.bfloat16

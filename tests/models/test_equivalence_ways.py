@@ -192,8 +192,17 @@ def test_big_vocabulary(checkpoint: Checkpoint, family: str, tied: bool, device:
         assert model.offload.executor.stats.row_reads > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("qwen3_moe", torch.float16),
+        ("qwen3_moe", torch.float32),
+        pytest.param("llama", torch.float32, marks=pytest.mark.sweep),
+        pytest.param("llama", torch.float16, marks=pytest.mark.sweep),
+        pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.sweep),
+    ],
+)
 def test_large_tensors_are_read_without_a_copy(
     checkpoint: Checkpoint, family: str, dtype: torch.dtype, device: str
 ) -> None:

@@ -22,8 +22,8 @@ CASES = {
     "training": (
         ["train/test_card.py", "train/test_device.py", "train/test_device_head.py",
          "train/test_device_lora.py"],
-        "test_card or dense_model and disk-0.5-some or experts and gpt_oss-least "
-        "or tied and gemma2-least or evaluation_between and some",
+        "test_card and (adapters or measures or dropout or casts or clip) or dense_model and "
+        "disk-0.5-some or tied and gemma2-least",
     ),
     "packed training": (
         ["train/test_device_qlora.py"], "unpacked_values and (gpt_oss and least or llama and some)"

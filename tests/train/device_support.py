@@ -29,6 +29,9 @@ from offload.train.marks import Marks
 from offload.train.opening import Placement
 from offload.train.row_grads import lookup_tables
 
+ROOMS = ["all", pytest.param("some", marks=pytest.mark.sweep), "least"]
+"""On the device; see ``on_device``. Between the two ends only before a release."""
+
 ARGUMENTS, RESULTS = 512 << 10, 256 << 10
 """Bytes: more than tiny units take."""
 

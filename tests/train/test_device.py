@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_support import engine_on_device, races_without
+from device_support import ROOMS, engine_on_device, races_without
 from engine_support import batch, every_pair, oracle_of
 from fake_card import FakeCard
 from families import write
@@ -31,8 +31,6 @@ from offload.train.checks import check_device
 from offload.train.device_plan import DevicePlacement
 from offload.train.preparing import prepare
 from offload.train.visits import Visits
-
-ROOMS = ["all", "some", "least"]
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: family and options."""
 
+ALIKE = ("inside backward", "tied, accumulated", "LoRA, a bias", "QLoRA, q8")
+"""Of these, those that others are nearly like: before a release."""
+
 
 @pytest.fixture(autouse=True)
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +75,9 @@ def least_room(options: Any) -> int:
     ).nbytes  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.sweep] * (c in ALIKE)) for c in CASES]
+)
 def test_a_run_is_the_run_without(tmp_path: Path, case: str) -> None:
     """With two slots for nine slices, and with one for each."""
     family, more = CASES[case]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_support import adapters_on_device, races_without
+from device_support import ROOMS, adapters_on_device, races_without
 from engine_support import batch, group_at
 from fake_card import FakeCard
 from lora_support import EXPERTS, Made, adapted_oracle
@@ -20,8 +20,6 @@ from test_lora import train as train_both
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
 from offload.train.preparing import prepare
-
-ROOMS = ["all", "some", "least"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_support import races_without, simulated
+from device_support import ROOMS, races_without, simulated
 from engine_support import batch, group_at
 from fake_card import FakeCard
 from lora_support import EXPERTS, adapted_oracle
@@ -35,8 +35,6 @@ from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
 from offload.train.device_values import DeviceValues
 from offload.train.preparing import prepare
-
-ROOMS = ["all", "some", "least"]
 
 
 @pytest.fixture(scope="module")

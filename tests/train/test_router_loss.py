@@ -135,7 +135,13 @@ ONE_LAYER = {**LORA, "lora_targets": r"model\.layers\.1\.mlp\.experts\..*"}
 
 
 @pytest.mark.parametrize(
-    "more", [{"grad_accum": 3}, {"max_grad_norm": 0.0}, {"grad_accum": 2, **LORA}, ONE_LAYER]
+    "more",
+    [
+        {"grad_accum": 3},
+        pytest.param({"max_grad_norm": 0.0}, marks=pytest.mark.sweep),
+        pytest.param({"grad_accum": 2, **LORA}, marks=pytest.mark.sweep),
+        ONE_LAYER,
+    ],
 )
 def test_a_run_on_a_device_is_the_run_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
