@@ -268,10 +268,11 @@ class Engine(Stepping):
         return Generators(self.homes.torch_device(unit))
 
     def forward_key(self, unit: int) -> Any:
+        generators = self._generators(unit)
         if self.random_key is None:
-            return self._generators(unit).state()
+            return generators.state()
         seed = self.random_key(self.current_micro, unit)
-        torch.manual_seed(seed)
+        generators.seed(seed)
         return seed
 
     @property
