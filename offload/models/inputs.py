@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import PlanError
 from offload.models.shadow import shadow
-from offload.runtime.cuda_api import failed
+from offload.runtime.cuda_api import telling
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -57,6 +56,12 @@ def take_inputs(model: nn.Module, device: torch.device) -> list[Callable[[], Any
     return undo
 
 
+FULL = (
+    "plan for the tokens and sequences that you use (context, prompt_tokens, batch), lower the GPU "
+    "budget, or end what else uses the card"
+)
+
+
 def _say_what_is_full(model: nn.Module, device: torch.device) -> Callable[[], Any]:
     """A plan holds what it was made for: more tokens or sequences, or somebody else on the card,
     are the user's to act on, and a traceback of the allocator does not say so."""
@@ -64,17 +69,8 @@ def _say_what_is_full(model: nn.Module, device: torch.device) -> Callable[[], An
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with telling(str(device), "a pass", FULL):
             return inner(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            said = str(error).strip().splitlines()[:1] or ["no more is known"]
-            raise PlanError(
-                f"the memory of {device} ran out in the middle of a pass ({said[0]}): plan for the "
-                f"tokens and sequences that you use (context, prompt_tokens, batch), lower the GPU "
-                f"budget, or end what else uses the card"
-            ) from error
-        except torch.AcceleratorError as error:  # of a kernel of torch's; copies' are ours
-            raise failed("in the middle of a pass", error) from error
 
     return shadow(model, "forward", forward)
 

@@ -8,12 +8,14 @@ names them ``cuda``, too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from offload.errors import DeviceError, OffloadError
+from offload.errors import DeviceError, OffloadError, PlanError
 
 log = logging.getLogger(__name__)
 
@@ -277,6 +279,29 @@ def failed(what: str, error: BaseException) -> DeviceError:
     return ours
 
 
+@contextlib.contextmanager
+def telling(where: str, during: str, way_out: str) -> Iterator[None]:
+    """What torch's own kernels and allocator say of a card inside, as ours; copies' errors are.
+
+    Args:
+        where: whose memory it is. during: what they are in the middle of, "a pass".
+        way_out: what to do where memory runs out.
+
+    Raises:
+        PlanError: its memory is exhausted.
+        DeviceError: it has failed.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).strip().splitlines()[:1] or ["no more is known"]
+        raise PlanError(
+            f"the memory of {where} ran out in the middle of {during} ({said[0]}): {way_out}"
+        ) from error
+    except torch.AcceleratorError as error:
+        raise failed(f"in the middle of {during}", error) from error
+
+
 def _cudart() -> Any:
     return _cuda.cudart()
 
@@ -289,5 +314,5 @@ def _text(code: int) -> str | None:
 
 __all__ = [
     "CardApi", "Room", "TorchCard", "card_count", "card_name", "check_card", "current_card",
-    "failed", "open_card",
+    "failed", "open_card", "telling",
 ]  # fmt: skip

@@ -80,28 +80,37 @@ def measure_updating(
         alone_bytes_s = lane.moved_bytes / each
         if work is None:
             return Updating(adam=adam, lane=alone_bytes_s, beside=Beside())
-        stop = threading.Event()
-        found: list[float] = []
-
-        def go_round() -> None:
-            try:
-                found.append(lane.until(stop))
-            except OffloadError as error:
-                logger.info("tiles beside computing: %s", error)
-
-        thread = threading.Thread(target=go_round, name="offload-probe-updates")
-        alone = mean_seconds(work)
-        thread.start()
-        try:
-            together = mean_seconds(work)
-        finally:
-            stop.set()
-            thread.join()
-        if not found:
+        slower, found = together(work, lane.until, "updates")
+        if found is None:
             return Updating(adam=adam, lane=alone_bytes_s, beside=Beside())
-    beside = Beside(compute=max(1.0, together / alone), disk=max(1.0, found[0] / each))
+    beside = Beside(compute=slower, disk=max(1.0, found / each))
     logger.debug("beside each other: %s", beside)
     return Updating(adam=adam, lane=alone_bytes_s, beside=beside)
+
+
+def together(
+    work: Callable[[], object], other: Callable[[threading.Event], float], name: str
+) -> tuple[float, float | None]:
+    """How many times as long ``work`` takes while ``other`` goes on until the event, and what that
+    returns; None if it failed (its reason is logged)."""
+    stop = threading.Event()
+    found: list[float] = []
+
+    def go_on() -> None:
+        try:
+            found.append(other(stop))
+        except OffloadError as error:
+            logger.info("%s beside computing: %s", name, error)
+
+    thread = threading.Thread(target=go_on, name=f"offload-probe-{name}")
+    alone = mean_seconds(work)
+    thread.start()
+    try:
+        both = mean_seconds(work)
+    finally:
+        stop.set()
+        thread.join()
+    return max(1.0, both / alone), found[0] if found else None
 
 
 def mean_seconds(work: Callable[[], object]) -> float:
@@ -211,4 +220,4 @@ class _Lane:
         self._writing.append((memory, self._engine.write(self._file, at, view)))
 
 
-__all__ = ["Updating", "mean_seconds", "measure_updating"]
+__all__ = ["Updating", "measure_updating", "together"]

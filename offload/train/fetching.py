@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.blocks import align_up
-from offload.errors import OffloadError
 from offload.io.engines import Engine, make_engine
 from offload.io.memory import Staging
 from offload.io.store import PREFETCH
 from offload.runtime.memory import HostMemory
-from offload.train.beside import mean_seconds
+from offload.train.beside import together
 from offload.train.layout import Block, TrainLayout
 from offload.train.opening import CHUNK_BYTES, STAGING_CHUNKS, EngineOptions
 from offload.train.pace import Beside
@@ -101,26 +100,14 @@ def _measure(reads: _Reads, work: Callable[[], object] | None) -> Fetching:
     rate = reads.run(lambda nbytes, seconds: seconds >= ALONE_S)
     if work is None:
         return Fetching(rate=rate, beside=Beside())
-    stop = threading.Event()
-    found: list[float] = []
 
-    def go_on() -> None:
-        try:
-            found.append(reads.run(lambda nbytes, seconds: nbytes > 0 and stop.is_set()))
-        except OffloadError as error:
-            logger.info("reads beside computing: %s", error)
+    def until(stop: threading.Event) -> float:
+        return reads.run(lambda nbytes, seconds: nbytes > 0 and stop.is_set())
 
-    alone = mean_seconds(work)
-    thread = threading.Thread(target=go_on, name="offload-probe-reads")
-    thread.start()
-    try:
-        together = mean_seconds(work)
-    finally:
-        stop.set()
-        thread.join()
-    if not found:
+    slower, found = together(work, until, "reads")
+    if found is None:
         return Fetching(rate=rate, beside=Beside())
-    beside = Beside(compute=max(1.0, together / alone), disk=max(1.0, rate / found[0]))
+    beside = Beside(compute=slower, disk=max(1.0, rate / found))
     logger.debug("reads and computing beside each other: %s", beside)
     return Fetching(rate=rate, beside=beside)
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from offload.errors import OffloadError, PlanError
+from offload.errors import OffloadError
 from offload.models.meta import MetaModel
 from offload.runtime.choice import make_device
-from offload.runtime.cuda_api import failed
+from offload.runtime.cuda_api import telling
 from offload.runtime.device import Device
 from offload.runtime.rss import peak_rss
 from offload.scheduler.timeline import Record
@@ -54,25 +52,10 @@ class _Output:
     last: str | None = None
 
 
-@contextlib.contextmanager
-def _card_trouble() -> Iterator[None]:
-    """What torch says of a card inside, as ours.
-
-    Raises:
-        PlanError: its memory is exhausted.
-        DeviceError: it has failed.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        said = str(error).strip().splitlines()[:1] or ["no more is known"]
-        raise PlanError(
-            f"the card's memory ran out in the middle of a step ({said[0]}); what is committed "
-            f"stays: lower --gpu, --seq-len or --batch-size, or end what else uses the card, and "
-            f"go on with --resume"
-        ) from error
-    except torch.AcceleratorError as error:  # of a kernel of torch's; copies' are ours
-        raise failed("in the middle of a step", error) from error
+FULL = (
+    "what is committed stays; lower --gpu, --seq-len or --batch-size, or end what else uses the "
+    "card, and go on with --resume"
+)
 
 
 class Run:
@@ -151,7 +134,7 @@ class Run:
             stack.callback(loop.close)
             loop.phases.counters = partial(self._counters, engine)
             loop.phases.record = self.record
-            with _card_trouble():
+            with telling("the card", "a step", FULL):
                 report = self._steps(engine, loop, listener, should_stop, began)
             if engine.homes.tier is not None:
                 engine.homes.tier.device.check()

@@ -171,6 +171,13 @@ def _key(model: Any) -> Any:
     return type(model), config.to_json_string(use_diff=False), model.training, ways, shapes
 
 
+def everything_else_on_disk(run: Any) -> None:
+    device = run.plan.placement.device
+    everything_on_disk(run)
+    placement = replace(run.plan.placement, device=device)
+    object.__setattr__(run.plan, "placement", placement)
+
+
 def again(options: TrainOptions, **changes: Any) -> TrainOptions:
     return replace(options, resume=True, **changes)
 

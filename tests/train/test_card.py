@@ -25,7 +25,6 @@ from run_support import (
     write_data,
     write_model,
 )
-from test_device import everything_else_on_disk
 
 from offload.errors import DeviceError, PlanError
 from offload.runtime import cuda_api
@@ -51,20 +50,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     monkeypatch.setattr(cuda_api, "open_card", lambda index: card)
     yield card
     card.end()
-
-
-@pytest.fixture
-def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Train a whole run; its log and the bytes of its weights."""
-    planned_once(monkeypatch)
-    data = write_data(tmp_path / "data.jsonl")
-
-    def run(model: Path, name: str, **more: Any) -> Any:
-        options = options_for(model, data, tmp_path / name, **more)
-        log = train(options, change=everything_else_on_disk)
-        return log.losses, log.norms, weights_of(tmp_path / name / "out")
-
-    return run
 
 
 @pytest.mark.parametrize(

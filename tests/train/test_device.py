@@ -13,14 +13,11 @@ from engine_support import batch, every_pair, oracle_of
 from fake_card import FakeCard
 from families import write
 from run_support import (
-    everything_on_disk,
     options_for,
     planned_once,
-    weights_of,
     write_data,
     write_model,
 )
-from run_support import train as train_run
 from test_engine import train
 
 from offload.errors import OffloadError, PlanError
@@ -120,27 +117,6 @@ def test_what_drives_cards_gives_the_same_bits(
         oracle = oracle_of(directory, engine.layout)
         train(engine, oracle, 1, 0.5, steps=3)
     card.end()
-
-
-@pytest.fixture
-def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Train a whole run; its log and the bytes of its weights."""
-    planned_once(monkeypatch)
-    data = write_data(tmp_path / "data.jsonl")
-
-    def run(model: Path, name: str, **more: Any) -> Any:
-        options = options_for(model, data, tmp_path / name, **more)
-        log = train_run(options, change=everything_else_on_disk)
-        return log.losses, log.norms, weights_of(tmp_path / name / "out")
-
-    return run
-
-
-def everything_else_on_disk(run: Any) -> None:
-    device = run.plan.placement.device
-    everything_on_disk(run)
-    placement = replace(run.plan.placement, device=device)
-    object.__setattr__(run.plan, "placement", placement)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

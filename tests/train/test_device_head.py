@@ -12,6 +12,7 @@ import pytest
 from device_support import races_without
 from fake_card import FakeCard
 from run_support import (
+    everything_else_on_disk,
     options_for,
     planned_once,
     train,
@@ -19,7 +20,6 @@ from run_support import (
     write_data,
     write_model,
 )
-from test_device import everything_else_on_disk
 from test_link import machine, made_up
 
 from offload.cli.machines import load

@@ -12,8 +12,15 @@ from device_support import ROOMS, adapters_on_device, races_without
 from engine_support import batch, group_at
 from fake_card import FakeCard
 from lora_support import EXPERTS, Made, adapted_oracle
-from run_support import options_for, planned_once, train, weights_of, write_data, write_model
-from test_device import everything_else_on_disk
+from run_support import (
+    everything_else_on_disk,
+    options_for,
+    planned_once,
+    train,
+    weights_of,
+    write_data,
+    write_model,
+)
 from test_lora import seed_units
 from test_lora import train as train_both
 

@@ -17,6 +17,7 @@ from fake_card import FakeCard
 from lora_support import EXPERTS, adapted_oracle
 from qlora_support import Packs, packed_engine
 from run_support import (
+    everything_else_on_disk,
     not_warmed,
     options_for,
     planned_once,
@@ -25,7 +26,6 @@ from run_support import (
     write_data,
     write_model,
 )
-from test_device import everything_else_on_disk
 from test_lora import train as train_both
 from test_qlora import command
 

@@ -12,8 +12,15 @@ from engine_support import batch, engine_of
 from equivalence import reference
 from fake_card import FakeCard
 from families import write
-from run_support import options_for, planned_once, train, weights_of, write_data, write_model
-from test_device import everything_else_on_disk
+from run_support import (
+    everything_else_on_disk,
+    options_for,
+    planned_once,
+    train,
+    weights_of,
+    write_data,
+    write_model,
+)
 
 from offload.errors import OffloadError
 from offload.runtime.cuda_device import CudaDevice
