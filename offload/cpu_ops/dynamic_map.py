@@ -85,11 +85,23 @@ _slope_8, _offset_8 = (look_up_8(t) for t in _lines(UNSIGNED))
 _inverse_slope_7, _inverse_offset_7 = (look_up_8(t) for t in _inverse(SIGNED))
 _inverse_slope_8, _inverse_offset_8 = (look_up_8(t) for t in _inverse(UNSIGNED))
 
-_bound_7, _bound_8 = (
-    look_up_8((*(10.0 ** (h - bits + 1) for h in range(bits - 1)), 2.0))
-    for bits in (SIGNED, UNSIGNED)
-)
-"""Where a decade ends, upon which x is in it still; the last one does not."""
+
+def _bounds(bits: int) -> tuple[float, ...]:
+    """Where a decade ends, upon which x is in it still; the last one does not."""
+    return (*(10.0 ** (h - bits + 1) for h in range(bits - 1)), 2.0)
+
+
+_bound_7, _bound_8 = (look_up_8(_bounds(bits)) for bits in (SIGNED, UNSIGNED))
+
+
+def device_lines() -> npt.NDArray[np.float32]:
+    """float32 [2, 5, 8]: for signed and unsigned codes slopes, offsets, their inverses, and the
+    bounds, by decade: what kernels for a card are given."""
+    out = np.zeros((2, 5, 8), np.float32)
+    for i, bits in enumerate((SIGNED, UNSIGNED)):
+        for j, line in enumerate((*_lines(bits), *_inverse(bits), _bounds(bits))):
+            out[i, j, : len(line)] = line
+    return out
 
 
 @inline

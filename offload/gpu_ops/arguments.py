@@ -55,4 +55,14 @@ class DequantizeArgs(ctypes.Structure):
     )  # fmt: skip
 
 
-Arguments = QuantizeArgs | LinearArgs | ExpertArgs | DequantizeArgs
+class AdamArgs(ctypes.Structure):
+    _fields_ = (
+        ("gradient", _u64), ("p", _u64), ("m", _u64), ("v", _u64), ("copy", _u64),
+        ("m_scales", _u64), ("v_scales", _u64),
+        ("seed", _u64), ("step", _u64), ("first", _u64), ("count", _i64),
+        ("constants", _f32 * 10), ("lines", _f32 * 80),
+        ("wide_gradient", _i32), ("wide_copy", _i32), ("l2", _i32), ("from_gradient", _i32),
+    )  # fmt: skip
+
+
+Arguments = QuantizeArgs | LinearArgs | ExpertArgs | DequantizeArgs | AdamArgs

@@ -21,7 +21,7 @@ MOST_THREADS = 256
 
 OF_FORMAT = ("linear", "gate_up", "down", "dequantize")
 """Kernels that are compiled for a format, and all but the last for a number of tokens."""
-PLAIN = ("quantize", "merge")
+PLAIN = ("quantize", "merge", "adam_fp32", "adam_bf16", "adam_8bit")
 
 
 @dataclass(frozen=True, slots=True)

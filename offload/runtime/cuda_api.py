@@ -54,6 +54,14 @@ class CardApi(Protocol):
         """A new stream that does not wait for torch's default one."""
         ...
 
+    def compute_stream(self) -> Any:
+        """A new stream that a thread computes on besides torch's default one."""
+        ...
+
+    def computing_on(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        """Inside, torch puts the calling thread's computation on ``stream``."""
+        ...
+
     def current_stream(self) -> Any:
         """The stream that torch puts the calling thread's computation on."""
         ...
@@ -135,6 +143,14 @@ class TorchCard:
 
     def stream(self) -> Any:
         return _cuda.Stream(self.device)
+
+    def compute_stream(self) -> Any:
+        return self.stream()
+
+    @contextlib.contextmanager
+    def computing_on(self, stream: Any) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            yield
 
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)

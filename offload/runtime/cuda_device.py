@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from offload.errors import OffloadError, PlanError, SchedulerError
 from offload.runtime import cuda_api
@@ -29,6 +30,7 @@ from offload.runtime.cuda_stream import (
     STAGING_BYTES,
     ComputeStream,
     CopyStream,
+    UpdateStream,
     Way,
 )
 from offload.runtime.device import Access, Event, Memory, Region, Stream
@@ -85,17 +87,23 @@ class CudaDevice:
         self._hosts: list[PinnedMemory] = []
         self._watchers = {
             name: Watcher(name, self.api, self._faults, watchdog_s)
-            for name in ("compute", *COPY_STREAMS)
+            for name in ("compute", "update", *COPY_STREAMS)
         }
         self._compute = ComputeStream(self.api, self._watchers["compute"])
         self._copies = tuple(
             CopyStream(name, self.api, self._watchers[name], staging)
             for name, staging in COPY_STREAMS.items()
         )
+        self._update = UpdateStream(self.api, self._watchers["update"])
         self.compute: Stream = self._compute
+        self.update: Stream = self._update
         self.h2d: Stream = self._copies[0]
         self.d2h: Stream = self._copies[1]
         self.up: Stream = self._copies[2]
+
+    def updating(self) -> AbstractContextManager[None]:
+        """See ``Device``."""
+        return self._update.computing()
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -147,9 +155,9 @@ class CudaDevice:
                     f"plan less on it"
                 )
             memory = CardMemory(nbytes, name, self.api)
-            for stream in self._copies:
+            for raw in (*(s.raw for s in self._copies), self._update.raw):
                 # Whoever forgets us without close() frees it on the stream it was made on, only.
-                self.api.used_by(memory.tensor(), stream.raw)
+                self.api.used_by(memory.tensor(), raw)
             self._cards.append(memory)
         return memory
 
@@ -239,7 +247,8 @@ class CudaDevice:
         hangs is waited for once."""
         if self._hangs:
             return False
-        for event in (*self._compute.last(), *(s.end() for s in self._copies)):
+        last = (*self._compute.last(), *self._update.last())
+        for event in (*last, *(s.end() for s in self._copies)):
             try:
                 event.wait(self._watchdog_s)
             except OffloadError as error:

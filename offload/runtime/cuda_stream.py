@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +46,14 @@ class ComputeStream:
         self._lock = threading.Lock()
         self._last: dict[Any, CudaEvent] = {}
 
+    def _stream(self) -> Any:
+        return self._api.current_stream()
+
     def record(self) -> Event:
         """See ``Stream``. Never raises: on a card that has failed the event has, too. Who records
         is about to let go of memory, and has to be able to."""
         try:
-            stream = self._api.current_stream()
+            stream = self._stream()
             event = CudaEvent(self._watcher, self._api.record(stream))
         except RuntimeError as error:
             event = CudaEvent(self._watcher, recorded=False)
@@ -66,12 +70,29 @@ class ComputeStream:
             if waited.error is not None:
                 raise waited.error
             return  # the usual case: blocks are asked for when they have arrived
-        waited.order(self._api.current_stream())
+        waited.order(self._stream())
 
     def last(self) -> list[CudaEvent]:
         """The last event recorded on each stream that was ever computed on."""
         with self._lock:
             return list(self._last.values())
+
+
+class UpdateStream(ComputeStream):
+    """A stream of its own, that another thread computes on."""
+
+    name = "update"
+
+    def __init__(self, api: CardApi, watcher: Watcher) -> None:
+        super().__init__(api, watcher)
+        self.raw = api.compute_stream()
+
+    def _stream(self) -> Any:
+        return self.raw
+
+    def computing(self) -> AbstractContextManager[None]:
+        """What the calling thread computes inside is queued here."""
+        return self._api.computing_on(self.raw)
 
 
 class Way(enum.Enum):
@@ -244,6 +265,6 @@ class Staging:
 
 
 __all__ = [
-    "SMALL_STAGING_BYTES", "STAGING_BYTES", "ComputeStream", "CopyStream", "Staging", "Way",
-    "staging_reserve",
+    "SMALL_STAGING_BYTES", "STAGING_BYTES", "ComputeStream", "CopyStream", "Staging",
+    "UpdateStream", "Way", "staging_reserve",
 ]  # fmt: skip

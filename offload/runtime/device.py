@@ -13,6 +13,7 @@ threads take part as *actors*: the thread that computes, and the I/O lanes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -104,6 +105,12 @@ class Device(Protocol):
     d2h: Stream
     up: Stream
     """Small copies to the device that must not come behind the weights on ``h2d``."""
+    update: Stream
+    """What is computed beside ``compute``, on another thread: optimizer updates."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """What is computed inside, by the calling thread, is on ``update``."""
+        ...
 
     def host_memory(self, nbytes: int, name: str) -> Memory:
         """Host memory that I/O can fill and copies can read (pinned where that means something)."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -63,7 +65,11 @@ class NullDevice:
         self.h2d: Stream = _NullStream("h2d", self._done)
         self.d2h: Stream = _NullStream("d2h", self._done)
         self.up: Stream = _NullStream("up", self._done)
+        self.update: Stream = _NullStream("update", self._done)
         self._memories: list[HostMemory] = []
+
+    def updating(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def host_memory(self, nbytes: int, name: str) -> Memory:
         """See ``HostMemory``. Closed with the device if its owner did not."""

@@ -35,7 +35,7 @@ from offload.runtime.device import Access, Event, Memory, Region, Stream
 from offload.runtime.memory import POISON, HostMemory, check_copy, check_region
 from offload.runtime.race import RaceDetector
 from offload.runtime.sim_event import Clock, Faults, Shared, WallClock, finished_event, sim_event
-from offload.runtime.sim_stream import HostStream, SimStream
+from offload.runtime.sim_stream import HostStream, SimStream, UpdateStream
 from offload.units import format_bytes
 
 
@@ -122,6 +122,7 @@ class SimDevice:
             )
 
         self.compute: Stream = HostStream("compute", self._shared)
+        self.update: Stream = UpdateStream("update", self._shared)
         self.h2d: Stream = stream("h2d", h2d_bytes_per_s)
         self.d2h: Stream = stream("d2h", d2h_bytes_per_s)
         self.up: Stream = stream("up", h2d_bytes_per_s)
@@ -135,6 +136,10 @@ class SimDevice:
         self.close()
         if kind is None:
             self.check()
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Device``: the thread that updates computes itself."""
+        return contextlib.nullcontext()
 
     # -- memory --------------------------------------------------------------------------------
 

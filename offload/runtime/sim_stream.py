@@ -39,6 +39,17 @@ class HostStream:
         sim_event(event).wait()
 
 
+class UpdateStream(HostStream):
+    """Computing on another thread of the host, which learns by itself what it comes after."""
+
+    def wait(self, event: Event) -> None:
+        before = sim_event(event)
+        before.block()
+        if self._shared.races is not None:
+            self._shared.races.acquire(self.name, before.stamp)
+        self._shared.check()
+
+
 @dataclass(frozen=True, slots=True)
 class _Op:
     """One operation: wait for ``after``, copy, complete ``event``; each part may be absent."""

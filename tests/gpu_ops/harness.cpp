@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "adam.cuh"
 #include "dequantize.cuh"
 #include "experts.cuh"
 #include "linear.cuh"
@@ -122,6 +123,9 @@ std::function<void()> find(const std::string& kernel, const std::string& format,
                            const void* args) {
     if (kernel == "quantize") return with<QuantizeArgs>(args, quantize_block);
     if (kernel == "merge") return with<ExpertArgs>(args, merge_block);
+    if (kernel == "adam_fp32") return with<AdamArgs>(args, adam_fp32_block);
+    if (kernel == "adam_bf16") return with<AdamArgs>(args, adam_bf16_block);
+    if (kernel == "adam_8bit") return with<AdamArgs>(args, adam_8bit_block);
 #define FORMAT_IS(F) \
     if (format == #F) return of_tokens<F>(kernel, tokens, args);
     FORMAT_IS(F32) FORMAT_IS(F16) FORMAT_IS(BF16) FORMAT_IS(Q4_0) FORMAT_IS(Q4_1) FORMAT_IS(Q5_0)
@@ -181,7 +185,8 @@ extern "C" u64 size_of(const char* structure) {
                                               {"QuantizeArgs", sizeof(QuantizeArgs)},
                                               {"LinearArgs", sizeof(LinearArgs)},
                                               {"ExpertArgs", sizeof(ExpertArgs)},
-                                              {"DequantizeArgs", sizeof(DequantizeArgs)}};
+                                              {"DequantizeArgs", sizeof(DequantizeArgs)},
+                                              {"AdamArgs", sizeof(AdamArgs)}};
     const auto found = sizes.find(structure);
     return found == sizes.end() ? 0 : found->second;
 }

@@ -69,6 +69,7 @@ DEVICE float fma32(float a, float b, float c) { return std::fmaf(a, b, c); }
 DEVICE float mul32(float a, float b) { return a * b; }
 DEVICE float add32(float a, float b) { return a + b; }
 DEVICE float divide(float a, float b) { return a / b; }
+DEVICE float root32(float a) { return std::sqrt(a); }
 DEVICE float to_float(int a) { return static_cast<float>(a); }
 DEVICE int nearest(float a) { return static_cast<int>(std::nearbyintf(a)); }
 

@@ -8,6 +8,7 @@ of kernels are. Broken rules are kept in ``wrong``.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -143,6 +144,14 @@ class FakeCard:
     def stream(self) -> FakeStream:
         self.calls.append("stream")
         return self._new_stream(f"s{len(self._streams)}")
+
+    def compute_stream(self) -> FakeStream:
+        self.calls.append("compute_stream")
+        return self._new_stream(f"s{len(self._streams)}", computes=True)
+
+    def computing_on(self, stream: FakeStream) -> contextlib.AbstractContextManager[None]:
+        self.calls.append(f"on:{stream.name}")
+        return contextlib.nullcontext()
 
     def current_stream(self) -> FakeStream:
         return self.default

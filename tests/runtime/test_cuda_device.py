@@ -138,6 +138,7 @@ def test_memory_is_kept_for_the_streams_that_use_it(make: Make) -> None:
         "used_by:s1",
         "used_by:s2",
         "used_by:s3",
+        "used_by:s4",
     ]
 
 

@@ -38,8 +38,8 @@ def test_kind_and_tier(device: Device) -> None:
     assert device.kind in ("null", "sim", "cuda")
     assert device.has_memory == (device.kind != "null")
     assert device.torch_device.type == "cpu"
-    streams = (device.compute, device.h2d, device.d2h, device.up)
-    assert [s.name for s in streams] == ["compute", "h2d", "d2h", "up"]
+    streams = (device.compute, device.h2d, device.d2h, device.up, device.update)
+    assert [s.name for s in streams] == ["compute", "h2d", "d2h", "up", "update"]
     assert device.acquired_memory() == 0
 
 
@@ -63,6 +63,34 @@ def test_copies_move_exactly_the_region(device: Device) -> None:
     assert got[100:2101] == [i % 256 for i in range(3, 2004)]
     assert set(got[:100] + got[2101:]) == {7}
     device.check()
+
+
+def test_another_thread_computes_beside(device: Device) -> None:
+    """What it waits for is there, and what it has made is copied down behind it."""
+    if not device.has_memory:
+        pytest.skip("without a tier of its own there is nothing to wait for")
+    host, there = device.host_memory(MIB, "host"), device.device_memory(MIB, "tile")
+    here, away = Region(host, 0, MIB), Region(there, 0, MIB)
+
+    def update() -> None:
+        host.tensor().fill_(3)
+        device.touch("update", here, "w")
+        device.h2d.wait(device.signal("update"))
+        device.update.wait(device.copy(away, here, device.h2d))
+        with device.updating():
+            device.touch("update", away, "r")
+            there.tensor().add_(4)
+            device.touch("update", away, "w")
+        device.d2h.wait(device.update.record())
+        device.copy(here, away, device.d2h).then(lambda error: ended.set())
+
+    ended = threading.Event()
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join(30)
+    assert ended.wait(30)
+    device.check()
+    assert host.tensor().unique().tolist() == [7]
 
 
 def test_copies_that_do_not_fit_raise_at_once(device: Device) -> None:

@@ -2,7 +2,7 @@
 // here, so that the rest of the kernels is plain C++: tests compile it for the CPU with
 // OFFLOAD_SHIM naming a header that defines the same functions.
 //
-// Floating-point operations are named (fma32, mul32, add32): a compiler may not fuse or reorder
+// Floating-point operations are named (fma32, mul32, add32 and so on): a compiler may not fuse or reorder
 // them, so a result depends on the source alone.
 #pragma once
 
@@ -54,6 +54,11 @@ DEVICE float add32(float a, float b) {
 DEVICE float divide(float a, float b) {
     float r;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+DEVICE float root32(float a) {
+    float r;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
 DEVICE float to_float(int a) { return __int2float_rn(a); }
