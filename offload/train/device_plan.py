@@ -14,6 +14,7 @@ from offload.blocks import ALIGN, DTYPE_BYTES, align_up
 from offload.errors import OffloadError, PlanError
 from offload.train.head_place import HeadPlacement
 from offload.train.layout import TrainLayout
+from offload.train.update_place import UpdatePlacement
 from offload.units import format_bytes
 
 TENSORS = 64
@@ -56,6 +57,8 @@ class DevicePlacement:
     """The head and the loss, if they are computed there."""
     head_why: str = ""
     """Why they are, or are not."""
+    updates: UpdatePlacement | None = None
+    """Tiles of optimizer states that are updated there; None: all in RAM."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -69,6 +72,7 @@ class DevicePlacement:
             "matrix workspace": self.kernel_bytes,
             "arguments and results": self.up_bytes + self.down_bytes,
             "gradients on their way": self.gradients * self.gradient_bytes,
+            "tiles to update": 0 if self.updates is None else self.updates.nbytes,
         }
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
@@ -86,7 +90,8 @@ class DevicePlacement:
     def host_bytes(self) -> int:
         """Of RAM, from which and to which copies are made. Weights are copied from where they
         are."""
-        return self.up_bytes + self.down_bytes + self.gradients * self.gradient_bytes
+        updates = 0 if self.updates is None else self.updates.host_bytes
+        return self.up_bytes + self.down_bytes + self.gradients * self.gradient_bytes + updates
 
     def describe(self) -> str:
         """For the plan's text."""
@@ -104,8 +109,11 @@ class DevicePlacement:
         )
         return (
             f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)}: {parts}; {count} layers "
-            f"run there, the weights of {held}{packed}{again}; {self._head_text()}"
+            f"run there, the weights of {held}{packed}{again}; {self._head_text()}{self._updates()}"
         )
+
+    def _updates(self) -> str:
+        return "" if self.updates is None else f"; {self.updates.describe()}"
 
     def _head_text(self) -> str:
         why = f" ({self.head_why})" * bool(self.head_why)
@@ -167,13 +175,13 @@ def visit_bytes(largest: int, shared: int) -> tuple[int, int]:
 
 def plan_device(
     layout: TrainLayout, budget: int, units: frozenset[int], *, up: int, down: int, work: int,
-    head: HeadPlacement | None = None, kernels: int = 0,
+    head: HeadPlacement | None = None, kernels: int = 0, updates: UpdatePlacement | None = None,
 ) -> DevicePlacement:  # fmt: skip
     """Place what fits under ``budget`` bytes: at least one unit's weights.
 
     ``up``, ``down``: of ``visit_bytes``. ``work``: of activations while a unit runs. ``head``:
     computed there, too; as many of its slots as there is room for beside layers. ``kernels``: what
-    torch's kernels take besides, whatever runs.
+    torch's kernels take besides, whatever runs. ``updates``: tiles that are updated there.
 
     Raises:
         PlanError: it does not fit; says by how much.
@@ -221,7 +229,7 @@ def plan_device(
             expert_slots=expert_slots, expert_bytes=expert, unpacked_bytes=values,
             unpacked_expert_bytes=expert_values, up_bytes=up, down_bytes=down,
             gradients=gradients, gradient_bytes=gradient, work_bytes=work, head=head,
-            kernel_bytes=kernels,
+            kernel_bytes=kernels, updates=updates,
         )  # fmt: skip
 
     best = least = placed(1, min(1, len(experts)), 1)

@@ -26,6 +26,7 @@ from offload.runtime.memory import HostMemory
 from offload.scheduler.timeline import Record
 from offload.train.device_plan import DevicePlacement
 from offload.train.device_tier import DeviceTier
+from offload.train.device_updates import DeviceUpdates, site_for
 from offload.train.engine import Engine
 from offload.train.experts import stream_experts
 from offload.train.grad_spill import spill_offsets
@@ -188,10 +189,15 @@ def open_engine(
                 shared, io, file, placement.inputs.units, placement.inputs.largest
             )
             undo.callback(inputs.close)
+        away = None
+        if device is not None and placement.device is not None and placement.device.updates:
+            site = site_for(device, options.seed, options.update_workers, list(kinds.values()))
+            away = DeviceUpdates(device, placement.device.updates, site, shared)
         updater = Updater(
             layout, weights, gradients, tiles, shared, states=options.states,
             buffers=placement.buffers, resident=placement.resident, seed=options.seed,
-            workers=options.update_workers,
+            workers=options.update_workers, away=away,
+            memory=HostMemory if away is None else memory,
         )  # fmt: skip
         undo.callback(updater.free)
         undo.callback(updater.close)

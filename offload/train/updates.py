@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from offload.io.store import PREFETCH
 from offload.runtime.memory import HostMemory
 from offload.scheduler.timeline import UPDATE, Record
 from offload.train.buffers import BufferPool
+from offload.train.device_updates import DeviceUpdates, Part
 from offload.train.grads import Gradients
 from offload.train.layout import Block, Tile, TrainLayout
 from offload.train.tiles import COPY, Slot, SlotKind
@@ -72,7 +73,12 @@ class _Task:
     gradient: HostMemory | None
     reads: list[Future[Any]]
     virgin: bool
-    last: bool
+    position: int
+    """Among its block's tiles."""
+
+    @property
+    def last(self) -> bool:
+        return self.position == len(self.block.tiles) - 1
 
 
 class Updater:
@@ -81,9 +87,11 @@ class Updater:
     def __init__(
         self, layout: TrainLayout, weights: Weights, gradients: Gradients, tiles: Tiles,
         shared: Shared, *, states: str, buffers: int, resident: Collection[int], seed: int,
-        workers: int | None = 1,
+        workers: int | None = 1, away: DeviceUpdates | None = None,
+        memory: Callable[[int, str], HostMemory] = HostMemory,
     ) -> None:  # fmt: skip
-        """``buffers``: tiles under way at once. ``resident``: blocks whose states stay in RAM."""
+        """``buffers``: tiles under way at once. ``resident``: blocks whose states stay in RAM.
+        ``away``: what updates some of them on a device, which copies from ``memory``."""
         self.layout = layout
         self._weights = weights
         self._gradients = gradients
@@ -92,9 +100,11 @@ class Updater:
         self._states = states
         self._seed = seed
         self._workers = workers
+        self.away = away
+        self._memory = memory
         self._kinds = self.kinds(layout, states)
         largest = max((self.slot_bytes(t.index) for t in layout.tiles), default=ALIGN)
-        self._pool = BufferPool(buffers * largest, "states under way")
+        self._pool = BufferPool(buffers * largest, "states under way", memory)
         gradient = max(
             (gradients.tile_bytes(layout.blocks[t.block], t.count) for t in layout.tiles), default=0
         )
@@ -163,20 +173,28 @@ class Updater:
             if not self._shared.closed:
                 log.debug("the update lane stopped", exc_info=True)
             self._shared.fail(error)
+        finally:
+            if self.away is not None:
+                self.away.close()
 
     def _run(self) -> None:
         window: deque[_Task] = deque()
         ahead: _Task | None = None
         while True:
+            while self._land(wait=False):
+                continue
             # Read ahead as far as there are buffers; wait only with nothing under way.
             while True:
                 ahead = ahead or self._next_task()
-                if ahead is None or not self._prepare(ahead, wait=not window):
+                waits = not window and (self.away is None or self.away.idle)
+                if ahead is None or not self._prepare(ahead, wait=waits):
                     break
                 window.append(ahead)
                 ahead = None
             if window:
                 self._finish(window.popleft())
+                continue
+            if self._land(wait=True):
                 continue
             with self._shared.changed:
                 self._shared.changed.wait_for(
@@ -198,10 +216,10 @@ class Updater:
 
     def _tasks(self, job: Job) -> Iterator[_Task]:
         block = self.layout.blocks[job.block]
-        for index in block.tiles:
+        for position, index in enumerate(block.tiles):
             yield _Task(
                 job, block, self.layout.tiles[index], self.kind(block), None, None, [],
-                virgin=False, last=index == block.tiles[-1],
+                virgin=False, position=position,
             )  # fmt: skip
 
     def _prepare(self, task: _Task, *, wait: bool) -> bool:
@@ -246,9 +264,13 @@ class Updater:
         return True
 
     def _make_resident(self, task: _Task) -> None:
-        self.resident[task.tile.index] = HostMemory(
-            self.slot_bytes(task.tile.index), "optimizer states"
-        )
+        self.resident[task.tile.index] = self._resident_memory(task.block, task.position)
+
+    def _resident_memory(self, block: Block, position: int) -> HostMemory:
+        """Only what goes to a device is its memory: pinning takes time."""
+        sent = self.away is not None and self.away.takes(position, len(block.tiles))
+        make = self._memory if sent else HostMemory
+        return make(self.slot_bytes(block.tiles[position]), "optimizer states")
 
     def _finish(self, task: _Task) -> None:
         tile, block = task.tile, task.block
@@ -257,6 +279,11 @@ class Updater:
         if tile.start == 0:
             # Once: memory that came later would lack the first tiles.
             self._target = self._weights.entry_for_update(block.index, must=task.virgin)
+        if self._goes_away(task):
+            self._send(task)
+            if task.last:
+                self._land_all()
+            return
         entry = self._target
         began = time.perf_counter()
         memory = task.memory or self.resident[tile.index]
@@ -280,14 +307,70 @@ class Updater:
                 step, gradient, start, count, seed=self._seed, first=first, workers=self._workers
             )
             del gradient, piece
-        _clear_gaps(block, tile, slot.copy)  # so that a slot's bytes are a function of the states
+        self._end(task, slot, began)
+        if task.last:
+            self._land_all()
+        self._let_go(task)
+
+    def _end(self, task: _Task, slot: Slot, began: float) -> None:
+        """The slot is as the step leaves it: its copy goes to the weights in RAM."""
+        tile, entry = task.tile, self._target
+        # So that a slot's bytes are a function of the states.
+        _clear_gaps(task.block, tile, slot.copy)
         if entry is not None:
-            np.copyto(entry.numbers[span], slot.copy)
+            np.copyto(entry.numbers[tile.start : tile.start + tile.count], slot.copy)
         ended = time.perf_counter()
         self.busy_s += ended - began
         if self.record is not None:
-            self.record(UPDATE, block.id, began, ended, memory.nbytes)
+            self.record(UPDATE, task.block.id, began, ended, self.slot_bytes(tile.index))
+
+    # -- on the device -------------------------------------------------------------------------
+
+    def _goes_away(self, task: _Task) -> bool:
+        """Whether the device updates the tile. Not its first step, which makes the states; nor one
+        of which some parameters take no part, whose copies are made anew."""
+        return (
+            self.away is not None
+            and not task.virgin
+            and self.away.takes(task.position, len(task.block.tiles))
+            and len(task.job.steps) == len(task.block.pieces)
+        )
+
+    def _send(self, task: _Task) -> None:
+        tile, block, away = task.tile, task.block, self.away
+        assert away is not None
+        while not away.room:
+            self._land(wait=True)
+        began = time.perf_counter()
+        buffer = None if task.gradient is None else task.gradient.tensor().numpy()
+        memory = task.memory or self.resident[tile.index]
+        base = self._bases[block.index] + tile.start
+        parts = (
+            Part(
+                step=task.job.steps[i], start=start, count=count, first=base + start,
+                gradient=gradient,
+            )
+            for i, _, start, count, gradient in self._gradients.of_tile(block, tile.index, buffer)
+        )  # fmt: skip
+        away.send(task, task.kind, tile.count, memory, self._gradients.dtype_of(block), parts)
+        self.busy_s += time.perf_counter() - began
+
+    def _land(self, *, wait: bool) -> bool:
+        """End the tile that went to the device first, if it is back (``wait``: once it is);
+        whether there was one."""
+        task: _Task | None = None if self.away is None else self.away.back(wait=wait)
+        if task is None:
+            return False
+        began = time.perf_counter()
+        memory = task.memory or self.resident[task.tile.index]
+        self._end(task, Slot(task.kind, task.tile.count, memory.tensor().numpy()), began)
         self._let_go(task)
+        return True
+
+    def _land_all(self) -> None:
+        """Before its last tile a block's others are through."""
+        while self._land(wait=True):
+            continue
 
     def _no_gradient(self, block: Block) -> Any:
         """Zeros, for experts that no token went to: the resident optimizer's gradient of them."""
@@ -341,10 +424,10 @@ class Updater:
         for block in self._resident_blocks:
             spec = self.layout.blocks[block]
             kind = self.kind(spec)
-            for index in spec.tiles:
+            for position, index in enumerate(spec.tiles):
                 if not self._tiles.written(index):
                     continue
-                memory = HostMemory(self.slot_bytes(index), "optimizer states")
+                memory = self._resident_memory(spec, position)
                 first = kind.first_state
                 at = kind.offsets(self.layout.tiles[index].count)[first]
                 view = memory.view()[at:]

@@ -28,6 +28,8 @@ from offload.train.lora import Adapters
 from offload.train.marks import Marks
 from offload.train.opening import Placement
 from offload.train.row_grads import lookup_tables
+from offload.train.update_place import place_updates
+from offload.train.updates import Updater
 
 ROOMS = ["all", pytest.param("some", marks=pytest.mark.sweep), "least"]
 """On the device; see ``on_device``. Between the two ends only before a release."""
@@ -78,12 +80,19 @@ def simulated(make: Callable[[int], Device] | None = None, seed: int = 0) -> Ite
 @contextlib.contextmanager
 def engine_on_device(
     directory: Path, place: str, room: str, *, make: Callable[[int], Device] | None = None,
-    seed: int = 0, **options: Any,
+    seed: int = 0, every: int = 0, **options: Any,
 ) -> Iterator[tuple[Engine, Any]]:  # fmt: skip
-    """As ``engine_of``, with the layers on a device; ends with its ``check``."""
+    """As ``engine_of``, with the layers on a device; ends with its ``check``. ``every``: of so many
+    tiles of a block one is updated there; 0: none is."""
 
     def where(layout: TrainLayout) -> Placement:
-        return replace(placements(layout)[place], device=on_device(layout, room))
+        device = on_device(layout, room)
+        if every:
+            kinds = Updater.kinds(layout, options.get("states", "fp32"))
+            updates = place_updates(layout, kinds, options.get("grad_dtype"), every)
+            assert updates is not None
+            device = replace(device, updates=updates)
+        return replace(placements(layout)[place], device=device)
 
     with (
         simulated(make, seed) as device,
