@@ -18,6 +18,7 @@ def finetune(
     gpu: tune.Gpu = None,
     device: tune.DeviceFlag = None,
     head: tune.HeadFlag = None,
+    gpu_updates: tune.GpuUpdatesFlag = None,
     disk: tune.Disk = None,
     states: tune.StatesFlag = None,
     grad_dtype: tune.GradDtypeFlag = None,

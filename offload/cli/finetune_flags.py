@@ -174,6 +174,14 @@ HeadFlag = Annotated[
         "on the CPU, or where a step is predicted to be faster. Default: auto.",
     ),
 ]
+GpuUpdatesFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-updates", metavar="auto|off|K",
+        help="Of each K tiles of optimizer states the accelerator updates one, while the CPU is at "
+        "the others (1: all); auto: as many as make a step fastest by prediction. Default: auto.",
+    ),
+]  # fmt: skip
 Disk = Annotated[
     Path | None,
     typer.Option(

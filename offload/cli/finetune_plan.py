@@ -34,6 +34,7 @@ def plan_training(
     libraries.set_up(verbose=verbose)
     from rich.text import Text
 
+    from offload.train.checks import check_updates
     from offload.train.options import TrainOptions
     from offload.train.outlook import outlook
 
@@ -44,11 +45,13 @@ def plan_training(
     }
     # Nothing is read from there, nor written.
     options = TrainOptions(model=model, data=Path("data"), output=Path("output"), gpu=gpu, **given)
-    if options.head != "auto" and gpu is None:
-        raise OffloadError(
-            f"--head {options.head} cannot take effect: no layers run on a card; drop it, or give "
-            f"--gpu"
-        )
+    check_updates(options)
+    for flag, value in (("--head", options.head), ("--gpu-updates", options.gpu_updates)):
+        if value != "auto" and gpu is None:
+            raise OffloadError(
+                f"{flag} {value} cannot take effect: no layers run on a card; drop it, or give "
+                f"--gpu"
+            )
     found = outlook(options, machine, ram or machines.default_ram(machine))
     for line in found.lines():
         console.out().print(Text(line), soft_wrap=True)

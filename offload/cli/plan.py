@@ -47,6 +47,7 @@ def plan(
     lora_r: tune.LoraR = None,
     router_aux_loss: tune.RouterAuxLoss = None,
     head: tune.HeadFlag = None,
+    gpu_updates: tune.GpuUpdatesFlag = None,
     plan_out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the plan, for 'offload generate --plan' to obey."),
@@ -66,7 +67,7 @@ def plan(
     tuning = {
         "states": states, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum,
         "max_grad_norm": max_grad_norm, "lora_r": lora_r, "router_aux_loss": router_aux_loss,
-        "head": head,
+        "head": head, "gpu_updates": gpu_updates,
     }  # fmt: skip
     if method is not None:
         others = [

@@ -61,18 +61,20 @@ class Updating:
 
 def measure_updating(
     directory: Path, kind: SlotKind, gradient_dtype: str, work: Callable[[], object] | None, *,
-    largest: int = ELEMENTS, count: int = TILES,
+    largest: int = ELEMENTS, count: int = TILES, workers: int = 1,
 ) -> Updating:  # fmt: skip
     """Run tiles of ``kind`` alone, then beside ``work``, which computes with torch's threads.
     Without ``work`` nothing is said of what they cost each other.
 
-    ``largest``: elements of the largest tile there is; ``count``: how many tiles there are.
+    ``largest``: elements of the largest tile there is; ``count``: how many tiles there are;
+    ``workers``: threads that update one.
 
     Raises:
         StoreError: the directory has no room for the tiles, or cannot be read or written.
     """
     tiles = max(UNDER_WAY, min(TILES, count))
-    with _Lane(directory, kind, gradient_dtype, min(ELEMENTS, largest), tiles) as lane:
+    elements = min(ELEMENTS, largest)
+    with _Lane(directory, kind, gradient_dtype, elements, tiles, workers) as lane:
         lane.run(tiles)  # the first write of a block is no disk's rate
         lane.adam_s = 0.0
         each = lane.run(TIMED) / TIMED
@@ -127,9 +129,11 @@ class _Lane:
     """Tiles that are read, updated and written, as ``updates.Updater`` has them."""
 
     def __init__(
-        self, directory: Path, kind: SlotKind, gradient_dtype: str, elements: int, tiles: int
-    ) -> None:
+        self, directory: Path, kind: SlotKind, gradient_dtype: str, elements: int, tiles: int,
+        workers: int,
+    ) -> None:  # fmt: skip
         self._tiles = tiles
+        self._workers = workers
         offsets = kind.offsets(elements)
         self._elements = elements
         self._kind = kind
@@ -213,7 +217,7 @@ class _Lane:
         step = AdamStep(lr=1e-3, step=self._number)
         began = time.perf_counter()
         slot = Slot(self._kind, self._elements, memory.tensor().numpy())
-        slot.update(step, self._gradient, 0, self._elements, seed=0, first=0, workers=1)
+        slot.update(step, self._gradient, 0, self._elements, seed=0, first=0, workers=self._workers)
         del slot
         self.adam_s += time.perf_counter() - began
         xxh3(view)

@@ -52,11 +52,12 @@ def check_options(options: TrainOptions, given: Collection[str] | None = None) -
     _check_length(options, given)
     _check_method(options, given)
     choice = check_device(options)
-    if "head" in given and choice.kind == "cpu":
-        raise OffloadError(
-            f"--head {options.head} cannot take effect: no layers run on a device; drop it, or "
-            f"give --gpu SIZE --device sim"
-        )
+    for name in ("head", "gpu_updates"):
+        if name in given and choice.kind == "cpu":
+            raise OffloadError(
+                f"{flag(name)} {getattr(options, name)} cannot take effect: no layers run on a "
+                f"device; drop it, or give --gpu SIZE --device sim"
+            )
     _check_gradients(options)
     _check_evaluation(options, given)
     _check_saving(options, given)
@@ -156,8 +157,16 @@ def _check_names(options: TrainOptions) -> None:
         optional = name in ("grad_dtype", "keep", "quant")
         if value not in choices and not (value is None and optional):
             _refuse(options, name, f"is none of {', '.join(choices)}")
+    check_updates(options)
     if options.dtype is not None:
         check_dtypes(options, options.dtype)
+
+
+def check_updates(options: TrainOptions) -> None:
+    """Raise OffloadError for a ``gpu_updates`` that says nothing."""
+    every = options.gpu_updates
+    if every not in ("auto", "off") and not (every.isascii() and every.isdecimal() and int(every)):
+        _refuse(options, "gpu_updates", "is none of auto, off and whole numbers from 1")
 
 
 def _check_numbers(options: TrainOptions) -> None:

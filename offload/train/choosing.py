@@ -6,6 +6,7 @@ choice is made for a machine that is not there (``outlook``).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from offload.train.head_place import HeadPlacement
 from offload.train.head_weights import HEAD_ROWS
 from offload.train.keeping import KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout, lay_out
-from offload.train.link import Link, Visited, link_of
+from offload.train.link import BACKWARD, FORWARD, Link, Visited, link_of
 from offload.train.lora import Adapters, inject
 from offload.train.needs import (
     OnMeta,
@@ -44,6 +45,8 @@ from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan
 from offload.train.predicting import PHASES, Prediction, StepRates, predict
 from offload.train.reading import Routing
 from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
+from offload.train.update_choice import best_every, faster, update_places
+from offload.train.update_place import UpdatePlacement, moved_bytes
 from offload.train.updates import Updater
 
 
@@ -120,10 +123,12 @@ def choose(
     )
     passes = 1 if vertical > 1 else options.grad_accum
 
-    def tier_of(head: HeadPlacement | None) -> tuple[_Tier, int]:
+    def tier_of(
+        head: HeadPlacement | None, updates: UpdatePlacement | None
+    ) -> tuple[_Tier, int]:  # fmt: skip
         device, working = _device_tier(
             meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows), head,
-            card_flash,
+            card_flash, updates,
         )  # fmt: skip
         if device is None:
             return _Tier(None, None), working
@@ -179,13 +184,13 @@ def choose(
     )
     always = frozenset[int]() if adapters is None else adapters.blocks(layout)
 
-    def planned(place: HeadPlacement | None) -> _Planned:
-        """Every plan with the head there.
+    def planned(place: HeadPlacement | None, updates: UpdatePlacement | None) -> _Planned:
+        """Every plan with the head, and room for tiles, there.
 
         Raises:
             PlanError: none fits.
         """
-        tier, working = tier_of(place)
+        tier, working = tier_of(place, updates)
         device, link = tier.device, tier.link
         needs = Needs(
             fixed=fixed_of(tier, working), kinds=Updater.kinds(layout, options.states),
@@ -203,21 +208,27 @@ def choose(
                 buffers = found[-1].placement.buffers
                 found += plans_keeping(make, needs, graphs, buffers=buffers)
         if device is not None and link is not None:
-            moved = {phase: link.bytes_of(i) for i, phase in enumerate(PHASES)}
-            found = [
-                replace(p, placement=replace(p.placement, device=device), link=moved) for p in found
-            ]
-        return _Planned(tier, needs, found)
+            found = [replace(p, placement=replace(p.placement, device=device)) for p in found]
+        return _Planned(tier, needs, found, layout, FORWARD if clipping else BACKWARD)
 
+    aside = update_places(
+        options, gpu, layout, Updater.kinds(layout, options.states), grad_dtype,
+        card=card_flash is not None,
+    )  # fmt: skip
     every: dict[bool, _Planned] = {}
+    sending: dict[bool, _Planned] = {}
     refused: PlanError | None = None
     for place in heads:
         try:
-            every[place is not None] = planned(place)
+            every[place is not None] = planned(place, aside[0])
         except PlanError as error:
             refused = error  # the last one needs least
             much = str(error).partition(": ")[0]
             why = f"{much} for them there" if place is not None else f"{much} for them in RAM"
+            continue
+        for updates in aside[1:]:
+            with contextlib.suppress(PlanError):  # without room they stay in RAM
+                sending[place is not None] = planned(place, updates)
     if not every:
         assert refused is not None
         if options.head == "gpu":
@@ -230,21 +241,34 @@ def choose(
     taken: dict[bool, tuple[TrainPlan, Prediction | None]] = {}
     for there, mine in every.items():
         taken[there] = mine.plans[0], None
-        if rates is not None:
-            predictions = [
-                predict(
-                    p, layout, mine.needs, rates.with_head_away() if there else rates,
-                    clipping=clipping, backwards=passes, link=mine.tier.link,
-                )
-                for p in mine.plans
-            ]  # fmt: skip
-            i = best(mine.plans, predictions)
-            taken[there] = mine.plans[i], predictions[i]
+        if rates is None:
+            continue
+        mine_rates = rates.with_head_away() if there else rates
+
+        def seconds(p: TrainPlan, of: _Planned, rates: StepRates = mine_rates) -> Prediction:
+            return predict(
+                p, layout, of.needs, rates, clipping=clipping, backwards=passes, link=of.link(p)
+            )  # fmt: skip
+
+        def fastest(of: _Planned) -> tuple[TrainPlan, Prediction]:
+            predictions = [seconds(p, of) for p in of.plans]
+            i = best(of.plans, predictions)
+            return of.plans[i], predictions[i]
+
+        taken[there] = without = fastest(mine)
+        if there in sending and rates.update_away is not None:
+            plan, _ = fastest(sending[there])
+            tried = best_every(plan, partial(seconds, of=sending[there]))
+            taken[there] = faster(without, tried)
     (plan, prediction), why = with_reason(taken, why)
     device = plan.placement.device
     if device is not None:
         placed = replace(plan.placement, device=replace(device, head_why=why))
-        plan = replace(plan, placement=placed)
+        of = every[device.head is not None]
+        link = of.link(plan)
+        assert link is not None
+        moved = {phase: link.bytes_of(i) for i, phase in enumerate(PHASES)}
+        plan = replace(plan, placement=placed, link=moved)
     return Chosen(
         adapters=adapters, form=form, layout=layout, plan=plan, prediction=prediction,
         grad_dtype=grad_dtype,
@@ -264,12 +288,27 @@ class _Planned(NamedTuple):
     tier: _Tier
     needs: Needs
     plans: list[TrainPlan]
+    layout: TrainLayout
+    updating: int
+    """The phase that states are updated in."""
+
+    def link(self, plan: TrainPlan) -> Link | None:
+        """What a step of ``plan`` copies."""
+        device, needs = plan.placement.device, self.needs
+        if self.tier.link is None or device is None:
+            return None
+        moved = moved_bytes(
+            self.layout, needs.kinds, needs.grad_dtype, device.updates, needs.updated
+        )
+        up, down = (sum(column) for column in zip((0.0, 0.0), *moved.values(), strict=True))
+        return replace(self.tier.link, states=(up, down), updating=self.updating)
 
 
 def _device_tier(
     meta: OnMeta, options: TrainOptions, gpu: int | None, layout: TrainLayout,
     modules: Sequence[Any], whole: TrainFootprint, tables: Sequence[torch.Tensor],
     by_rows: frozenset[str], head: HeadPlacement | None, card_flash: bool | None,
+    updates: UpdatePlacement | None,
 ) -> tuple[DevicePlacement | None, int]:  # fmt: skip
     """The device's tier, with ``head`` there, and bytes of activations of a unit in RAM, where
     ``whole`` is what all units take."""
@@ -294,8 +333,9 @@ def _device_tier(
     work = working(True) + probabilities
     kernels = 0 if card_flash is None else CARD_BYTES
     placed = plan_device(
-        layout, gpu, units, up=up, down=down, work=work, head=head, kernels=kernels
-    )
+        layout, gpu, units, up=up, down=down, work=work, head=head, kernels=kernels,
+        updates=updates,
+    )  # fmt: skip
     return placed, working(False)
 
 

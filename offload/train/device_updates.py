@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from offload.cpu_ops.adam_step import AdamStep
@@ -25,7 +26,9 @@ from offload.gpu_ops.launch import Launcher
 from offload.runtime.device import Device, Event, Region
 from offload.runtime.memory import HostMemory
 from offload.train import card_values
+from offload.train.layout import TILE
 from offload.train.marks import UPDATE
+from offload.train.rates import timed
 from offload.train.tiles import Slot, SlotKind, numbers
 from offload.train.update_place import UpdatePlacement
 from offload.train.weights import Shared
@@ -137,6 +140,32 @@ def site_for(device: Device, seed: int, workers: int | None, kinds: Sequence[Slo
     if device.torch_device.type == "cpu":
         return HostSite(seed, workers)
     return CardSite(card_values.make_launcher(device.torch_device), seed, kinds)
+
+
+def card_rate(place: torch.device, settle: Callable[[], object], kind: SlotKind) -> float:
+    """Bytes per second of an update's pass over a card's memory, each read and written.
+
+    Raises:
+        OffloadError: CuPy is missing, or the kernels do not compile for the card.
+    """
+    site = CardSite(card_values.make_launcher(place), 0, [kind])
+    slot = torch.zeros(kind.offsets(TILE)[-1], dtype=torch.uint8, device=place)
+    gradients = torch.zeros(4 * TILE, dtype=torch.uint8, device=place)
+    part = Part(step=AdamStep(lr=0.0, step=1), start=0, count=TILE, first=0, gradient=_ANY)
+
+    def update() -> None:
+        for _ in range(SAMPLES):
+            site.update(kind, TILE, slot, gradients, "float32", [part])
+        settle()
+
+    (seconds,) = timed(update)
+    return 2 * SAMPLES * slot.nbytes / seconds
+
+
+_ANY = np.zeros(1, np.float32)
+
+SAMPLES = 8
+"""Tiles that are timed at once."""
 
 
 @dataclass(slots=True)
@@ -308,4 +337,4 @@ def _bytes(region: Region) -> torch.Tensor:
     return region.memory.tensor()[region.offset : region.offset + region.nbytes]
 
 
-__all__ = ["CardSite", "DeviceUpdates", "HostSite", "Part", "TileSite", "site_for"]
+__all__ = ["CardSite", "DeviceUpdates", "HostSite", "Part", "TileSite", "card_rate", "site_for"]

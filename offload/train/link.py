@@ -69,10 +69,14 @@ class Link:
     """Block -> times that it goes up in forward and in backward, those of units on the device."""
     head: UnitLink | None = None
     """Of the head, if the loss is computed on the device."""
+    states: tuple[float, float] = 0.0, 0.0
+    """(up, down) of optimizer states that the device updates."""
+    updating: int = FORWARD
+    """The phase that they are updated in."""
 
     def bytes_of(self, phase: int) -> tuple[int, int]:
         """(up, down) in ``FORWARD`` or ``BACKWARD``."""
-        up = down = 0.0
+        up, down = self.states if phase == self.updating else (0.0, 0.0)
         heads = [] if self.head is None else [self.head]
         for unit in (*self.units.values(), *heads):
             up += unit.weights[phase] + unit.experts[phase] + unit.arguments[phase]

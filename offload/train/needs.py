@@ -27,7 +27,7 @@ from offload.train.packed_base import PackedBase
 from offload.train.predicting import StepRates
 from offload.train.rates import Computing, Site, compute_seconds, disk_mix
 from offload.train.row_grads import lookup_tables
-from offload.train.updates import Updater
+from offload.train.updates import Updater, update_workers
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def step_rates(
         return None
     try:
         read, write = disk_mix(states.parent)
-        updating = _updating(layout, options, states, measured)
+        updating = _updating(layout, options, states, measured, card=card is not None)
         fetching = None
         if open_source is not None:
             work = None if measured.sample is None else measured.sample.both
@@ -96,7 +96,7 @@ def step_rates(
 
 
 def _updating(
-    layout: TrainLayout, options: TrainOptions, states: Path, computing: Computing
+    layout: TrainLayout, options: TrainOptions, states: Path, computing: Computing, *, card: bool
 ) -> Updating:
     """Of the kind of tile that most of what is trained is in; see ``beside``."""
     most = max(layout.trained, key=lambda b: b.count)
@@ -105,6 +105,7 @@ def _updating(
         states.parent, kind, sum_dtype(options) or most.dtype,
         None if computing.sample is None else computing.sample.both,
         largest=max(layout.tiles[t].count for t in most.tiles), count=len(layout.tiles),
+        workers=update_workers(card=card),
     )  # fmt: skip
 
 

@@ -30,6 +30,9 @@ class TrainOptions:
     head: str = "auto"
     """Where the LM head and the loss are computed if layers run on a device: there ("gpu"), in RAM
     ("cpu"), or where a step is predicted to be faster ("auto")."""
+    gpu_updates: str = "auto"
+    """Of how many tiles of optimizer states the device updates one, as digits; "off": none; "auto":
+    with which a step is predicted to be fastest."""
     disk: Path | None = None
     """Where states and gradients live; None: ``OUTPUT.offload`` beside the output."""
     states: str = "fp32"

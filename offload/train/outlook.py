@@ -28,6 +28,7 @@ from offload.train.options import TrainOptions
 from offload.train.pace import Beside
 from offload.train.predicting import StepRates
 from offload.train.router_loss import check_router_loss
+from offload.train.updates import update_workers
 from offload.units import format_bytes, format_count
 
 PROCESS_BYTES = 96 << 20
@@ -87,6 +88,7 @@ class Outlook:
                 "budget": place.budget, "bytes": dict(place.parts), "layers": len(place.units),
                 "layers_at_a_time": place.slots, "head": place.head is not None,
                 "head_why": place.head_why,
+                "updates_every": None if place.updates is None else place.updates.every,
             },
             "step": {
                 "seconds": found.seconds, "phases": dict(found.phases),
@@ -171,14 +173,16 @@ def rates_of(shape: Shape, model: Any, options: TrainOptions, hardware: Hardware
         loss, away = (
             seconds((turns + 1) * 2.0 * tokens * size, 2 * size, site) for site in (here, there)
         )
+    workers = update_workers(card=bool(shape.away), cores=hardware.cores)
     mixed = 2.0 / hardware.ssd_mixed.median
     read, write = hardware.ssd_read.median, hardware.ssd_write.median
     together = (1 / read + 1 / write) / mixed  # below 1: a mix is slower than its parts
     return StepRates(
         units=units, head=loss, head_away=away, head_unit=head_unit,
         disk_read=read * together, disk_write=write * together,
-        update=2 * hardware.memcpy.median / hardware.cores,
+        update=2 * hardware.memcpy.median * workers / hardware.cores,
         beside=Beside(disk=1 / hardware.read_beside),
+        update_away=None if hardware.card is None else hardware.card.read.median,
         up=(hardware.h2d or hardware.memcpy).median, down=(hardware.d2h or hardware.memcpy).median,
     )  # fmt: skip
 

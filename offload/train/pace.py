@@ -64,6 +64,9 @@ class UnitSeconds:
     """Copying gradients back beside backward."""
     slices_up: float = 0.0
     """Copying to the device beside backward what that asks for piece by piece."""
+    states_up: float = 0.0
+    """Copying states to the device that updates some of them, and back."""
+    states_down: float = 0.0
 
 
 Name = tuple[str, int, int]
@@ -110,14 +113,11 @@ def pace(
             lanes.coming.append(_Task(("back", k, u), unit.input_back, (("away", k, u), soon)))
             lanes.leaving.append(_Task(("spill", k, u), unit.spill, _through(BACKWARD, k, u)))
             if not deferred:
-                needs = _through(BACKWARD, k, u)
-                lanes.updates.append(_Task(("update", k, u), unit.update, needs))
+                lanes.update(k, u, unit, _through(BACKWARD, k, u))
         if deferred:
             end = _through(BACKWARD, k, 0)  # the norm is known, and with it the clip factor
-            lanes.updates += [
-                _Task(("update", k, u), unit.update, (*end, ("spill", k, u)))
-                for u, unit in enumerate(units)
-            ]
+            for u, unit in enumerate(units):
+                lanes.update(k, u, unit, (*end, ("spill", k, u)))
     ends = _run(lanes, beside, beside if reading is None else reading)
 
     def end_of(phase: str, step: int, unit: int) -> float:
@@ -139,6 +139,11 @@ def _through(phase: str, step: int, unit: int) -> tuple[Name, ...]:
     return (*names, *beside) if phase == BACKWARD else names
 
 
+def _updated(step: int, unit: int) -> list[Name]:
+    """What ends a unit's update."""
+    return [(what, step, unit) for what in ("update", "states up", "states down")]
+
+
 class _Lanes:
     """What each lane has to do, in order. Of the disk and of the link the first queue whose first
     task can begin is served."""
@@ -151,6 +156,8 @@ class _Lanes:
         self.leaving: list[_Task] = []
         self.entering: list[_Task] = []
         self.rising: list[_Task] = []
+        self.states_up: list[_Task] = []
+        self.states_down: list[_Task] = []
         self.down: list[_Task] = []
         self.falling: list[_Task] = []
 
@@ -159,7 +166,8 @@ class _Lanes:
         """By lane: compute, the disk, the link up, the link down."""
         return [
             [self.compute], [self.coming, self.fetches, self.updates, self.leaving],
-            [self.entering, self.rising], [self.down, self.falling],
+            [self.entering, self.rising, self.states_up],
+            [self.down, self.falling, self.states_down],
         ]  # fmt: skip
 
     def forward(
@@ -169,7 +177,7 @@ class _Lanes:
         before = _through(FORWARD, k, u - 1) if u else _through(BACKWARD, k - 1, 0)
         needs = [("fetch forward", k, u), *before]
         if unit.forward:
-            needs.append(("update", k - 1, u))
+            needs += _updated(k - 1, u)
         self._device(FORWARD, k, u, needs, slot, unit.up_forward, unit.enter_forward)
         self.compute.append(_Task((FORWARD, k, u), unit.forward, tuple(needs)))
         self._leave(FORWARD, k, u, unit.leave_forward)
@@ -190,7 +198,7 @@ class _Lanes:
         before = (*_through(FORWARD, k, u), *_through(BACKWARD, k, u + 1))
         needs = [("fetch backward", k, u), ("back", k, u), *before, *held]
         if not unit.forward:
-            needs.append(("update", k - 1, u))
+            needs += _updated(k - 1, u)
         self._device(BACKWARD, k, u, needs, slot, unit.up_backward, unit.enter_backward)
         self.compute.append(_Task((BACKWARD, k, u), unit.backward, tuple(needs)))
         self._leave(BACKWARD, k, u, unit.leave_backward)
@@ -213,7 +221,7 @@ class _Lanes:
     ) -> None:
         """Copies up before a unit runs, which ``needs`` gets."""
         if up:
-            fetched = [n for n in needs if n[0].startswith(("fetch", "update"))]
+            fetched = [n for n in needs if n[0].startswith(("fetch", "update", "states"))]
             rise: Name = f"up {phase}", k, u
             self.rising.append(_Task(rise, up, (*slot, *fetched)))
             needs.append(rise)
@@ -221,6 +229,14 @@ class _Lanes:
             name: Name = f"enter {phase}", k, u
             self.entering.append(_Task(name, enter, tuple(needs)))
             needs.append(name)
+
+    def update(self, k: int, u: int, unit: UnitSeconds, needs: tuple[Name, ...]) -> None:
+        """A unit's update, behind ``needs``; a device's part of it goes up meanwhile, and back."""
+        self.updates.append(_Task(("update", k, u), unit.update, needs))
+        if unit.states_up or unit.states_down:
+            self.states_up.append(_Task(("states up", k, u), unit.states_up, needs))
+            # The first one is back while others go up.
+            self.states_down.append(_Task(("states down", k, u), unit.states_down, needs))
 
     def _leave(self, phase: str, k: int, u: int, seconds: float) -> None:
         if seconds:

@@ -16,6 +16,7 @@ from offload.train.link import Link, UnitLink
 from offload.train.pace import Beside, UnitSeconds, pace
 from offload.train.plan import Needs, TrainPlan, grad_bytes, slot_bytes
 from offload.train.reading import UnitReads, ring_bytes, unit_reads
+from offload.train.update_place import moved_bytes, sent_share
 
 PHASES = ("forward", "backward")
 
@@ -52,6 +53,8 @@ class StepRates:
     """Bytes per second of weights that are read as they are, alone; None: as the disk's."""
     fetch_beside: Beside | None = None
     """What that and computing cost each other; None: as updates do."""
+    update_away: float | None = None
+    """Bytes per second of an update's pass over the device's memory; None: nobody knows."""
     up: float = math.inf
     """Bytes per second of copies to the device."""
     down: float = math.inf
@@ -136,8 +139,13 @@ def predict(
         ahead=max(1, int(ring // max(1.0, *at_once)) - 1), gradient_limit=place.gradient_bytes,
     )  # fmt: skip
     kept = sum(rates.units.get(unit, (0.0, 0.0))[0] for unit in place.kept)
+    away = None if place.device is None else place.device.updates
     update_bytes = 2 * sum(
-        round(needs.updated.get(b.index, 1.0) * slot_bytes(layout, needs, b.index))
+        round(
+            needs.updated.get(b.index, 1.0)
+            * slot_bytes(layout, needs, b.index)
+            * (1.0 - sent_share(layout, away, b.index))
+        )
         for b in layout.trained
     )
     lanes: dict[str, dict[str, float]] = {}
@@ -185,15 +193,19 @@ def _units(
     for index, users in enumerate(layout.users):
         mine[min(users, default=0)].append(index)
     update, spill, gradients = [0.0] * len(mine), [0.0] * len(mine), [0] * len(mine)
+    tiles = None if place.device is None else place.device.updates
+    sent = moved_bytes(layout, needs.kinds, needs.grad_dtype, tiles, needs.updated)
     for u, blocks in enumerate(mine):
-        passed = 0.0
+        passed = there = 0.0
         for b in blocks:
             block = layout.blocks[b]
             if not block.trained:
                 continue
             share = needs.updated.get(b, 1.0)
             slots = slot_bytes(layout, needs, b)
-            passed += share * 2 * slots
+            gone = sent_share(layout, tiles, b)
+            passed += share * 2 * slots * (1.0 - gone)
+            there += share * 2 * slots * gone
             copy = block.nbytes if needs.kinds[block.dtype].first_state else 0
             if b not in place.resident:
                 kept = copy if b in place.pinned else 0
@@ -203,7 +215,9 @@ def _units(
                 nbytes = share * align_up(grad_bytes(layout, needs, b))
                 update[u] += nbytes / rates.disk_read
                 spill[u] += nbytes / rates.disk_write
-        update[u] = max(update[u], passed / rates.update)
+        update[u] = max(
+            update[u], passed / rates.update, there / (rates.update_away or rates.update)
+        )
     spilled = frozenset() if place.inputs is None else place.inputs.units
     moved = plan.inputs_moved / max(1, len(spilled))
     out = []
@@ -220,6 +234,8 @@ def _units(
                 fetch_backward=reads.backward[u] / rates.weights_read,
                 input_away=away / rates.disk_write, input_back=away / rates.disk_read,
                 gradient_bytes=gradients[u],
+                states_up=sum(sent[b][0] for b in mine[u] if b in sent) / rates.up,
+                states_down=sum(sent[b][1] for b in mine[u] if b in sent) / rates.down,
             )
         )  # fmt: skip
     if rates.head_unit is None and rates.head:

@@ -36,6 +36,7 @@ from offload.train.choosing import Shape, choose
 from offload.train.commits import check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
+from offload.train.device_updates import card_rate
 from offload.train.layout import TrainLayout
 from offload.train.needs import (
     step_rates,
@@ -52,12 +53,13 @@ from offload.train.packed_base import (
 )
 from offload.train.packed_source import PackedSource
 from offload.train.predicting import StepRates
-from offload.train.rates import card_site, copy_rates
+from offload.train.rates import Site, card_site, copy_rates
 from offload.train.result import adapter_directory, last_output
 from offload.train.router_loss import check_router_loss
 from offload.train.run import Run
 from offload.train.schedule import Schedule
 from offload.train.source import CheckpointSource, MadeBlocks
+from offload.train.updates import Updater
 from offload.train.warm import warm_training
 from offload.units import format_bytes
 
@@ -218,6 +220,15 @@ def _plan(
             return CheckpointSource(layout, meta.mapping, engine, staging)
         return PackedSource(layout, base, engine, staging, {})
 
+    def card_updates(layout: TrainLayout, card: Site) -> float | None:
+        kinds = Updater.kinds(layout, options.states)
+        most = max(layout.trained, key=lambda b: b.count)
+        try:
+            return card_rate(card.place, card.settle, kinds[most.dtype])
+        except OffloadError as error:
+            notes.append(f"all states are updated in RAM: {error}")
+            return None
+
     def rates_of(shape: Shape) -> StepRates | None:
         with contextlib.ExitStack() as stack:
             card = stack.enter_context(card_site(device)) if device.kind == "cuda" else None
@@ -225,6 +236,8 @@ def _plan(
                 meta, shape.layout, shape.modules, shape.form, options, states, shape.tables,
                 shape.away, card, base, open_source,
             )  # fmt: skip
+            if found is not None and card is not None and options.gpu_updates != "off":
+                found = replace(found, update_away=card_updates(shape.layout, card))
         if found is None or device.kind == "cpu":
             return found
         up, down = copy_rates(device)

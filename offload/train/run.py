@@ -38,6 +38,7 @@ from offload.train.predicting import Prediction
 from offload.train.reports import EndReport, EvalReport, Listener, StepReport, StepSums
 from offload.train.result import Result, last_output
 from offload.train.schedule import Schedule
+from offload.train.updates import update_workers
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +249,7 @@ class Run:
                 directory=self.states.parent, progress=listener.phase, record=self.record,
                 initial={} if self.adapters is None else self.adapters.initial, base=self.base,
                 device=device,
+                update_workers=update_workers(card=device is not None and device.kind == "cuda"),
             ),
             self._commits.open_store,
         )  # fmt: skip

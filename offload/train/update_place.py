@@ -88,4 +88,32 @@ def sent_bytes(
     return up, down
 
 
-__all__ = ["EVERY", "SLOTS", "UpdatePlacement", "place_updates", "sent_bytes"]
+def moved_bytes(
+    layout: TrainLayout, kinds: Mapping[str, SlotKind], grad_dtype: str | None,
+    place: UpdatePlacement | None, updated: Mapping[int, float] = {},
+) -> dict[int, tuple[float, float]]:  # fmt: skip
+    """Block -> (bytes up, bytes down) of its update in a step. ``updated``: share of the steps that
+    update a block, where that is not all of them."""
+    if place is None:
+        return {}
+    out = {}
+    for block in layout.trained:
+        up, down = sent_bytes(layout, kinds, grad_dtype, place, block.index)
+        share = updated.get(block.index, 1.0)
+        if up:
+            out[block.index] = share * up, share * down
+    return out
+
+
+def sent_share(layout: TrainLayout, place: UpdatePlacement | None, block: int) -> float:
+    """Of a block's elements, those that the device updates."""
+    spec = layout.blocks[block]
+    if place is None or not spec.count:
+        return 0.0
+    tiles = [layout.tiles[i].count for i in spec.tiles]
+    return sum(tiles[i] for i in place.sent(len(tiles))) / sum(tiles)
+
+
+__all__ = [
+    "EVERY", "SLOTS", "UpdatePlacement", "moved_bytes", "place_updates", "sent_bytes", "sent_share",
+]  # fmt: skip

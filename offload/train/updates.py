@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from offload.blocks import ALIGN
+from offload.cpu_ops import threads
 from offload.cpu_ops.adam_step import AdamStep
 from offload.io.store import PREFETCH
 from offload.runtime.memory import HostMemory
@@ -32,8 +33,17 @@ from offload.train.weights import Entry, Shared, Weights
 
 log = logging.getLogger(__name__)
 
+SPARED_CORES = 2
+"""Of a machine whose layers run on a card: for the thread that drives it, and for the disk's."""
+
 EARLIER, BUFFER = "the updates of the step before", "a buffer for optimizer states"
 """What is waited for."""
+
+
+def update_workers(*, card: bool, cores: int | None = None) -> int:
+    """Threads that update a tile: one beside layers that the CPU computes; where a card does, all
+    but a few of ``cores`` (None: of the kernels' threads). They are the updater's own pool."""
+    return max(1, (cores or threads.count()) - SPARED_CORES) if card else 1
 
 
 class Tiles(Protocol):

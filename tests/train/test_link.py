@@ -126,6 +126,10 @@ CASES = {
     "a tied head": ("gpt2", {"head": "gpu", "grad_accum": 2, "order": "usual"}, 0.0),
     "a head with a bias": ("phi", {"head": "gpu", "max_grad_norm": 0.0}, 0.0),
     "a frozen head": ("phi", {"head": "gpu", "method": "lora", "grad_accum": 2}, 0.0),
+    "updated states": ("llama", {"gpu_updates": "1"}, 0.0),
+    "updated 8-bit states": (
+        "llama", {"gpu_updates": "1", "states": "8bit", "max_grad_norm": 0.0}, 0.0,
+    ),
     "a packed head": ("llama", {"head": "gpu", "method": "lora", "quant": "q4"}, 0.0),
 }  # fmt: skip
 """By name: family, options, and how far routers may be from even ones."""
