@@ -353,6 +353,10 @@ def training(section: Section, args: argparse.Namespace) -> None:
         for clip, name in ((1.0, ""), (0.0, ", no clipping")):
             capped = {**ours, "gpu": gpu, "clip": clip}
             section.case(f"offload {gib} GiB{name}", lambda left, j=capped: run_case(j, left))
+    # What the plan's choice of who updates is worth, and whether it is the right one.
+    for updates in ("off", "4", "2", "1"):
+        asked = {**ours, "gpu": gpu, "updates": updates}
+        section.case(f"--gpu-updates {updates}", lambda left, j=asked: run_case(j, left))
 
 
 def first(section: Section, args: argparse.Namespace) -> None:
@@ -374,7 +378,7 @@ def first(section: Section, args: argparse.Namespace) -> None:
     # Numba compiles the CPU's kernels, too, where it has not done so before.
     tests(120, "packed products", "test_gpu_packed.py", "products or experts", 90)
     tests(90, "equivalence qwen3_moe", "test_gpu_equivalence.py", "qwen3_moe")
-    tests(90, "training", "test_gpu_training.py", "llama and least or qwen3_moe and all")
+    tests(90, "training", "test_gpu_training.py", "tile or llama and least or qwen3_moe and all")
     of(40, "kernels", {"kind": "kernels", "rows": 4096, "columns": 4096, "nbytes": GIB // 2})
 
     def streamed(left: float) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def resident(job: dict[str, Any]) -> dict[str, Any]:
 def offload(job: dict[str, Any]) -> dict[str, Any]:
     """``offload finetune`` with the states on the disk. Without ``gpu`` the CPU computes; with it
     layers do on the device, and so does the head where that is predicted to be faster. ``clip``: 0
-    for none, whose updates run inside backward."""
+    for none, whose updates run inside backward. ``updates``: ``--gpu-updates``."""
     from finetune_inputs import text, tokenizer, vocabulary
 
     model = Path(job["model"])
@@ -74,6 +74,7 @@ def offload(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("gpu"):
             command += ["--gpu", str(job["gpu"])]
             command += ["--device", "sim"] * (job["device"] != "cuda")
+            command += ["--gpu-updates", job.get("updates", "auto")]
         if "clip" in job:
             command += ["--max-grad-norm", str(job["clip"])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -153,8 +153,9 @@ def import_cupy() -> Any:
     except Exception as error:
         what = "is missing" if isinstance(error, ModuleNotFoundError) else f"failed: {error}"
         raise OffloadError(
-            f"packed weights are computed on the card by kernels that CuPy compiles, and CuPy "
-            f"{what}; install it with: pip install 'offload[{extra}]', or drop --gpu and --device"
+            f"packed weights and optimizer steps on the card need kernels that CuPy compiles, and "
+            f"CuPy {what}; install it with: pip install 'offload[{extra}]', or drop --gpu and "
+            f"--device"
         ) from error
     return cupy
 

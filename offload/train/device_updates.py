@@ -143,7 +143,7 @@ def site_for(device: Device, seed: int, workers: int | None, kinds: Sequence[Slo
 
 
 def card_rate(place: torch.device, settle: Callable[[], object], kind: SlotKind) -> float:
-    """Bytes per second of an update's pass over a card's memory, each read and written.
+    """Bytes per second of an update's pass over a card's memory, read and written.
 
     Raises:
         OffloadError: CuPy is missing, or the kernels do not compile for the card.

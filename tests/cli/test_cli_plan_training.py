@@ -91,6 +91,30 @@ def test_layers_on_its_card(
     refused(alone, "--head gpu cannot take effect")
 
 
+def test_states_updated_on_the_card(cli: Cli, configs: dict[str, Path], tmp_path: Path) -> None:
+    """Where Adam is what a step waits for the card takes some of it, as many tiles as pay."""
+    words = (configs["llama"], "--seq-len", 8, "--method", "full", "--ram", "8GiB", "--gpu", "5GiB")
+    found = {
+        asked: planned(cli, tmp_path, *words, "--gpu-updates", asked)
+        for asked in ("off", "auto", "1", "2", "3")
+    }
+    seconds = {asked: plan["step"]["seconds"] for asked, plan in found.items()}
+    every = {asked: plan["device"]["updates_every"] for asked, plan in found.items()}
+    assert every == {"off": None, "auto": every["auto"], "1": 1, "2": 2, "3": 3}
+    assert seconds["auto"] < 0.98 * seconds["off"]
+    assert seconds["auto"] <= 1.01 * min(seconds.values())
+    up = {k: sum(p["up_bytes"] for p in v["step"]["link"].values()) for k, v in found.items()}
+    assert up["off"] < up["3"] < up["2"] < up["1"]
+    assert found["1"]["device"]["bytes"]["tiles to update"] > 0
+    # Where the disk is what a step waits for it does not matter who computes.
+    slow = (*words[:-3], "320MiB", *words[-2:])
+    assert planned(cli, tmp_path, *slow)["device"]["updates_every"] is None
+    for asked, said in (("0", "none of auto, off"), ("x", "none of"), ("9999", "the most are")):
+        refused(cli("plan", "-m", *words, *LAPTOP, "--gpu-updates", asked), said)
+    alone = cli("plan", "-m", *words[:-2], *LAPTOP, "--gpu-updates", 2)
+    refused(alone, "--gpu-updates 2 cannot take effect")
+
+
 def test_a_routers_sums_are_copied(cli: Cli, configs: dict[str, Path], tmp_path: Path) -> None:
     words = (configs["qwen3_moe"], "--seq-len", 128, "--method", "full", "--gpu", "5GiB")
     plain = planned(cli, tmp_path, *words)["step"]["link"]

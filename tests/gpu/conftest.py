@@ -18,6 +18,7 @@ from fake_card import FakeCard
 
 from offload.models import head_check
 from offload.runtime import cuda_api
+from offload.train import card_values
 
 CARD = torch.cuda.is_available()
 """Whether torch sees a card here."""
@@ -57,6 +58,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(cuda_api, "open_card", lambda index: card)
     if STRICT:
         monkeypatch.setattr(cuda_api, "card_name", lambda device: card.name)
+        monkeypatch.setattr(card_values, "make_launcher", strict_card.launcher)
         found = f"import sys; sys.path[:0] = {sys.path[:]!r}; import strict_card; "
         probe = f"{found}strict_card.device()\n{head_check._PROBE}"
         monkeypatch.setattr(head_check, "_PROBE", probe)

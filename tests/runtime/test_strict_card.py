@@ -25,6 +25,7 @@ CASES = {
         "test_card and (adapters or measures or dropout or casts or clip) or dense_model and "
         "disk-0.5-some or tied and gemma2-least",
     ),
+    "updates": (["train/test_device_updates.py"], "disk-0.5-2 or rounded and 8bit"),
     "packed training": (
         ["train/test_device_qlora.py"], "unpacked_values and (gpt_oss and least or llama and some)"
     ),
