@@ -96,7 +96,7 @@ def _mode(layout: BlockLayout, *, half_queries: bool, isa: Isa) -> str:
     return mode_of(layout.kind.value, half_queries=half_queries, whole=whole, isa=isa)
 
 
-class _Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """What all calls for some layout and shape have in common."""
 
     mode: str
@@ -105,7 +105,9 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(layout: BlockLayout, batch: int, rows: int, group: int, half: bool, isa: Isa) -> _Plan:
+def block_plan(
+    layout: BlockLayout, batch: int, rows: int, group: int, half: bool, isa: Isa
+) -> BlockPlan:
     """Kept: filling in two dozen numbers takes longer than starting the kernel."""
     mode = _mode(layout, half_queries=half, isa=isa)
     a = np.zeros(Attend.SIZE, np.int64)
@@ -117,7 +119,7 @@ def _plan(layout: BlockLayout, batch: int, rows: int, group: int, half: bool, is
     a[Attend.KEY_PART] = layout.record(keys=True)
     a[Attend.VALUE_PART] = layout.record(keys=False)
     a[Attend.KEY_DIM], a[Attend.DIM] = layout.key_dim, layout.dim
-    return _Plan(mode, blocks_entry(mode), a)
+    return BlockPlan(mode, blocks_entry(mode), a)
 
 
 class BlockAttention:
@@ -266,7 +268,7 @@ class BlockAttention:
 
     def _run(self, layout: BlockLayout, table: Table, segments: int, ranges: Table) -> None:
         half = self._q.dtype == np.uint16
-        plan = _plan(layout, self.batch, self.rows, self.group, half, self._isa)
+        plan = block_plan(layout, self.batch, self.rows, self.group, half, self._isa)
         q, chunk, a = self._queries_for(plan.mode), self.rows > ROWS, plan.arguments.copy()
         a[Attend.Q], a[Attend.Q_ROW] = address_of(q), q.itemsize * self.key_dim
         a[Attend.STATE] = address_of(self._state)

@@ -319,6 +319,14 @@ def fold(state: int, partial: int, rows: int, dim: int) -> None:
 
 
 @inline
+def clear_state(state: int, dim: int) -> None:
+    """Of a row that has seen nothing."""
+    for c in range(0, dim + EXTRA, 16):
+        store_f32(state + 4 * c, splat(float32(0.0)))
+    store_float(state + 4 * dim, float32(float("-inf")))
+
+
+@inline
 def share_of(state: int, sink: int, dim: int) -> Any:
     """What a row's sums are multiplied with at the end; 0 if it saw nothing.
 
@@ -334,3 +342,11 @@ def share_of(state: int, sink: int, dim: int) -> Any:
             total = total * share + _exp(load_float(sink) - highest)
         share /= total
     return share
+
+
+@inline
+def divided(state: int, sink: int, dim: int, out: int) -> None:
+    """A row's sums to its attention, float32 [dim]; ``sink`` as for ``share_of``."""
+    by = splat(share_of(state, sink, dim))
+    for c in range(0, dim, 16):
+        store_f32(out + 4 * c, fmul(by, load_f32(state + 4 * c)))

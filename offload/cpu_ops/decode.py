@@ -26,9 +26,24 @@ from offload.cpu_ops.entries import Entry
 from offload.cpu_ops.formats import Format
 from offload.cpu_ops.isa import choose
 from offload.cpu_ops.kernels import Floats, address_of, check_floats, tiles_per_task
-from offload.cpu_ops.kv_cache import KvCache, KvType, aligned
-from offload.cpu_ops.layer_bodies import Attention, Common, Matrix, Mlp, Router
-from offload.cpu_ops.layer_entries import attention_entry, mlp_entry, router_entry
+from offload.cpu_ops.kv_cache import KvCache, aligned
+from offload.cpu_ops.layer_bodies import (
+    ATTEND_COUNTERS,
+    IN_COUNTERS,
+    OUT_COUNTERS,
+    Attention,
+    Common,
+    Matrix,
+    Mlp,
+    Router,
+)
+from offload.cpu_ops.layer_entries import (
+    attend_kernel,
+    attention_in_kernel,
+    attention_out_kernel,
+    mlp_entry,
+    router_entry,
+)
 from offload.cpu_ops.layer_plan import (
     AttentionPlan,
     LayerPlan,
@@ -39,7 +54,7 @@ from offload.cpu_ops.layer_plan import (
     RouterPlan,
     common_columns,
 )
-from offload.cpu_ops.program import Step
+from offload.cpu_ops.program import Program, Step
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.routing_choice import MOST_GROUPS
 from offload.cpu_ops.threads import Arguments
@@ -97,7 +112,8 @@ def _attention_scratch(plan: AttentionPlan, capacity: int) -> dict[str, int]:
     return {
         "normed": 4 * plan.hidden, "q out": 4 * queries, "k out": 4 * keys, "v out": 4 * keys,
         "partials": 4 * blocks * plan.heads * (plan.dim + PARTIAL_EXTRA),
-        "merged": 4 * queries, "result": 4 * plan.hidden if plan.post_norm else 0,
+        "state": 4 * plan.heads * (plan.dim + PARTIAL_EXTRA), "merged": 4 * queries,
+        "result": 4 * plan.hidden if plan.post_norm else 0,
         **_records({"q": plan.q.format, "k": plan.k.format, "v": plan.v.format}, plan.hidden),
         "o": scratch_bytes(plan.o.format, queries),
     }  # fmt: skip
@@ -123,13 +139,11 @@ def _mlp_scratch(plan: MlpPlan) -> dict[str, int]:
 class Region:
     """A region's arguments, and running it."""
 
-    def __init__(self, size: int, slots: dict[str, int], entry: Entry) -> None:
+    def __init__(self, size: int, slots: dict[str, int]) -> None:
         self._a = aligned((size,), np.int64)  # counters on cache lines of their own
-        self._counters = self._a[Common.COUNTERS : Common.OWN]
         self._all = [self._a]
         """And those of steps and of prompts."""
         self._slots, self._missing = slots, set(slots)
-        self._entry = entry
 
     def place(self, **addresses: int) -> None:
         """Tell where weights lie, by the plan's slot names; the caller vouches for them."""
@@ -190,6 +204,20 @@ class Region:
         if self._missing:
             raise OffloadError(f"no address for {', '.join(sorted(self._missing))}; call place")
 
+    def _own(self) -> Arguments:
+        """Arguments for a program's steps."""
+        self.check_placed()
+        return self.wide(self._a.size)
+
+
+class OneKernel(Region):
+    """A region of one kernel."""
+
+    def __init__(self, size: int, slots: dict[str, int], entry: Entry) -> None:
+        super().__init__(size, slots)
+        self._counters = self._a[Common.COUNTERS : Common.OWN]
+        self._entry = entry
+
     def _run(self) -> None:
         self.check_placed()
         self._counters[:] = 0
@@ -197,10 +225,7 @@ class Region:
 
     def _step(self) -> tuple[Step, Arguments]:
         """The region as one of a program's steps, with arguments of its own."""
-        self.check_placed()
-        a = aligned(self._a.shape, np.int64)
-        a[:] = self._a
-        self._all.append(a)
+        a = self._own()
         return Step(self._entry, a, a[Common.COUNTERS : Common.OWN], self), a
 
 
@@ -236,16 +261,16 @@ class AttentionHalf(Region):
                 f"of {cache.dim}"
             )
         formats = {"q": plan.q.format, "k": plan.k.format, "v": plan.v.format}
-        names = [f.name for f in (*formats.values(), plan.o.format)]
-        entry = attention_entry(*names, KvType(cache.kind).value, choose(isa))
+        self._isa = choose(isa)
         matrices = {"q": Common.A, "k": Common.B, "v": Common.C, "o": Common.D}
         own = {
             "norm": Common.NORM, "post_norm": Common.POST_NORM, "q_norm": Attention.Q_NORM,
             "k_norm": Attention.K_NORM, "sinks": Attention.SINKS,
         }  # fmt: skip
-        super().__init__(Attention.SIZE, _slots(plan.slots, {**matrices}, {**own}), entry)
+        super().__init__(Attention.SIZE, _slots(plan.slots, {**matrices}, {**own}))
         self.plan, self.rope, self.cache, self.layer = plan, rope, cache, layer
         self._keep = scratch
+        self._program: Program | None = None
         made = self._scratch(scratch, _attention_scratch(plan, cache.capacity))
         a = self._a
         self._norm(plan.hidden, plan.norm, *formats.values())
@@ -263,10 +288,14 @@ class AttentionHalf(Region):
             _bits(plan.scaling), _bits(plan.softcap),
         )  # fmt: skip
         a[Attention.KEYS], a[Attention.VALUES] = cache.places(layer)
-        a[Attention.CAPACITY] = cache.capacity
+        a[Attention.CAPACITY], a[Attention.KV_BYTES] = cache.rows, cache.kind.nbytes
         a[Attention.PARTIALS], a[Attention.MERGED] = made["partials"], made["merged"]
         unit = math.lcm(plan.dim, plan.o.format.block)
         a[Attention.MERGE_HEADS] = unit // plan.dim
+        self._arrange(made)
+
+    def _arrange(self, made: dict[str, int]) -> None:
+        """For subclasses: the rest of the arguments; ``made``: addresses of scratch memory."""
 
     def read(self, cache: KvCache) -> None:
         """Go on with another sequence's cache, of the same shape as the first one.
@@ -301,19 +330,38 @@ class AttentionHalf(Region):
             OffloadError: the cache is full, ``x`` does not fit, or an address is missing.
         """
         check_floats("x", x, (self.plan.hidden,), written=True)
+        self.check_placed()
         self._a[Common.X] = address_of(x)
+        if self._program is None:
+            self._program = Program(self._steps(self._a))
         self.begin(position)
-        self._run()
+        self._program.run()
         self.finish()
         return x
 
-    def step(self, x: Floats) -> Step:
+    def steps(self, x: Floats) -> list[Step]:
         """What a call with ``x``, which the caller keeps, runs; before it comes ``begin``, after it
         ``finish``."""
         check_floats("x", x, (self.plan.hidden,), written=True)
-        step, a = self._step()
+        a = self._own()
         a[Common.X] = address_of(x)
-        return step
+        return self._steps(a)
+
+    def _steps(self, a: Arguments) -> list[Step]:
+        plan = self.plan
+        formats = (matrix.format.name for matrix in (plan.q, plan.k, plan.v))
+        first = attention_in_kernel(*formats, self._isa).entry()
+        last = attention_out_kernel(plan.o.format.name, self._isa).entry()
+        return [
+            Step(first, a, a[IN_COUNTERS], self),
+            *self._attend(a),
+            Step(last, a, a[OUT_COUNTERS], self),
+        ]
+
+    def _attend(self, a: Arguments) -> list[Step]:
+        """Between queries and output."""
+        entry = attend_kernel(self.cache.kind.value).entry()
+        return [Step(entry, a, a[ATTEND_COUNTERS], self)]
 
     def begin(self, position: int | None) -> None:
         """Make the arguments those of the next token. Raises OffloadError: the cache is full."""
@@ -329,7 +377,7 @@ class AttentionHalf(Region):
         self.cache.advance(self.layer)
 
 
-class TokenRouter(Region):
+class TokenRouter(OneKernel):
     """``normed = norm(x)`` and the experts it goes to.
 
     ``ids`` int64 [k], best first, ``weights`` float32 [k] and ``normed`` float32 [H] are
@@ -373,7 +421,7 @@ class TokenRouter(Region):
         return step
 
 
-class DenseMlp(Region):
+class DenseMlp(OneKernel):
     """``x += mlp(norm(x))``, or for a plan without norm ``into += mlp(x)``."""
 
     def __init__(self, plan: MlpPlan, scratch: Scratch, *, isa: str | None = None) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,33 @@ class KvType(enum.Enum):
     F32 = "f32"
     BF16 = "bf16"
     """Rounded to nearest, ties to even; numpy holds the bits as uint16."""
+    Q8 = "q8"
+    """Full blocks in 8 bits, the newest tokens in float32 (``kv_quantised``)."""
+    Q4 = "q4"
+
+    @property
+    def quantised(self) -> bool:
+        return self in (KvType.Q8, KvType.Q4)
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        names = {"f32": "float32", "bf16": "bfloat16", "q8": "8 bits", "q4": "4 bits"}
+        return names[self.value]
 
     @property
     def dtype(self) -> Any:
-        return np.float32 if self is KvType.F32 else np.uint16
+        """Of rows as tokens are stored."""
+        return np.uint16 if self is KvType.BF16 else np.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Of an element of those."""
+        return int(np.dtype(self.dtype).itemsize)
+
+
+PLAIN = (KvType.F32, KvType.BF16)
+"""Kinds that keep rows as they are stored."""
 
 
 def to_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -49,8 +73,8 @@ def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 
 def kv_cache_bytes(layers: int, heads: int, dim: int, capacity: int, kind: KvType) -> int:
-    """What a cache takes when it is full."""
-    return 2 * layers * heads * capacity * dim * int(np.dtype(kind.dtype).itemsize)
+    """What a cache of a plain kind takes when it is full."""
+    return 2 * layers * heads * capacity * dim * kind.nbytes
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -84,7 +108,7 @@ class KvCache:
             )
         self.layers, self.heads, self.dim = layers, heads, dim
         self.capacity, self.kind = capacity, kind
-        shape = (heads, capacity, dim)
+        shape = (heads, self.rows, dim)
         self._keys = [aligned(shape, kind.dtype) for _ in range(layers)]
         self._values = [aligned(shape, kind.dtype) for _ in range(layers)]
         self._lengths = [0] * layers
@@ -92,6 +116,11 @@ class KvCache:
             (k.__array_interface__["data"][0], v.__array_interface__["data"][0])
             for k, v in zip(self._keys, self._values, strict=True)
         ]
+
+    @property
+    def rows(self) -> int:
+        """Of each head that are at ``places``: C."""
+        return self.capacity
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +131,7 @@ class KvCache:
         return self._lengths[layer]
 
     def places(self, layer: int) -> tuple[int, int]:
-        """Addresses of a layer's keys and values [G, C, D]."""
+        """Addresses of a layer's keys and values [G, C, D] as tokens are stored."""
         return self._places[layer]
 
     def keys(self, layer: int) -> Array:
@@ -131,6 +160,14 @@ class KvCache:
         """Count tokens that a kernel has stored at the end."""
         self._lengths[layer] = self.make_room(layer, tokens) + tokens
 
+    def at_once(self, layer: int) -> int:
+        """Tokens that ``room`` takes in one go."""
+        return self.capacity - self._lengths[layer]
+
+    def row(self, layer: int) -> int:
+        """Of ``rows``: where the next token is stored."""
+        return self._lengths[layer]
+
     def room(self, layer: int, tokens: int) -> tuple[Array, Array]:
         """Where the next ``tokens`` keys and values belong, views [G, T, D] as they are stored; who
         has written there says ``advance``. Raises as ``make_room``."""
@@ -151,15 +188,29 @@ class KvCache:
                     f"{name} must be float32 [{self.heads}, tokens, {self.dim}] (as many keys as "
                     f"values), got {array.dtype} {list(array.shape)}"
                 )
-        tokens = want[1]
-        start = self.make_room(layer, tokens)
-        for all_, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            all_[:, start : start + tokens] = new if self.kind is KvType.F32 else to_bf16(new)
-        self._lengths[layer] = start + tokens
+        self.make_room(layer, want[1])
+
+        def store(to: Array, new: Array) -> None:
+            to[...] = to_bf16(new) if self.kind is KvType.BF16 else new
+
+        self.append_by(layer, keys, values, store)
+
+    def append_by(
+        self, layer: int, keys: Any, values: Any, store: Callable[[Array, Any], None]
+    ) -> None:
+        """``append`` of what ``store`` copies to rows as they are stored, [G, n, D] each; there is
+        room for all."""
+        done, tokens = 0, keys.shape[1]
+        while done < tokens:
+            n = min(tokens - done, self.at_once(layer))
+            for to, new in zip(self.room(layer, n), (keys, values), strict=True):
+                store(to, new[:, done : done + n])
+            self.advance(layer, n)
+            done += n
 
     def fill(self, layer: int, keys: Array, values: Array) -> None:
         """Store T tokens from the start, in place of what was there. Raises as ``append``."""
-        self._lengths[layer] = 0
+        self.truncate(layer, 0)
         self.append(layer, keys, values)
 
     def truncate(self, layer: int, length: int) -> None:
@@ -179,4 +230,5 @@ class KvCache:
         keep = shortest + length if length < 0 else length
         if not 0 <= keep <= shortest:
             raise OffloadError(f"cannot crop {shortest} cached tokens to {length}")
-        self._lengths = [keep] * self.layers
+        for layer in range(self.layers):
+            self.truncate(layer, keep)

@@ -1,6 +1,8 @@
-"""The parallel regions of a decoder layer: attention, router and dense feed-forward of one token.
+"""The kernels of a decoder layer: attention, router and dense feed-forward of one token.
 
 Each is one function that every thread of a region runs, in phases with a barrier between them.
+Attention is three, one behind the other in a region (``program.py``): what depends on the formats
+of matrices is compiled apart from what depends on how keys and values are kept.
 Threads take tasks from counters, one per phase. What is cheap is computed by every thread for
 itself, in the same order, rather than by one while the others wait: the scale of a norm is 0.1 us,
 a barrier and a line that travels between cores more.
@@ -22,8 +24,8 @@ from offload.cpu_ops.attention import (
     attend,
     kv_bytes,
     merge,
-    store_kv,
 )
+from offload.cpu_ops.block_kernels import EXTRA, clear_state, divided
 from offload.cpu_ops.blocks_dot import block_bytes
 from offload.cpu_ops.functions import exp, glu
 from offload.cpu_ops.heads import (
@@ -34,6 +36,7 @@ from offload.cpu_ops.heads import (
     rotate_pairs,
     scale_by,
 )
+from offload.cpu_ops.lanes import store_bf16
 from offload.cpu_ops.routing_choice import choose_experts
 from offload.cpu_ops.tags import inline, outline
 from offload.cpu_ops.tiles import (
@@ -147,7 +150,18 @@ class Attention(enum.IntEnum):
     """Scratch float32 [heads * dim]."""
     MERGE_HEADS = 135
     """Heads of a task of merging: whole blocks of o's input."""
+    KV_BYTES = 136
+    """Of an element at ``KEYS`` and ``VALUES``: 4, float32, or 2, bfloat16."""
+    STATE = 137
+    """float32 [heads, dim + EXTRA] of ``block_kernels``, what attention over blocks leaves; 0: it
+    leaves ``PARTIALS``."""
     SIZE = 144
+
+
+IN_COUNTERS = slice(Common.COUNTERS, Common.COUNTERS + 32)
+ATTEND_COUNTERS = slice(IN_COUNTERS.stop, IN_COUNTERS.stop + 8)
+OUT_COUNTERS = slice(ATTEND_COUNTERS.stop, Common.OWN)
+"""Those of ``attention_in``, ``attend_cached`` and ``attention_out``."""
 
 
 class Router(enum.IntEnum):
@@ -305,41 +319,51 @@ def wide_norm(a: int, x: int, n: int, norm: int) -> None:
 
 
 @inline
-def _heads(kind: Any, a: int) -> None:
+def _store_row(width: int, to: int, x: int, dim: int) -> None:
+    """float32 [dim] to a row of the cache, of ``width`` bytes per element."""
+    for i in range(dim // 16):
+        v = load_f32(x + 64 * i)
+        if width == 2:
+            store_bf16(to + 32 * i, v)
+        else:
+            store_f32(to + 64 * i, v)
+
+
+@inline
+def _heads(a: int) -> None:
     """Queries ready to attend, keys and values to the cache."""
     key_heads, dim = field(a, Attention.KEY_HEADS), field(a, Attention.DIM)
     heads = key_heads * field(a, Attention.GROUP)
     q, k, v = field(a, Attention.Q_OUT), field(a, Attention.K_OUT), field(a, Attention.V_OUT)
     q_norm, k_norm = field(a, Attention.Q_NORM), field(a, Attention.K_NORM)
     if field(a, Attention.WIDE_NORM) != 0:
-        task = _take(a, 5, 1)
+        task = _take(a, 3, 1)
         while task < 2:
             if task == 0:
                 wide_norm(a, q, heads * dim, q_norm)
             else:
                 wide_norm(a, k, key_heads * dim, k_norm)
-            task = _take(a, 5, 1)
+            task = _take(a, 3, 1)
         wait(field(a, Common.BARRIER))
-    scaling, row = bits_float(field(a, Attention.SCALING)), dim * kv_bytes(kind)
-    cos, sin = field(a, Attention.COS), field(a, Attention.SIN)
+    scaling, width = bits_float(field(a, Attention.SCALING)), field(a, Attention.KV_BYTES)
+    cos, sin, state = field(a, Attention.COS), field(a, Attention.SIN), field(a, Attention.STATE)
     head = _take(a, 2, 1)
     while head < heads + key_heads:
         if head < heads:
             multiply(prepare(a, q, head, q_norm, cos, sin), dim, scaling)
+            if state != 0:
+                clear_state(state + 4 * head * (dim + EXTRA), dim)
         else:
             head -= heads
             at = prepare(a, k, head, k_norm, cos, sin)
-            to = (head * field(a, Attention.CAPACITY) + field(a, Attention.LENGTH)) * row
-            for i in range(dim // 16):
-                store_kv(kind, field(a, Attention.KEYS) + to, i, load_f32(at + 64 * i))
-                value = load_f32(v + 4 * head * dim + 64 * i)
-                store_kv(kind, field(a, Attention.VALUES) + to, i, value)
+            to = (head * field(a, Attention.CAPACITY) + field(a, Attention.LENGTH)) * dim * width
+            _store_row(width, field(a, Attention.KEYS) + to, at, dim)
+            _store_row(width, field(a, Attention.VALUES) + to, v + 4 * head * dim, dim)
         head = _take(a, 2, 1)
-    wait(field(a, Common.BARRIER))
 
 
 @inline
-def _attend(kind: Any, a: int) -> None:
+def attend_cached(kind: Any, a: int) -> None:
     """Every (key head, block of tokens) to its partial result."""
     dim, group = field(a, Attention.DIM), field(a, Attention.GROUP)
     key_heads, end = field(a, Attention.KEY_HEADS), field(a, Attention.LENGTH) + 1
@@ -347,7 +371,7 @@ def _attend(kind: Any, a: int) -> None:
     first_block = start // BLOCK
     blocks = (end + BLOCK - 1) // BLOCK - first_block
     row, partial = dim * kv_bytes(kind), 4 * (dim + PARTIAL_EXTRA)
-    task = _take(a, 3, 1)
+    task = _take(a, 4, 1)
     while task < key_heads * blocks:
         head, block = task // blocks, task % blocks
         first = seen_from(start, (first_block + block) * BLOCK)
@@ -360,8 +384,7 @@ def _attend(kind: Any, a: int) -> None:
             group, dim, last - first, cap, field(a, Attention.PARTIALS) + out,
             group, max(0, start - first), last - first,
         )  # fmt: skip
-        task = _take(a, 3, 1)
-    wait(field(a, Common.BARRIER))
+        task = _take(a, 4, 1)
 
 
 @inline
@@ -372,21 +395,24 @@ def _merge(fmt: Any, a: int) -> None:
     first_block = field(a, Attention.START) // BLOCK
     blocks = (field(a, Attention.LENGTH) + BLOCK) // BLOCK - first_block
     partial, merged = 4 * (dim + PARTIAL_EXTRA), field(a, Attention.MERGED)
-    sinks = field(a, Attention.SINKS)
-    first = _take(a, 4, unit)
+    sinks, state = field(a, Attention.SINKS), field(a, Attention.STATE)
+    first = _take(a, 5, unit)
     while first < heads:
         for head in range(first, first + unit):
-            sink = sinks + 4 * head if sinks != 0 else 0
-            at = field(a, Attention.PARTIALS) + head * partial
-            merge(at, blocks, heads * partial, dim, sink, merged + 4 * head * dim)
+            sink, out = sinks + 4 * head if sinks != 0 else 0, merged + 4 * head * dim
+            if state != 0:
+                divided(state + 4 * head * (dim + EXTRA), sink, dim, out)
+            else:
+                at = field(a, Attention.PARTIALS) + head * partial
+                merge(at, blocks, heads * partial, dim, sink, out)
         _records(fmt, a + 8 * Common.D, merged, first * dim, (first + unit) * dim)
-        first = _take(a, 4, unit)
+        first = _take(a, 5, unit)
     wait(field(a, Common.BARRIER))
 
 
 @inline
-def attention_half(qf: Any, kf: Any, vf: Any, of: Any, kind: Any, isa: Any, a: int) -> None:
-    """X plus attention of its norm; its key and value go to the cache."""
+def attention_in(qf: Any, kf: Any, vf: Any, isa: Any, a: int) -> None:
+    """The norm of X, its queries ready to attend; its key and value go to the cache."""
     one = float32(1.0)
     _normalise(qf, kf, vf, a, 3)
     q, k, v = a + 8 * Common.A, a + 8 * Common.B, a + 8 * Common.C
@@ -401,10 +427,14 @@ def attention_half(qf: Any, kf: Any, vf: Any, of: Any, kind: Any, isa: Any, a: i
             _project_task(vf, isa, v, task - to_v, field(a, Attention.V_OUT), 0, one)
         task = _take(a, 1, 1)
     wait(field(a, Common.BARRIER))
-    _heads(kind, a)
-    _attend(kind, a)
+    _heads(a)
+
+
+@inline
+def attention_out(of: Any, isa: Any, a: int) -> None:
+    """X plus what has been attended to."""
     _merge(of, a)
-    _to_residual(of, isa, a, a + 8 * Common.D, 6, field(a, Common.X), one)
+    _to_residual(of, isa, a, a + 8 * Common.D, 6, field(a, Common.X), float32(1.0))
 
 
 @inline

@@ -8,6 +8,7 @@ from offload.cpu_ops import layer_bodies
 from offload.cpu_ops.entries import Entry, Kernel, compile_seconds
 from offload.cpu_ops.formats import get_format
 from offload.cpu_ops.isa import Isa
+from offload.cpu_ops.kv_cache import KvType
 from offload.cpu_ops.tags import Tag, tag
 
 
@@ -16,21 +17,44 @@ def _format(name: str) -> Tag:
 
 
 @functools.cache
-def attention_kernel(q: str, k: str, v: str, o: str, kv: str, isa: Isa) -> Kernel:
-    """``kv``: "f32" or "bf16", how keys and values are cached."""
-    qf, kf, vf, of = (_format(name) for name in (q, k, v, o))
-    kind, instructions = tag("kv", kv), tag("isa", isa.value)
+def attention_in_kernel(q: str, k: str, v: str, isa: Isa) -> Kernel:
+    qf, kf, vf = (_format(name) for name in (q, k, v))
+    instructions = tag("isa", isa.value)
 
-    def attention_body(arguments: int) -> None:
-        layer_bodies.attention_half(qf, kf, vf, of, kind, instructions, arguments)
+    def attention_in_body(arguments: int) -> None:
+        layer_bodies.attention_in(qf, kf, vf, instructions, arguments)
 
-    what = f"attention {q}/{k}/{v}/{o}, {kv} cache, for {isa.value}"
-    return Kernel(attention_body, what, compile_seconds(8.0, q, k, v, o))
+    what = f"queries, keys, values {q}/{k}/{v} for {isa.value}"
+    return Kernel(attention_in_body, what, compile_seconds(4.0, q, k, v))
 
 
 @functools.cache
-def attention_entry(q: str, k: str, v: str, o: str, kv: str, isa: Isa) -> Entry:
-    return attention_kernel(q, k, v, o, kv, isa).entry()
+def attend_kernel(kv: str) -> Kernel:
+    """``kv``: "f32" or "bf16", how keys and values are cached."""
+    kind = tag("kv", kv)
+
+    def attend_body(arguments: int) -> None:
+        layer_bodies.attend_cached(kind, arguments)
+
+    return Kernel(attend_body, f"attention over a cache in {kv}", 3.0)
+
+
+@functools.cache
+def attention_out_kernel(o: str, isa: Isa) -> Kernel:
+    of, instructions = _format(o), tag("isa", isa.value)
+
+    def attention_out_body(arguments: int) -> None:
+        layer_bodies.attention_out(of, instructions, arguments)
+
+    return Kernel(
+        attention_out_body, f"attention's output {o} for {isa.value}", compile_seconds(2.0, o)
+    )
+
+
+def attention_kernels(q: str, k: str, v: str, o: str, kv: KvType, isa: Isa) -> list[Kernel]:
+    """Of a layer's attention, in their order; what attends over a quantised cache aside."""
+    attend = [] if kv.quantised else [attend_kernel(kv.value)]
+    return [attention_in_kernel(q, k, v, isa), *attend, attention_out_kernel(o, isa)]
 
 
 @functools.cache

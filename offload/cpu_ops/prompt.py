@@ -84,14 +84,16 @@ class Room:
     """Buffers for the prompts of one model, for up to ``rows`` tokens at a time. One prompt uses it
     at a time."""
 
-    def __init__(self, plans: Iterable[LayerPlan], rows: int, capacity: int) -> None:
-        """``capacity``: of the cache, in tokens."""
+    def __init__(
+        self, plans: Iterable[LayerPlan], rows: int, capacity: int, *, quantised: bool = False
+    ) -> None:
+        """``capacity``: of the cache, in tokens; ``quantised``: it is a ``QuantisedKv``."""
         self.rows = rows
         self.workers = threads.count()
         """Threads that it has scratch memory for."""
         self._buffers = {
             name: aligned((nbytes,), np.uint8)
-            for name, nbytes in _room_parts(plans, rows, capacity).items()
+            for name, nbytes in _room_parts(plans, rows, capacity, quantised).items()
         }
 
     def floats(self, name: str, rows: int, columns: int) -> Floats:
@@ -111,7 +113,9 @@ class Room:
         return self.address("workers")
 
 
-def _room_parts(plans: Iterable[LayerPlan], rows: int, capacity: int) -> dict[str, int]:
+def _room_parts(
+    plans: Iterable[LayerPlan], rows: int, capacity: int, quantised: bool
+) -> dict[str, int]:
     most: dict[str, int] = {}
     workers = threads.count()
     for plan in plans:
@@ -126,6 +130,9 @@ def _room_parts(plans: Iterable[LayerPlan], rows: int, capacity: int) -> dict[st
                 inner = _mlp_rows(mlp, rows) * mlp.gate.rows
                 parts["gate"] = max(inner, parts.get("gate", 0))
         parts["up"] = parts.get("gate", 0)
+        if quantised:
+            parts["states"] = rows * attention.heads * (attention.dim + PARTIAL_EXTRA)
+            parts["attended"] = rows * queries
         per_worker = _partial_bytes(attention, capacity)
         if plan.router is not None:
             parts["logits"] = rows * plan.router.gate.rows
@@ -136,9 +143,11 @@ def _room_parts(plans: Iterable[LayerPlan], rows: int, capacity: int) -> dict[st
     return most
 
 
-def room_bytes(plans: Iterable[LayerPlan], rows: int, capacity: int) -> int:
+def room_bytes(
+    plans: Iterable[LayerPlan], rows: int, capacity: int, *, quantised: bool = False
+) -> int:
     """What a ``Room`` takes."""
-    return sum(_room_parts(plans, rows, capacity).values())
+    return sum(_room_parts(plans, rows, capacity, quantised).values())
 
 
 class _Rows:
@@ -159,14 +168,14 @@ class _Rows:
     def _norm(self, x_TH: Floats, out_TH: Floats) -> None:
         a = self._a
         a[Rows.TOKENS : Rows.OUTPUT + 1] = len(x_TH), address_of(x_TH), address_of(out_TH)
-        self._run(_entry("norm"))
+        self._run(prompt_entry("norm"))
 
     def _add(self, values_TH: Floats, bias: int, into_TH: Floats) -> None:
         a = self._a
         a[Rows.TOKENS : Rows.BIAS + 1] = (
             len(values_TH), address_of(values_TH), address_of(into_TH), bias,
         )  # fmt: skip
-        self._run(_entry("add"))
+        self._run(prompt_entry("add"))
 
     def _linear(self, plan: MatrixPlan, at: int, x: Floats, out: Floats) -> None:
         weight = int(self._a[at + Matrix.WEIGHT])
@@ -179,9 +188,12 @@ class PromptAttention(_Rows):
     def __init__(self, half: AttentionHalf, *, alone: bool = False, isa: str | None = None) -> None:
         super().__init__(half, alone=alone, isa=isa)
         self._half = half
-        kv = KvType(half.cache.kind).value
-        self._heads, self._attend = _entry("heads", kv), _entry("attend", kv)
         self._a[Rows.WINDOW] = half.plan.window
+        self._arrange(half.cache.kind)
+
+    def _arrange(self, kind: KvType) -> None:
+        self._heads = prompt_entry("heads", kind.value)
+        self._attend = prompt_entry("attend", kind.value)
 
     def __call__(self, x_TH: Floats, positions_T: npt.NDArray[np.int64], room: Room) -> None:
         """Add to ``x`` and store the tokens' keys and values behind those in the layer's cache.
@@ -196,9 +208,8 @@ class PromptAttention(_Rows):
         a[Rows.CACHES], a[Rows.TOGETHER] = 0, _together(half.plan)
         for first in range(0, len(x_TH), room.rows):
             some_TH = x_TH[first : first + room.rows]
-            a[Attention.LENGTH] = half.cache.make_room(half.layer, len(some_TH))
-            self._some(some_TH, positions_T[first : first + room.rows], room)
-            half.cache.advance(half.layer, len(some_TH))
+            half.cache.make_room(half.layer, len(some_TH))
+            self._some(some_TH, positions_T[first : first + room.rows], room, None)
 
     def of_each(
         self, x_TH: Floats, positions_T: npt.NDArray[np.int64], caches: Sequence[KvCache],
@@ -215,16 +226,20 @@ class PromptAttention(_Rows):
         table_T3 = np.empty((len(caches), 3), np.int64)
         for row, cache in zip(table_T3, caches, strict=True):
             half.check_cache(cache)
-            row[:] = *cache.places(half.layer), cache.make_room(half.layer)
+            cache.make_room(half.layer)
+            row[:] = *cache.places(half.layer), cache.row(half.layer)
         a[Rows.TOGETHER] = 1
         for first in range(0, len(x_TH), room.rows):
             last = first + room.rows
             a[Rows.CACHES] = address_of(table_T3[first:])
-            self._some(x_TH[first:last], positions_T[first:last], room)
+            self._some(x_TH[first:last], positions_T[first:last], room, caches[first:last])
         for cache in caches:
             cache.advance(half.layer)
 
-    def _some(self, x_TH: Floats, positions_T: npt.NDArray[np.int64], room: Room) -> None:
+    def _some(
+        self, x_TH: Floats, positions_T: npt.NDArray[np.int64], room: Room,
+        caches: Sequence[KvCache] | None,
+    ) -> None:  # fmt: skip
         half, a, n = self._half, self._a, len(x_TH)
         plan = half.plan
         normed = room.floats("normed", n, plan.hidden)
@@ -235,19 +250,38 @@ class PromptAttention(_Rows):
             (plan.q, Common.A, q), (plan.k, Common.B, k), (plan.v, Common.C, v),
         ):  # fmt: skip
             self._linear(matrix, at, normed, out)
-        a[Attention.Q_OUT : Attention.V_OUT + 1] = address_of(q), address_of(k), address_of(v)
-        a[Attention.COS], a[Attention.SIN], a[Rows.TABLE_STRIDE] = half.rope.rows(positions_T)
         a[Rows.QUERIES] = room.address("queries")
         a[Rows.Q_BIAS : Rows.V_BIAS + 1] = [
             a[at + Matrix.BIAS] for at in (Common.A, Common.B, Common.C)
         ]
-        self._run(self._heads)
-        a[Rows.OUTPUT] = address_of(q)  # free again
-        a[Rows.SCRATCH] = room.scratch()
-        a[Rows.WORKER_BYTES] = _partial_bytes(plan, half.cache.capacity)
-        self._run(self._attend)
+        self._tables = half.rope.rows(positions_T)
+        self._attention(q, k, v, room, caches)
         self._linear(plan.o, Common.D, q, normed)
         self._add(normed, int(a[Common.D + Matrix.BIAS]), x_TH)
+
+    def _store(self, q: Floats, k: Floats, v: Floats, first: int = 0) -> None:
+        """Queries ready to attend, keys and values to the cache; of tokens from ``first`` on."""
+        a, (cos, sin, stride) = self._a, self._tables
+        a[Rows.TOKENS] = len(q)
+        a[Attention.Q_OUT : Attention.V_OUT + 1] = address_of(q), address_of(k), address_of(v)
+        a[Attention.COS], a[Attention.SIN] = cos + first * stride, sin + first * stride
+        a[Rows.TABLE_STRIDE] = stride
+        self._run(self._heads)
+
+    def _attention(
+        self, q: Floats, k: Floats, v: Floats, room: Room, caches: Sequence[KvCache] | None
+    ) -> None:
+        """In place of the queries: attention of some tokens, whose keys and values are stored;
+        ``caches``: of each, which will be told; None: of the one, which is."""
+        half, a = self._half, self._a
+        a[Attention.LENGTH] = half.cache.length(half.layer)
+        self._store(q, k, v)
+        a[Rows.OUTPUT] = address_of(q)  # free again
+        a[Rows.SCRATCH] = room.scratch()
+        a[Rows.WORKER_BYTES] = _partial_bytes(half.plan, half.cache.capacity)
+        self._run(self._attend)
+        if caches is None:
+            half.cache.advance(half.layer, len(q))
 
 
 class PromptMlp(_Rows):
@@ -316,7 +350,7 @@ class PromptRouter(_Rows):
             self._linear(plan.gate, Common.A, normed_TH[first : first + n], logits)
             a[Rows.TOKENS], a[Rows.INPUT] = n, address_of(logits)
             a[Router.IDS], a[Router.WEIGHTS] = address_of(ids[first:]), address_of(weights[first:])
-            self._run(_entry("choose"))
+            self._run(prompt_entry("choose"))
         return ids, weights
 
 
@@ -350,19 +384,24 @@ def _kernel(name: str, kv: str = "") -> Kernel:
 
 
 @functools.cache
-def _entry(name: str, kv: str = "") -> Entry:
+def prompt_entry(name: str, kv: str = "") -> Entry:
     return _kernel(name, kv).entry()
 
 
-def prompt_kernels(kv: str) -> list[Kernel]:
-    """What prompts run on, besides their matrices' kernels; ``kv``: how they are cached."""
+def prompt_kernels(kv: KvType) -> list[Kernel]:
+    """What prompts run on, besides their matrices' kernels and those of quantised caches; ``kv``:
+    how they are cached."""
+    if kv.quantised:
+        attend = [_kernel("heads", KvType.F32.value)]
+    else:
+        attend = [_kernel("heads", kv.value), _kernel("attend", kv.value)]
     return [
-        _kernel("norm"), _kernel("heads", kv), _kernel("attend", kv), _kernel("add"),
-        _kernel("choose"), activate_kernel("f32", choose()),
+        _kernel("norm"), *attend, _kernel("add"), _kernel("choose"),
+        activate_kernel("f32", choose()),
     ]  # fmt: skip
 
 
 __all__ = [
-    "CHUNK", "PromptAttention", "PromptMlp", "PromptRouter", "Room", "fits", "prompt_kernels",
-    "room_bytes",
+    "CHUNK", "PromptAttention", "PromptMlp", "PromptRouter", "Room", "fits", "prompt_entry",
+    "prompt_kernels", "room_bytes",
 ]  # fmt: skip

@@ -11,11 +11,21 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from offload.cpu_ops.block_attention import kernels_for
+from offload.cpu_ops.block_quantise import quantise_kernel
 from offload.cpu_ops.entries import Kernel, ffn_kernel, gemm_kernel
 from offload.cpu_ops.formats import FORMATS, Format
 from offload.cpu_ops.isa import choose
-from offload.cpu_ops.kv_cache import KvType
-from offload.cpu_ops.layer_entries import attention_kernel, mlp_kernel, router_kernel
+from offload.cpu_ops.kv_cache import PLAIN, KvType
+from offload.cpu_ops.kv_quantised import quantised_layout, tail_layout
+from offload.cpu_ops.layer_entries import (
+    attend_kernel,
+    attention_in_kernel,
+    attention_kernels,
+    attention_out_kernel,
+    mlp_kernel,
+    router_kernel,
+)
 from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.prefill import crossover, slab_kind
 from offload.cpu_ops.prefill_kernels import (
@@ -40,6 +50,10 @@ ATTENTION_MIXES = (
     ("q4_k", "q8_0", "q8_0", "q4_k"), ("q5_k", "q8_0", "q8_0", "q5_k"),
 )  # fmt: skip
 """(q, k, v, o) of the same files."""
+
+
+_WHOLE_DIM = 64
+"""Heads in multiples of it have the fastest kernels of a processor, for all of them the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +138,10 @@ def expert_kernels(pairs: Iterable[tuple[str, str]]) -> list[Kernel]:
 def layer_kernels(plan: LayerPlan, kv: KvType = KvType.F32) -> list[Kernel]:
     """For one sequence through a decoder layer, without its routed experts."""
     isa, attention = choose(), plan.attention
-    formats = (m.format.name for m in (attention.q, attention.k, attention.v, attention.o))
-    found = [attention_kernel(*formats, kv.value, isa)]
+    q, k, v, o = (m.format.name for m in (attention.q, attention.k, attention.v, attention.o))
+    found = attention_kernels(q, k, v, o, kv, isa)
+    if kv.quantised:
+        found += quantised_kernels(attention.dim, kv)
     if plan.router is not None:
         found.append(router_kernel(plan.router.gate.format.name, isa))
     found += [
@@ -136,8 +152,15 @@ def layer_kernels(plan: LayerPlan, kv: KvType = KvType.F32) -> list[Kernel]:
     if fits(plan):
         if plan.router is not None:
             found.append(gemm_kernel(plan.router.gate.format.name, isa))
-        found += prompt_kernels(kv.value)
+        found += prompt_kernels(kv)
     return found
+
+
+def quantised_kernels(dim: int, kv: KvType) -> list[Kernel]:
+    """For attention of heads of that size over a cache in 8 or 4 bits."""
+    layouts = quantised_layout(1, dim, 1, kv), tail_layout(1, dim)
+    blocks = [k for layout in layouts for k in kernels_for(layout, half_queries=False)]
+    return [*dict.fromkeys(blocks), quantise_kernel(kv.value, KvType.F32.value)]
 
 
 def every_kernel() -> list[Kernel]:
@@ -153,9 +176,12 @@ def every_kernel() -> list[Kernel]:
         *matrix_kernels(FORMATS.values()),
         router_kernel("f32", isa),
         *program_kernels(),
-        *prompt_kernels(KvType.F32.value),
+        *(kernel for kv in KvType for kernel in prompt_kernels(kv)),
+        *(attend_kernel(kv.value) for kv in PLAIN),
+        *(k for kv in KvType if kv.quantised for k in quantised_kernels(_WHOLE_DIM, kv)),
         *(ffn_kernel(*pair, isa) for pair in pairs),
         *(mlp_kernel(*pair, isa) for pair in pairs),
-        *(attention_kernel(*names, KvType.F32.value, isa) for names in attention),
+        *(attention_in_kernel(*names[:3], isa) for names in attention),
+        *(attention_out_kernel(names[3], isa) for names in attention),
     ]
-    return sorted(found, key=lambda kernel: kernel.seconds)
+    return sorted(dict.fromkeys(found), key=lambda kernel: kernel.seconds)

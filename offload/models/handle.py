@@ -102,9 +102,14 @@ class OffloadHandle:
             "device_peak_bytes": self.executor.device.peak_memory(),
             "device_budget_bytes": self.plan.budgets.get(Tier.DEVICE),
             "host_waits": dict(stats.host_waits),
-            "kv": None if self.kv is None else self.kv.stats(),
+            "kv": self._kv_stats(),
             "prompt_cache": None if self.prompts is None else self.prompts.prefixes.to_json(),
         }
+
+    def _kv_stats(self) -> dict[str, Any] | None:
+        if self.kv is not None:
+            return self.kv.stats()
+        return None if self.lean is None else self.lean.kv_stats()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """What ``copy.deepcopy`` and ``pickle`` ask for; memory, files and threads have no copy."""

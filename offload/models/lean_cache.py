@@ -16,6 +16,10 @@ from offload.cpu_ops.kv_cache import Array, KvCache
 from offload.errors import OffloadError
 
 
+def _copy(to: Array, new: torch.Tensor) -> None:
+    _tensor(to).copy_(new)
+
+
 def _tensor(rows: Array) -> torch.Tensor:
     """The same memory; numpy has no bfloat16."""
     tensor = torch.from_numpy(rows)
@@ -44,7 +48,7 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store what is new; returns all there is, as views."""
+        """Store what is new; returns all there is, as views, or as copies of what is rounded."""
         if key_states.shape[0] != 1:
             raise OffloadError(
                 f"this cache is for one sequence, and got {key_states.shape[0]}; leave "
@@ -68,10 +72,9 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             if tuple(states.shape) != want:  # a copy would spread one head over all
                 raise OffloadError(f"{name} must be {list(want)}, got {list(states.shape)}")
         self.lazy_initialization(key_states, value_states)
-        room = self._store.room(self._index, key_states.shape[-2])
-        for rows, new in zip(room, (key_states, value_states), strict=True):
-            _tensor(rows).copy_(new[0].detach())
-        self._store.advance(self._index, key_states.shape[-2])
+        self._store.make_room(self._index, key_states.shape[-2])
+        keys, values = key_states[0].detach(), value_states[0].detach()
+        self._store.append_by(self._index, keys, values, _copy)
 
     def stored(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens ``start`` to ``stop``, views; prompts' kernels append them

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter
+from offload.cpu_ops.decode import DenseMlp, Scratch, TokenRouter
 from offload.cpu_ops.experts import ExpertLayout, expert_ffn, expert_layout
 from offload.cpu_ops.formats import FORMATS, Format
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.kv_cache import KvCache
 from offload.cpu_ops.layer_plan import MatrixPlan
 from offload.cpu_ops.packing import pack_rows, quantize
-from offload.cpu_ops.prompt import PromptAttention, PromptMlp, PromptRouter, Room
+from offload.cpu_ops.prompt import PromptMlp, PromptRouter, Room
+from offload.cpu_ops.quantised_half import half_for
+from offload.cpu_ops.quantised_prompt import prompt_for
 from offload.cpu_ops.rope import Rope
 from offload.models.lean_detect import Lean
 
@@ -47,7 +49,7 @@ class PackedLayer:
         scratch = Scratch.of([plan], cache.capacity)
         self._keep: list[Array] = []
         self._isa = isa
-        self.attention = AttentionHalf(plan.attention, rope, cache, index, scratch, isa=isa)
+        self.attention = half_for(plan.attention, rope, cache, index, scratch, isa=isa)
         self.attention.place(**self._places(plan.attention, parts.attention, weights))
         self.mlp = self.router = self.shared = None
         if plan.mlp is not None:
@@ -77,8 +79,8 @@ class PackedLayer:
         float32 [tokens, hidden]. ``caches``: of each token; None: one behind the other, of the
         layer's own."""
         cache, index = self._at
-        room = Room([self._plan], rows, cache.capacity)
-        attention = PromptAttention(self.attention, isa=self._isa)
+        room = Room([self._plan], rows, cache.capacity, quantised=cache.kind.quantised)
+        attention = prompt_for(self.attention, isa=self._isa)
         if caches is None:
             length = cache.length(index)
             attention(x_TH, np.arange(length, length + len(x_TH)), room)

@@ -22,7 +22,8 @@ from offload.cpu_ops import threads
 from offload.cpu_ops.kernels import Floats
 from offload.cpu_ops.kv_cache import KvCache
 from offload.cpu_ops.layer_plan import LayerPlan
-from offload.cpu_ops.prompt import CHUNK, PromptAttention, PromptMlp, PromptRouter, Room
+from offload.cpu_ops.prompt import CHUNK, PromptMlp, PromptRouter, Room
+from offload.cpu_ops.quantised_prompt import prompt_for
 from offload.models.lean_program import LayerParts
 
 Positions = npt.NDArray[np.int64]
@@ -32,9 +33,11 @@ class Rooms:
     """Buffers for many tokens, kept from layer to layer; one set, however many sequences there
     are."""
 
-    def __init__(self, plans: Sequence[LayerPlan], capacity: int) -> None:
-        """``capacity``: of caches, in tokens."""
-        self._plans, self._capacity = plans, capacity
+    def __init__(
+        self, plans: Sequence[LayerPlan], capacity: int, *, quantised: bool = False
+    ) -> None:
+        """``capacity``: of caches, in tokens; ``quantised``: they are ``QuantisedKv``."""
+        self._plans, self._capacity, self._quantised = plans, capacity, quantised
         self._free: Room | None = None
 
     @contextmanager
@@ -43,7 +46,7 @@ class Rooms:
         room, self._free = self._free, None
         rows = min(tokens, CHUNK)
         if room is None or room.rows < rows or room.workers < threads.count():
-            room = Room(self._plans, rows, self._capacity)
+            room = Room(self._plans, rows, self._capacity, quantised=self._quantised)
         try:
             yield room
         finally:
@@ -60,7 +63,7 @@ class ManyTokens:
     def __init__(self, parts: LayerParts, rooms: Rooms, *, alone: bool = False) -> None:
         """``alone``: see ``cpu_ops.prompt``."""
         self._rooms, self._experts = rooms, parts.experts
-        self._attention = PromptAttention(parts.attention, alone=alone)
+        self._attention = prompt_for(parts.attention, alone=alone)
         mlp, router, shared = parts.mlp, parts.router, parts.shared
         self._mlp = None if mlp is None else PromptMlp(mlp, alone=alone)
         self._router = None if router is None else PromptRouter(router, alone=alone)

@@ -69,7 +69,7 @@ class TokenProgram:
         steps: list[Step] = []
         self._fetched: list[_Fetched] = []
         for _, parts in layers:
-            steps.append(parts.attention.step(self._x))
+            steps += parts.attention.steps(self._x)
             if parts.mlp is not None:
                 steps.append(parts.mlp.step(self._x))
             if parts.router is None or parts.experts is None:

@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Scratch, TokenRouter, scratch_need
+from offload.cpu_ops.block_layout import PART
+from offload.cpu_ops.decode import DenseMlp, Scratch, TokenRouter, scratch_need
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import FORMATS, Format, get_format
 from offload.cpu_ops.kernels import Floats, address_of
-from offload.cpu_ops.kv_cache import KvCache, KvType
+from offload.cpu_ops.kv_cache import KvCache, KvType, kv_cache_bytes
+from offload.cpu_ops.kv_quantised import QuantisedKv, make_kv, quantised_bytes
 from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.packing import pack_rows
 from offload.cpu_ops.program import program_kernels
 from offload.cpu_ops.prompt import CHUNK, fits, room_bytes
+from offload.cpu_ops.quantised_half import half_for
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
@@ -87,7 +90,15 @@ class LeanModel:
         if not self.runs_prompts:
             return 0
         rows = 4 * plans[0].attention.hidden * tokens
-        return room_bytes(plans, min(tokens, CHUNK), capacity) + 4 * rows
+        quantised = self.kv.quantised
+        return room_bytes(plans, min(tokens, CHUNK), capacity, quantised=quantised) + 4 * rows
+
+    def kv_bytes(self, capacity: int) -> int:
+        """Of a sequence's keys and values. Raises OffloadError: no kernel takes such heads in
+        ``kv``."""
+        first = self.plans[0].attention
+        shape = len(self.layers), first.key_heads, first.dim, capacity, self.kv
+        return quantised_bytes(*shape) if self.kv.quantised else kv_cache_bytes(*shape)
 
 
 def find_lean(model: Any, pack: PackedModel) -> LeanModel:
@@ -170,12 +181,15 @@ class LeanRun:
         first = next(iter(lean.layers.values())).plan.attention
         self._model = model
         self._shape = len(lean.layers), first.key_heads, first.dim, capacity, lean.kv
-        self._store = KvCache(*self._shape)
+        self._store = make_kv(*self._shape)
+        self._stores = [self._store]
         self._free = [self._store]
         self._most = caches
         self._caches: list[LeanCache] = []
         scratch = Scratch.of(lean.plans, capacity)
-        rooms = Rooms(lean.plans, capacity) if lean.runs_prompts else None
+        rooms = None
+        if lean.runs_prompts:
+            rooms = Rooms(lean.plans, capacity, quantised=lean.kv.quantised)
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
         steps: list[tuple[Any, _Step]] = []
@@ -212,7 +226,9 @@ class LeanRun:
         while len(self._caches) >= self._most:
             self.release(self._caches[0])
         # Only memory where tokens were stored counts, so a used one goes first.
-        store = self._free.pop() if self._free else KvCache(*self._shape)
+        store = self._free.pop() if self._free else make_kv(*self._shape)
+        if store not in self._stores:
+            self._stores.append(store)
         store.crop(0)
         self._caches.append(LeanCache(store))
         return self._caches[-1]
@@ -223,6 +239,28 @@ class LeanRun:
             self._caches.remove(cache)
             cache.live = False
             self._free.append(cache.store)
+
+    def kv_stats(self) -> dict[str, Any] | None:
+        """Of keys and values that are rounded to fewer bits, as ``KvTiers.stats`` has them; None:
+        they are not."""
+        stores = [store for store in self._stores if isinstance(store, QuantisedKv)]
+        if not stores:
+            return None
+        none = dict.fromkeys(
+            ("blocks_on_disk", "hits", "ahead", "late", "copies", "read_bytes", "written_bytes"), 0
+        )
+        parts = sum(s.done(layer) // PART for s in stores for layer in range(s.layers))
+        return {
+            "ram_bytes": sum(store.nbytes for store in stores),
+            "kind": self._store.kind.value,
+            "attention_error": max(store.error for store in stores),
+            "keep_tokens": None,
+            "evicted_tokens": 0,
+            "slot_bytes": stores[0].layout.nbytes // stores[0].layout.parts,
+            "blocks_in_ram": parts,
+            **none,
+            "stall_s": 0.0,
+        }
 
     def untouched(self) -> bool:
         """Whether every layer is as it was opened: no hook inside, no module replaced."""
@@ -319,7 +357,7 @@ class _Step:
         self._keep: list[Any] = []
         self._kept: list[tuple[torch.nn.Module, str]] = []
         self._moving: list[tuple[Any, str, PackedLinear]] = []
-        self.attention = AttentionHalf(plan.attention, rope, store, index, scratch)
+        self.attention = half_for(plan.attention, rope, store, index, scratch)
         self._place(self.attention, layer, parts.attention)
         self.mlp = self.router = self.shared = None
         self.experts: PackedExperts | None = None

@@ -16,7 +16,7 @@ import numpy as np
 from offload.cpu_ops.entries import Kernel, ffn_kernel, gemm_kernel
 from offload.cpu_ops.isa import choose
 from offload.cpu_ops.kv_cache import KvCache, KvType
-from offload.cpu_ops.layer_entries import attention_kernel, mlp_kernel, router_kernel
+from offload.cpu_ops.layer_entries import attention_kernels, mlp_kernel, router_kernel
 from offload.cpu_ops.layer_plan import LayerPlan
 from offload.cpu_ops.prompt import fits, prompt_kernels
 from offload.errors import UnsupportedModelError
@@ -64,13 +64,13 @@ def verify(layer: Any, lean: Lean, *, seed: int = 0) -> float:
 def twin_kernels(plan: LayerPlan) -> list[Kernel]:
     """What ``verify`` runs for a layer of this plan."""
     isa, name = choose(), "f32"
-    found = [attention_kernel(name, name, name, name, KvType.F32.value, isa)]
+    found = attention_kernels(name, name, name, name, KvType.F32, isa)
     if plan.router is not None:
         found += [router_kernel(name, isa), ffn_kernel(name, name, isa)]
     if plan.mlp is not None or plan.shared is not None:
         found.append(mlp_kernel(name, name, isa))
     if fits(plan):
-        found += [gemm_kernel(name, isa), *prompt_kernels(KvType.F32.value)]
+        found += [gemm_kernel(name, isa), *prompt_kernels(KvType.F32)]
     return found
 
 

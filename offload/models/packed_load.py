@@ -8,6 +8,7 @@ not packed (norms, routers, biases) is small, float32 and resident.
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,8 @@ from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, minimum_budgets
 from offload.scheduler.policy import SCORED
 from offload.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 IN_BLOCKS = "its keys and values are kept in blocks"
 """Why the decode kernels, which read a cache in one piece, do not run."""
@@ -150,12 +153,20 @@ def prepare_packed(
 
 def kept_as(lean: LeanModel, options: Options) -> LeanModel:
     """The same layers with keys and values as ``--kv`` says, if theirs can be kept so: prompts too
-    run on kernels that read them, nobody asks for blocks, and there is one sequence at a time."""
-    wanted = options.kv == KvType.BF16.value and options.attention is None
-    blocks = options.kv_ram is not None or options.kv_keep is not None
-    if wanted and not blocks and options.batch == 1 and lean.runs_prompts:
-        return replace(lean, kv=KvType.BF16)
-    return lean
+    run on kernels that read them, nobody asks for blocks, there is one sequence at a time, and
+    kernels take such heads."""
+    if options.kv is None or options.attention is not None or not lean.runs_prompts:
+        return lean
+    blocks = options.kv_ram, options.kv_keep, options.kv_block_tokens
+    if any(asked is not None for asked in blocks) or options.batch != 1:
+        return lean
+    found = replace(lean, kv=KvType(options.kv))
+    try:
+        found.kv_bytes(1)
+    except OffloadError as why:
+        logger.info("keys and values are not kept in %s by the decode kernels: %s", options.kv, why)
+        return lean
+    return found
 
 
 def pack_kernels(pack: PackedModel) -> list[Kernel]:
@@ -237,6 +248,12 @@ def plan_packed(
     if refused is not None:
         notes.append(choice.STAGED.format(why=refused))
 
+    def cached_bytes() -> int:
+        """Of one sequence, if they are in one piece."""
+        if decoder.kv.quantised:
+            return decoder.kv_bytes(max(options.context, prompt))
+        return cache // (2 if decoder.kv is KvType.BF16 else 1)
+
     def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
         overhead = options.overhead_bytes
         if overhead is None:
@@ -249,7 +266,7 @@ def plan_packed(
         found = {
             Tier.RAM: reserves(
                 model, pack, chosen, options, footprint,
-                cache=cache * options.sequences // (1 if decoder.kv is KvType.F32 else 2),
+                cache=options.sequences * cached_bytes(),
                 prompt=read, ram=ram, kept=kept, overhead=overhead,
                 lean_bytes=decoder.scratch_bytes(max(options.context, prompt)),
                 prompt_bytes=decoder.prompt_bytes(
@@ -321,7 +338,7 @@ def plan_packed(
         plan = kv_plan.predicted(plan, together, ask(ram).costs)
         notes.append(together.note(options))
     if decoder.kv is not KvType.F32:
-        notes.append("keys and values are kept in bfloat16, which is lossy")
+        notes.append(f"keys and values are kept in {decoder.kv.words}, which is lossy")
     if prompts is not None:
         notes.append(prompts.note)
     if not decoder.layers:

@@ -77,7 +77,7 @@ class Layers:
         call = TokenExperts(self.experts.layout, k, share=self.experts)
         return Program(
             [
-                attention.step(self.x),
+                *attention.steps(self.x),
                 router.step(self.x),
                 pick_step(router.ids, router.weights, self.bundles.bases, bases, weights),
                 call.step(bases, router.normed, weights, self.out),
