@@ -3,6 +3,7 @@
 Each line names its prompt's place in the input and a hash of everything that decides its answer
 (model, tokens, settings), so a run that goes on knows what is there already, and never takes an
 answer for another question's. What a kill leaves behind is at most one line without its end.
+Where prompts hold the date, each line has the time that all of them were written at.
 """
 
 from __future__ import annotations
@@ -13,21 +14,69 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
 from offload.errors import OffloadError
+from offload.models.prompt_time import read_time
 
 KEY = "job"
 """The field with the hash."""
+
+TIME = "prompt_time"
+"""The field with the time that a chat template saw."""
+
+VERSION = "2"
+"""Of what goes into a hash."""
 
 
 def key_of(facts: Any) -> str:
     """A hash of what decides an answer; ``facts`` is anything that JSON takes."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def job_key(model: Any, settings: Any, prompt: Any) -> str:
+    """What stands in a line: version, a few digits that tell what differs, and the hash of all."""
+    hints = [key_of(part)[:4] for part in (model, settings)]
+    return ":".join([VERSION, *hints, key_of([model, settings, prompt])])
+
+
+def _difference(found: str, mine: str) -> str:
+    """Why a line with the key ``found`` is not the answer that ``mine`` asks for; a way out."""
+    theirs, ours = found.split(":"), mine.split(":")
+    if len(theirs) != len(ours) or theirs[0] != ours[0]:
+        return (
+            "was written by another version of offload, which this one cannot continue: finish it "
+            "with that version, or take the prompts that it answers out of --batch (index: their "
+            "place, from 0) and give another file"
+        )
+    if theirs[1] != ours[1]:
+        what = "is the answer of another model, or the files of this one have changed"
+    elif theirs[2] != ours[2]:
+        what = "is an answer with other flags or settings"
+    else:
+        what = (
+            "is the answer to another prompt: the input, the chat template or the tokenizer has "
+            "changed"
+        )
+    return f"{what}; continue with the same input and flags, or give another file"
+
+
+def prompt_time(path: Path) -> datetime | None:
+    """The time at which the prompts of an output were written, if they depend on it.
+
+    What is no output has none, and is refused when it is opened.
+    """
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.expanduser().is_file():
+            with path.expanduser().open("rb") as file:
+                first = json.loads(file.readline())
+            return read_time(first.get(TIME)) if isinstance(first, dict) else None
+    return None
 
 
 class Answers:
@@ -133,14 +182,14 @@ class Answers:
         try:
             found = json.loads(line)
             index, key = found["index"], found[KEY]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise OffloadError(self._foreign(number)) from None
-        if not isinstance(index, int) or not 0 <= index < len(keys) or keys[index] != key:
-            raise OffloadError(
-                f"--output {self._path} line {number} is the answer to another prompt, or of "
-                f"another model or other settings; continue with the same input and flags, or give "
-                f"another file"
-            )
+        if not isinstance(index, int) or not isinstance(key, str):
+            raise OffloadError(self._foreign(number))
+        if not 0 <= index < len(keys) or keys[index] != key:
+            # Which prompt a line behind the input's end has answered does not matter.
+            why = _difference(key, keys[min(max(index, 0), len(keys) - 1)])
+            raise OffloadError(f"--output {self._path} line {number} {why}")
         return index
 
     def _foreign(self, number: int) -> str:
@@ -150,4 +199,4 @@ class Answers:
         )
 
 
-__all__ = ["KEY", "Answers", "key_of"]
+__all__ = ["KEY", "TIME", "Answers", "job_key", "key_of", "prompt_time"]

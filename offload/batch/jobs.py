@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,7 +60,8 @@ def read_jobs(path: Path, defaults: Defaults) -> list[Job]:
         raise OffloadError(f"--batch {path}: {error.strerror}") from error
     jobs: list[Job] = []
     ids: dict[str | int, int] = {}
-    for number, raw in enumerate(data.split(b"\n"), 1):
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
         try:
@@ -83,6 +85,8 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise OffloadError(f"not JSON: {error.msg} (column {error.colno})") from None
     except RecursionError:
         raise OffloadError("not JSON that can be read: nested too deeply") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise OffloadError(f"not JSON that can be read: {error}") from None
     if not isinstance(found, dict):
         raise OffloadError('not a JSON object; give e.g. {"prompt": "..."}')
     try:

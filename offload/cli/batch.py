@@ -10,27 +10,26 @@ from typing import Any
 
 import torch
 
-from offload.batch.answers import Answers, key_of
+from offload.batch.answers import TIME, Answers, prompt_time
 from offload.batch.choose import Choice, choose
 from offload.batch.generation import Generation, OnToken
 from offload.batch.generation import Sampling as TokenSampling
 from offload.batch.jobs import Defaults, Job, read_jobs
 from offload.batch.runner import Tally, Task, run_batch
-from offload.cli import console, decode, output, prompt, report, view
-from offload.cli.planning import context_limit, find_model, fit_context, make_plan
+from offload.cli import console, decode, output, report, view
+from offload.cli.batch_tasks import make_tasks
+from offload.cli.planning import find_model, make_plan
 from offload.cli.session import Wish, close_model, measured_tokenizer, open_model, say_kernel_error
 from offload.cli.session import stop_between_units as stop_between
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.text import StoppedText, TextDecoder
 from offload.cpu_ops import row_products
 from offload.errors import OffloadError
-from offload.io.pack_manifest import MANIFEST, is_pack
-from offload.io.safetensors import CheckpointIndex
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
+from offload.models.prompt_time import stopped_at
 from offload.models.sampling import own_stops
-from offload.models.values_fingerprint import values_fingerprint
 from offload.units import format_bytes, format_rate
 
 TICK_S = 0.2
@@ -67,15 +66,11 @@ def run(files: Files, wish: Wish) -> None:
         raise OffloadError(
             f"{model_name(directory)} has no tokenizer, which --batch needs; copy its files there"
         )
-    flags = wish.wanted
-    model_facts = [*facts_of(directory), flags.dtype, flags.kernels]
-    model_facts += [flags.attention, flags.kv, flags.kv_keep]
-    if wish.wanted.prompt_cache is not None:  # prompts are read in other pieces
-        model_facts.append(options.prompt_cache_chunk)
-    tasks, keys, context = _tasks(jobs, wish, tokenizer, directory, config, model_facts)
+    with stopped_at(prompt_time(files.output)) as clock:
+        tasks, keys, context = make_tasks(jobs, wish, tokenizer, directory, config)
     with Answers(files.output, keys) as answers:
         todo = [task for task in tasks if task.index not in answers.done]
-        _say_found(answers, len(tasks))
+        _say_found(answers, len(tasks), clock.text)
         if not todo:
             return
         row_products.prepare()
@@ -91,7 +86,7 @@ def run(files: Files, wish: Wish) -> None:
         view.show_summary(console.err(), prepared)
         console.note(choice_text(choice), "batch")
         with signals_wait():
-            _answer(wish, prepared, choice, jobs, todo, keys, answers, tokenizer)
+            _answer(wish, prepared, choice, jobs, todo, keys, answers, tokenizer, clock.text)
     raise_received()
 
 
@@ -106,88 +101,15 @@ def _defaults(wish: Wish) -> Defaults:
     )
 
 
-def facts_of(directory: Path) -> list[Any]:
-    """What tells one model from another without reading all its weights: the names and sizes of
-    its files, the text of its configuration (a pack's has checksums of its blocks), and bytes of
-    many weights: one trained further has files of the same sizes."""
-    files = sorted(p for p in directory.iterdir() if p.is_file())
-    told = [
-        p for p in files if p.name == MANIFEST or (p.suffix == ".json" and p.stat().st_size < 2**20)
-    ]
-    packed = is_pack(directory)
-    return [
-        [[p.name, p.stat().st_size] for p in files if not p.name.startswith(".")],
-        [key_of(p.read_text("utf-8", "replace")) for p in told],
-        None if packed else values_fingerprint(CheckpointIndex.open(directory)),
-    ]
-
-
-def _tasks(
-    jobs: Sequence[Job],
-    wish: Wish,
-    tokenizer: Any,
-    directory: Path,
-    config: Any,
-    model_facts: list[Any],
-) -> tuple[list[Task], list[str], int]:
-    """Every prompt in tokens, the hash of all that decides its answer, and the longest context."""
-    tasks: list[Task] = []
-    keys: list[str] = []
-    longest = 0
-    limit = context_limit(config)
-    for job in jobs:
-        try:
-            ids = _ids(job, tokenizer, raw=wish.raw, directory=directory)
-            prompt.check_ids(ids, config)
-            new, context = fit_context(
-                prompt=len(ids),
-                new_tokens=job.max_new_tokens,
-                context=wish.context,
-                limit=limit,
-            )
-        except OffloadError as error:
-            raise OffloadError(f"line {job.line}: {error}") from error
-        sampling = job.sampling
-        how = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p]
-        facts = [model_facts, ids, new, how, list(job.stops), wish.ignore_eos]
-        seed = None
-        if sampling.temperature > 0:
-            # Without a seed: one that a later run, which continues this one, finds again.
-            own = job.seed if wish.sampling.seed is None else wish.sampling.seed + job.index
-            drawn = int(key_of([facts, job.index]), 16) if own is None else own
-            seed = (drawn if job.seed is None else job.seed) % 2**63
-        keys.append(key_of([facts, seed]))
-        longest = max(longest, context)
-        tasks.append(
-            Task(
-                index=job.index,
-                ids=tuple(ids),
-                max_new_tokens=new,
-                sampling=sampling,
-                seed=seed,
-                ignore_eos=wish.ignore_eos,
-            )
-        )
-    return tasks, keys, longest
-
-
-def _ids(job: Job, tokenizer: Any, *, raw: bool, directory: Path) -> list[int]:
-    if job.messages is None:
-        return prompt.encode(prompt.Asked(text=job.prompt), tokenizer, raw=raw, directory=directory)
-    if not getattr(tokenizer, "chat_template", None):
-        raise OffloadError(
-            f"{model_name(directory)} has no chat template for messages; give a prompt instead"
-        )
-    return prompt.template_ids(job.messages, tokenizer, directory, way_out="give a prompt instead")
-
-
-def _say_found(answers: Answers, total: int) -> None:
+def _say_found(answers: Answers, total: int, prompts_of: str | None) -> None:
     if answers.torn:
         console.note(f"cut off {answers.torn} bytes of a line that a stop had left unfinished")
     if answers.done:
         left = total - len(answers.done)
         ends = f"{left} to go" if left else "nothing to do"
         console.note(f"{len(answers.done)} of {total} prompts are answered already: {ends}")
+        if left and prompts_of is not None:
+            console.note(f"the chat template's date stays that of their prompts: {prompts_of}")
 
 
 def choice_text(choice: Choice) -> str:
@@ -214,6 +136,7 @@ def _answer(
     keys: Sequence[str],
     answers: Answers,
     tokenizer: Any,
+    prompts_of: str | None,
 ) -> None:
     model = open_model(prepared)
     texts: dict[int, _Text] = {}
@@ -235,6 +158,8 @@ def _answer(
         }
         if task.seed is not None:
             answer["seed"] = task.seed
+        if prompts_of is not None:
+            answer[TIME] = prompts_of
         answers.add(task.index, keys[task.index], answer)
 
     def on_step(now: Tally) -> None:

@@ -13,7 +13,7 @@ from offload.errors import CheckpointError, OffloadError
 from offload.models.naming import model_name
 
 # Without one of these transformers may still make a tokenizer, but an empty one.
-_VOCABULARIES = (
+VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model", "vocab.model",
 )  # fmt: skip
@@ -73,13 +73,13 @@ def read_text(file: Path, flag: str) -> str:
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """UTF-8 text without its last newline.
+    """UTF-8 text without its last newline, and without the mark that editors may put before it.
 
     Raises:
         OffloadError: it is not UTF-8; says where.
     """
     try:
-        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise OffloadError(f"{where} is not UTF-8 text (byte {error.start})") from None
 
@@ -106,7 +106,7 @@ def load_tokenizer(directory: Path) -> Any | None:
     Raises:
         CheckpointError: there is one, but it cannot be loaded.
     """
-    if not any((directory / name).is_file() for name in _VOCABULARIES):
+    if not any((directory / name).is_file() for name in VOCABULARIES):
         return None
     from transformers import AutoTokenizer
 
@@ -139,9 +139,7 @@ def encode(asked: Asked, tokenizer: Any | None, *, raw: bool, directory: Path) -
     else:
         message = [{"role": "user", "content": str(asked.text)}]
         ids = template_ids(message, tokenizer, directory, way_out="use --raw to do without it")
-    if not ids:
-        raise OffloadError("the prompt has no tokens; give some more text")
-    return [int(i) for i in ids]
+    return _some(ids)
 
 
 def template_ids(
@@ -154,7 +152,7 @@ def template_ids(
         way_out: what the user can do if the template refuses them.
 
     Raises:
-        OffloadError: the template fails.
+        OffloadError: the template fails, or nothing comes of it.
     """
     try:
         ids = tokenizer.apply_chat_template(
@@ -164,6 +162,12 @@ def template_ids(
         raise OffloadError(
             f"the chat template of {model_name(directory)} fails: {error}; {way_out}"
         ) from error
+    return _some(ids)
+
+
+def _some(ids: Sequence[int]) -> list[int]:
+    if not ids:
+        raise OffloadError("the prompt has no tokens; give some more text")
     return [int(i) for i in ids]
 
 

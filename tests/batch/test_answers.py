@@ -8,19 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from offload.batch.answers import Answers, key_of
+from offload.batch.answers import TIME, Answers, job_key, key_of, prompt_time
 from offload.batch.generation import Sampling
 from offload.batch.jobs import Defaults, read_jobs
 from offload.errors import OffloadError
 
-KEYS = ["a", "b", "c"]
+KEYS = [job_key("model", "settings", prompt) for prompt in "abc"]
+A, B, C = KEYS
+
+
+def line(index: int, key: str) -> bytes:
+    return json.dumps({"index": index, "job": key}).encode() + b"\n"
 
 
 def test_a_torn_line_is_cut_off_and_the_rest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with Answers(path, KEYS) as answers:
-        answers.add(2, "c", {"text": "zwei\nZeilen \udcff"})
-        answers.add(0, "a", {"text": ""})
+        answers.add(2, C, {"text": "zwei\nZeilen \udcff"})
+        answers.add(0, A, {"text": ""})
     whole = path.read_bytes()
     for torn in (b"{", b'{"index": 1, "job": "b", "te', b'{"index": 1, "job": "b"}'):
         path.write_bytes(whole + torn)
@@ -28,15 +33,20 @@ def test_a_torn_line_is_cut_off_and_the_rest_is_kept(tmp_path: Path) -> None:
             assert (answers.done, answers.torn) == ({0, 2}, len(torn))
         assert path.read_bytes() == whole
     first = json.loads(whole.splitlines()[0])
-    assert first == {"index": 2, "job": "c", "text": "zwei\nZeilen \udcff"}
+    assert first == {"index": 2, "job": C, "text": "zwei\nZeilen \udcff"}
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"index": 0, "job": "b"}\n', "another prompt"),
-        (b'{"index": 3, "job": "a"}\n', "another prompt"),
-        (b'{"index": 0, "job": "a"}\n{"index": 0, "job": "a"}\n', "again"),
+        (line(0, B), "is the answer to another prompt"),
+        (line(3, A), "is the answer to another prompt"),
+        (line(0, job_key("other", "settings", "a")), "of another model"),
+        (line(0, job_key("model", "other", "a")), "with other flags or settings"),
+        (line(0, "a2b2206c96eb95f3"), "another version of offload.*finish it with that version"),
+        (line(0, A) * 2, "again"),
+        (b'{"index": 0, "job": 1}\n', "no output of this command"),
+        (b"[" * 100_000 + b"\n", "no output of this command"),
         (b"something else\n", "no output of this command"),
         (b'{"index": 0}\n', "no output of this command"),
         (b"without an end", "no output of this command"),
@@ -66,16 +76,16 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """A limit of the file's size ends a write in the middle, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Answers(tmp_path / "out", KEYS) as answers:
-        answers.add(0, "a", {"text": "short"})
+        answers.add(0, A, {"text": "short"})
         whole = (tmp_path / "out").read_bytes()
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, before[1]))
         try:
             with pytest.raises(OffloadError, match="too large; what is there is whole"):
-                answers.add(1, "b", {"text": "long" * 100})
+                answers.add(1, B, {"text": "long" * 100})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert (tmp_path / "out").read_bytes() == whole
-        answers.add(1, "b", {})
+        answers.add(1, B, {})
         assert answers.done == {0, 1}
 
 
@@ -122,6 +132,7 @@ def test_lines_get_defaults_for_what_they_leave_out(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "a message is"),
         ('["a"]', "not a JSON object"),
         ("{", "not JSON"),
+        ('{"prompt": "a", "seed": ' + "1" * 5000 + "}", "not JSON that can be read"),
         ("\udcff", "not UTF-8"),
         ('{"prompt": "\\ud83d"}', "half of a surrogate pair"),
         ('{"prompt": "a", "stop": "\\udfff"}', "half of a surrogate pair"),
@@ -134,6 +145,25 @@ def test_a_wrong_line_is_named_before_any_work(tmp_path: Path, line: str, says: 
     path.write_bytes(good.encode() + line.encode("utf-8", "surrogateescape"))
     with pytest.raises(OffloadError, match=f"in.jsonl line 2: .*{says}"):
         read_jobs(path, Defaults())
+
+
+def test_a_mark_of_the_encoding_and_other_ends_of_lines_are_no_content(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    jobs = read_jobs(path, Defaults())
+    assert [(job.prompt, job.line) for job in jobs] == [("a", 1), ("b", 3)]
+
+
+def test_the_time_that_prompts_were_written_at(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    assert prompt_time(path) is None
+    for content in (b"", b"text\n", b"[]\n", b"[" * 100_000 + b"\n", line(0, A)):
+        path.write_bytes(content)
+        assert prompt_time(path) is None
+    for time in ("2026-02-03T04:05:06", "tomorrow", 5):
+        path.write_text(json.dumps({TIME: time}) + "\n")
+        found = prompt_time(path)
+        assert (found and found.isoformat()) == (time if time == "2026-02-03T04:05:06" else None)
 
 
 def test_no_prompts_and_no_file(tmp_path: Path) -> None:

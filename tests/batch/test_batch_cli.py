@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from offload.cli.main import main
+from offload.models import prompt_time
 
 Checkpoint = Callable[[str], Path]
 
@@ -81,7 +83,7 @@ def test_the_text_of_single_runs(
     assert main(words(model, source, target)) == 0
     assert "nothing to do" in capsys.readouterr().err
     assert main(words(model, source, target, "--ignore-eos")) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "other flags or settings" in capsys.readouterr().err
 
 
 def test_the_checkpoints_own_settings_are_those_of_single_runs(
@@ -149,9 +151,68 @@ def test_answers_of_other_attention_are_not_continued(
     assert main(words(model, source, target, *flags, "--ram", "60MiB")) == 0
     written = target.read_bytes()
     assert main(words(model, source, target)) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "other flags or settings" in capsys.readouterr().err
     assert main(words(model, source, target, *flags)) == 0
     assert "nothing to do" in capsys.readouterr().err
+    assert target.read_bytes() == written
+
+
+def test_a_template_with_the_date_is_continued_on_another_day(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All prompts of a batch have the date of its beginning: the bytes of a run without a stop."""
+
+    def on(day: int) -> None:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> Any:
+                return cls(2026, 1, day, 12, 30, 5, 77)
+
+        monkeypatch.setattr(prompt_time, "datetime", Clock)
+
+    model, target, whole = tmp_path / "m", tmp_path / "out", tmp_path / "whole"
+    shutil.copytree(checkpoint("qwen3"), model)
+    template = "{{ strftime_now('%d %b %Y %S') }} {{ messages[0]['content'] }}"
+    (model / "chat_template.jinja").write_text(template)
+    lines = [{"prompt": "the disk"}, {"messages": [{"role": "user", "content": "the ring"}]}]
+    source = write(tmp_path / "in", lines)
+    on(7)
+    assert main(words(model, source, whole)) == 0
+    target.write_bytes(whole.read_bytes().splitlines(keepends=True)[0])
+    on(8)
+    assert main(words(model, source, target)) == 0
+    assert "date stays that of their prompts: 2026-01-07T12:30:05" in capsys.readouterr().err
+    assert target.read_bytes() == whole.read_bytes()
+    assert main(words(model, source, tmp_path / "new")) == 0
+    assert (tmp_path / "new").read_bytes() != whole.read_bytes()
+
+
+def test_a_template_that_makes_nothing_of_a_message_is_told(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(checkpoint("qwen3"), model)
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    source = write(tmp_path / "in", [{"messages": [{"role": "user", "content": ""}]}])
+    assert main(words(model, source, tmp_path / "out")) == 2
+    assert "line 1: the prompt has no tokens" in capsys.readouterr().err
+
+
+def test_files_that_say_nothing_of_the_model_may_change(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output itself may lie beside the weights."""
+    model = tmp_path / "m"
+    shutil.copytree(checkpoint("qwen3"), model)
+    source, target = write(model / "in.jsonl", LINES[:2]), model / "out.json"
+    assert main(words(model, source, target)) == 0
+    written = target.read_bytes()
+    target.write_bytes(written.splitlines(keepends=True)[0])
+    (model / "README.md").write_text("about")
+    assert main(words(model, source, target)) == 0
     assert target.read_bytes() == written
 
 
