@@ -47,6 +47,22 @@ def has_commits(directory: str | os.PathLike[str]) -> bool:
     return path.is_dir() and any(_COMMIT.fullmatch(name) for name in os.listdir(path))
 
 
+def stored_identity(directory: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+    """The identity in the newest whole commit; None if there is none. Nothing is locked: whoever
+    opens the store compares it again.
+
+    Raises:
+        StoreError: the newest whole one is of another version.
+    """
+    path = Path(directory)
+    names = os.listdir(path) if path.is_dir() else []
+    for number in sorted((int(m[1]) for m in map(_COMMIT.fullmatch, names) if m), reverse=True):
+        file = path / f"commit-{number}.json"
+        with contextlib.suppress(OSError, ValueError):
+            return load(file.read_bytes(), os.fspath(file)).identity
+    return None
+
+
 def check_directory(directory: str | os.PathLike[str], *, resume: bool) -> None:
     """Refuse early what making a store in ``directory`` (or opening the one there: ``resume``)
     would refuse. Nothing is made or changed.

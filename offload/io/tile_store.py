@@ -34,6 +34,7 @@ from offload.io.tile_directory import (
     check_directory,
     has_commits,
     is_tile_store,
+    stored_identity,
 )
 from offload.io.tile_file import Checksum, DamagedError, TileFile, UnsyncedError, aligned
 from offload.io.tile_manifest import (
@@ -50,7 +51,7 @@ from offload.io.transfer import Moved, Transfer, failed
 
 __all__ = [
     "Checksum", "TileStore", "check_directory", "has_commits", "is_tile_store", "manifest_space",
-    "reserved", "space_needed",
+    "reserved", "space_needed", "stored_identity",
 ]  # fmt: skip
 
 

@@ -26,6 +26,9 @@ _NO_MODEL = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_
 """What says nothing of how a model computes, or is told by itself."""
 
 
+PROMPT_TIME = "chat template's time"
+
+
 def identity_of(
     meta: MetaModel, layout: TrainLayout, data: TrainData, options: TrainOptions, steps: int,
     base: str | None = None,
@@ -38,12 +41,15 @@ def identity_of(
     settings["grad_dtype"] = options.grad_dtype or (
         "fp32" if options.grad_accum > 1 else "of the weights"
     )
+    # Not there if no template asks for it.
+    time = {} if data.prompt_time is None else {PROMPT_TIME: data.prompt_time}
     return {
         "base": base or "the checkpoint's own weights",
         **model_identity(meta),
         # Of several differences the first one in the alphabet is told: causes come before effects.
         "model layout": layout_fingerprint(layout),
         "tokenised data": data.fingerprint,
+        **time,
         **{name: json.loads(json.dumps(value)) for name, value in settings.items()},
     }
 

@@ -15,11 +15,12 @@ import torch
 from offload.errors import OffloadError, StoreError
 from offload.io.engines import Engine
 from offload.io.memory import Staging
-from offload.io.tile_store import reserved
+from offload.io.tile_store import reserved, stored_identity
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
 from offload.models.packed_card import check_card
+from offload.models.prompt_time import read_time
 from offload.models.workspace import limit_kernels
 from offload.runtime.choice import STAGED, budget, flash, staged_copies, warm_up
 from offload.runtime.cuda_stream import staging_reserve
@@ -37,6 +38,7 @@ from offload.train.commits import check_states, state_versions
 from offload.train.data.obstacles import packing_obstacle
 from offload.train.data.opening import TrainData, open_data
 from offload.train.device_updates import card_rate
+from offload.train.identity import PROMPT_TIME
 from offload.train.layout import TrainLayout
 from offload.train.needs import (
     step_rates,
@@ -185,8 +187,10 @@ def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list
         raise StoreError(
             f"cannot make the directory {cache}: {error.strerror}; give another --disk or --output"
         ) from error
+    # A template with the date gives the rows that the run has begun with, on any day.
+    before = stored_identity(states) if options.resume else None
     return open_data(
-        options, tokenizer,
+        options, tokenizer, moment=read_time((before or {}).get(PROMPT_TIME)),
         max_positions=getattr(text, "max_position_embeddings", None),
         vocab_size=getattr(text, "vocab_size", None),
         obstacle=obstacle, cache=cache, note=notes.append,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers.utils import chat_template_utils
 
 from offload.cli.main import main
 from offload.models import prompt_time
@@ -171,7 +172,8 @@ def test_a_template_with_the_date_is_continued_on_another_day(
             def now(cls, tz: Any = None) -> Any:
                 return cls(2026, 1, day, 12, 30, 5, 77)
 
-        monkeypatch.setattr(prompt_time, "datetime", Clock)
+        for module in (prompt_time, chat_template_utils):
+            monkeypatch.setattr(module, "datetime", Clock)
 
     model, target, whole = tmp_path / "m", tmp_path / "out", tmp_path / "whole"
     shutil.copytree(checkpoint("qwen3"), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import json
 import os
@@ -26,9 +27,11 @@ from run_support import (
     write_data,
     write_model,
 )
+from transformers.utils import chat_template_utils
 
 import offload
 from offload.errors import OffloadError, PlanError
+from offload.models import prompt_time
 from offload.runtime.rss import current_rss
 from offload.train import dropin_load, preparing
 from offload.train.preparing import prepare
@@ -175,6 +178,39 @@ def test_stopped_before_any_commit(
         train(replace(options, save_every=None), Log(leave), change=everything_on_disk)
     resumed = train(again(options))
     check(whole, [resumed], tmp_path / "b" / "out", tmp_path / "a" / "out")
+
+
+def test_a_template_with_the_date_goes_on_on_another_day(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are those of the day on which the run began."""
+
+    def on(day: int) -> None:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> Any:
+                return cls(2026, 1, day, 12, 30, 5, 77)
+
+        for module in (prompt_time, chat_template_utils):
+            monkeypatch.setattr(module, "datetime", Clock)
+
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(models("llama"), model)
+    (model / "chat_template.jinja").write_text(
+        "{{ 'disk' if strftime_now('%d') == '07' else 'ring' }}"
+        "{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    )
+    said = [{"role": "user", "content": "feeds"}, {"role": "assistant", "content": "a layer"}]
+    rows.write_text((json.dumps({"messages": said}) + "\n") * 40)
+    options = options_for(model, rows, tmp_path / "a")
+    on(7)
+    whole = train(options_for(model, rows, tmp_path / "b"))
+    begun = train(options, stop_after=2)
+    on(8)
+    resumed = train(again(options))
+    check(whole, [begun, resumed], tmp_path / "b" / "out", tmp_path / "a" / "out")
+    new = train(options_for(model, rows, tmp_path / "c"))
+    assert new.losses != whole.losses
 
 
 def test_the_least_budget_is_told_and_works(

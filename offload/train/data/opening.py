@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.errors import DataError
+from offload.models.prompt_time import stopped_at
 from offload.train.data.batches import Batches
 from offload.train.data.bins import Bins, fill_bins
 from offload.train.data.encode import Encoder, check_ids
@@ -41,6 +43,8 @@ class TrainData:
     """Hash of all tokens, labels and boundaries and of the split: what a resumed run compares.
     Packing, seed and batch sizes are settings, compared as such."""
     owned: tuple[TokenStore | Bins, ...]
+    prompt_time: str | None = None
+    """The time that chat templates saw, if the rows depend on it: see ``models.prompt_time``."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -71,6 +75,7 @@ def open_data(
     vocab_size: int | None = None,
     obstacle: str | None = None,
     cache: Path | None = None,
+    moment: datetime | None = None,
     note: Callable[[str], None] = logger.info,
     progress: Progress | None = None,
 ) -> TrainData:
@@ -85,6 +90,7 @@ def open_data(
         obstacle: what ``packing_obstacle`` said.
         cache: directory of the private files, 4 bytes per token and 48 per example; None: the
             system's directory of temporary files, which is memory on some systems.
+        moment: the time that chat templates are to see; None: now.
         note: told what the user should know, a sentence each.
         progress: told (bytes done, bytes in all) of the files.
 
@@ -112,20 +118,21 @@ def open_data(
     try:
         stores: list[TokenStore] = []
         before, total = 0, sum(source.nbytes for source in sources)
-        for source in sources:
-            stores.append(
-                tokenise(
-                    source,
-                    encoder,
-                    directory,
-                    skip_bad_rows=options.skip_bad_rows,
-                    note=note,
-                    progress=_shifted(progress, before, total),
+        with stopped_at(moment) as clock:
+            for source in sources:
+                stores.append(
+                    tokenise(
+                        source,
+                        encoder,
+                        directory,
+                        skip_bad_rows=options.skip_bad_rows,
+                        note=note,
+                        progress=_shifted(progress, before, total),
+                    )
                 )
-            )
-            owned.append(stores[-1])
-            before += source.nbytes
-            check_ids(stores[-1].max_token, vocab_size)
+                owned.append(stores[-1])
+                before += source.nbytes
+                check_ids(stores[-1].max_token, vocab_size)
         parts = _parts(options, stores)
         bins = []
         for store, wanted in parts:
@@ -159,6 +166,7 @@ def open_data(
         eval=batches[1] if len(batches) == 2 else None,
         fingerprint="-".join(store.fingerprint for store in stores) + split,
         owned=tuple(owned),
+        prompt_time=clock.text,
     )
 
 
