@@ -17,6 +17,7 @@ from offload.scheduler.timeline import (
     READ,
     TITLES,
     UPDATE,
+    UPDATE_AWAY,
     WAITS,
     WRITE,
     Timeline,
@@ -25,7 +26,8 @@ from offload.scheduler.timeline import (
 # Okabe and Ito's colours, which colour-blind people tell apart: I/O cold, work warm.
 _COLOURS = {
     PASSES: "#bbbbbb", READ: "#0072B2", WRITE: "#56B4E9", H2D: "#009E73", D2H: "#66c2a5",
-    COMPUTE: "#E69F00", EXPERTS: "#D55E00", CPU: "#CC79A7", UPDATE: "#F0E442", WAITS: "#000000",
+    COMPUTE: "#E69F00", EXPERTS: "#D55E00", CPU: "#CC79A7", UPDATE: "#F0E442",
+    UPDATE_AWAY: "#B8AE1E", WAITS: "#000000",
 }  # fmt: skip
 
 _WIDTH = 4000

@@ -15,8 +15,10 @@ PASSES = "passes"
 """One span for each pass: a token, or a prompt."""
 READ, WRITE, H2D, D2H = "read", "write", "h2d", "d2h"
 COMPUTE, EXPERTS, CPU, UPDATE, WAITS = "compute", "experts", "cpu", "update", "waits"
+UPDATE_AWAY = "update away"
+"""Tiles of states from when they are sent to a device until they are back."""
 
-LANES = (PASSES, READ, WRITE, H2D, D2H, COMPUTE, EXPERTS, CPU, UPDATE, WAITS)
+LANES = (PASSES, READ, WRITE, H2D, D2H, COMPUTE, EXPERTS, CPU, UPDATE, UPDATE_AWAY, WAITS)
 """In the order in which they are shown. ``waits``: the computing thread stands still."""
 TITLES = {
     PASSES: "passes",
@@ -28,6 +30,7 @@ TITLES = {
     EXPERTS: "experts",
     CPU: "CPU beside",
     UPDATE: "update",
+    UPDATE_AWAY: "update on the device",
     WAITS: "waits",
 }
 MOVING = (READ, WRITE, H2D, D2H)

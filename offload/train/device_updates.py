@@ -10,9 +10,10 @@ time alone, and the plan's (``update_place``).
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from offload.gpu_ops.adam import Range, adam, kernel_of
 from offload.gpu_ops.launch import Launcher
 from offload.runtime.device import Device, Event, Region
 from offload.runtime.memory import HostMemory
+from offload.scheduler.timeline import UPDATE_AWAY, Record
 from offload.train import card_values
 from offload.train.layout import TILE
 from offload.train.marks import UPDATE
@@ -174,6 +176,7 @@ class Away:
 
     task: Any
     """The caller's own."""
+    name: str
     kind: SlotKind
     count: int
     memory: HostMemory
@@ -184,6 +187,7 @@ class Away:
     up: Event
     end: Event | None = None
     """Of the copy back; None: not begun."""
+    sent_s: float = field(default_factory=time.perf_counter)
     over: bool = False
     error: BaseException | None = None
 
@@ -198,6 +202,8 @@ class DeviceUpdates:
         self.tiles = 0
         """Updated so far."""
         self.up_bytes = self.down_bytes = 0
+        self.record: Record | None = None
+        """Set: told of each tile, from when it is sent until it is back."""
         self._device = device
         self._site = site
         self._shared = shared
@@ -223,12 +229,12 @@ class DeviceUpdates:
         return bool(self._free)
 
     def send(
-        self, task: Any, kind: SlotKind, count: int, memory: HostMemory, dtype: str,
+        self, task: Any, name: str, kind: SlotKind, count: int, memory: HostMemory, dtype: str,
         parts: Iterable[Part],
     ) -> None:  # fmt: skip
-        """Begin to copy a tile up, its slot in ``memory`` and its gradients of ``dtype``, each of
-        which may last until the next one is asked for. There is room for the tile; ``memory`` is
-        the device's until it is back."""
+        """Begin to copy a tile of the block ``name`` up, its slot in ``memory`` and its gradients
+        of ``dtype``, each of which may last until the next one is asked for. There is room for the
+        tile; ``memory`` is the device's until it is back."""
         self._begin_waiting()
         device, at = self._device, self._free.popleft()
         whole, width = kind.offsets(count)[-1], 4 if dtype == "float32" else 2
@@ -250,7 +256,7 @@ class DeviceUpdates:
         )
         up = device.copy(self._gradient(at, staged.nbytes), staged, device.h2d)
         self.up_bytes += whole - first + staged.nbytes
-        away = Away(task, kind, count, memory, dtype, mine, at, up)
+        away = Away(task, name, kind, count, memory, dtype, mine, at, up)
         self._flying.append(away)
         if self._site.queues:
             self._begin(away)
@@ -287,6 +293,9 @@ class DeviceUpdates:
         away.end.then(lambda error: self._over(away, error))
 
     def _over(self, away: Away, error: BaseException | None) -> None:
+        if self.record is not None:
+            now, nbytes = time.perf_counter(), away.kind.offsets(away.count)[-1]
+            self.record(UPDATE_AWAY, away.name, away.sent_s, now, nbytes)
         with self._shared.changed:
             away.over, away.error = True, error
             self._shared.notify()

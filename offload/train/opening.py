@@ -217,6 +217,8 @@ def open_engine(
             engine.table_rows = weights.table_rows
         engine.inputs = inputs
         engine.record = updater.record = options.record
+        if away is not None:
+            away.record = options.record
         engine.checkpoint_bytes = lambda: checkpoint.read_bytes
         for detach in stream_experts(engine):
             engine.on_close(detach)

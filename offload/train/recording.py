@@ -2,7 +2,7 @@
 
 Units and waits are told by the engine, updates by the updating thread, steps by the phases. Here is
 what the disk does: tiles by the meters of their store; gradients, inputs and the checkpoint by an
-I/O engine that stands around the run's.
+I/O engine that stands around the run's. So does a device around the run's, for the link to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from offload.io.engines import Engine
 from offload.io.files import DirectFile
 from offload.io.store import DEMAND
-from offload.scheduler.timeline import READ, WRITE, Record
+from offload.runtime.device import Device, Event, Region, Stream
+from offload.scheduler.timeline import D2H, H2D, READ, WRITE, Record
 
 T = TypeVar("T")
 
@@ -81,4 +82,34 @@ def record_tiles(store: Any, record: Record) -> None:
         )
 
 
-__all__ = ["TILES", "RecordedEngine", "record_tiles"]
+class RecordedDevice:
+    """A device whose copies between RAM and its memory are told to ``record``, by the name of the
+    device's memory; all else is the device's."""
+
+    def __init__(self, device: Device, record: Record) -> None:
+        self._device = device
+        self._record = record
+        self._free = {H2D: 0.0, D2H: 0.0}
+        """When the last copy of each direction ended: the next one begins then at the earliest."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def copy(self, dst: Region, src: Region, stream: Stream) -> Event:
+        """See ``Device``."""
+        asked = time.perf_counter()
+        end = self._device.copy(dst, src, stream)
+        lane, there = (D2H, src) if stream is self._device.d2h else (H2D, dst)
+
+        def over(error: BaseException | None) -> None:
+            ended = time.perf_counter()
+            began = max(asked, self._free[lane])
+            self._free[lane] = ended
+            if error is None:
+                self._record(lane, there.memory.name, began, ended, src.nbytes)
+
+        end.then(over)
+        return end
+
+
+__all__ = ["TILES", "RecordedDevice", "RecordedEngine", "record_tiles"]

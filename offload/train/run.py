@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from offload.errors import OffloadError
 from offload.models.meta import MetaModel
@@ -35,6 +35,7 @@ from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
 from offload.train.plan import TrainPlan
 from offload.train.predicting import Prediction
+from offload.train.recording import RecordedDevice
 from offload.train.reports import EndReport, EvalReport, Listener, StepReport, StepSums
 from offload.train.result import Result, last_output
 from offload.train.schedule import Schedule
@@ -234,7 +235,9 @@ class Run:
             return None
         device = make_device(check_device(self.options), place.arena_bytes, self.options.seed)
         stack.callback(device.close)
-        return device
+        return (
+            device if self.record is None else cast("Device", RecordedDevice(device, self.record))
+        )
 
     def _open(self, listener: Listener, device: Device | None) -> Engine:
         options = self.options

@@ -362,7 +362,9 @@ class Updater:
             )
             for i, _, start, count, gradient in self._gradients.of_tile(block, tile.index, buffer)
         )  # fmt: skip
-        away.send(task, task.kind, tile.count, memory, self._gradients.dtype_of(block), parts)
+        away.send(
+            task, block.id, task.kind, tile.count, memory, self._gradients.dtype_of(block), parts
+        )
         self.busy_s += time.perf_counter() - began
 
     def _land(self, *, wait: bool) -> bool:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from device_support import engine_on_device, races_without
-from engine_support import engine_of, group_at, oracle_of
+from device_support import engine_on_device, on_device, races_without
+from engine_support import engine_of, group_at, oracle_of, placements
 from fake_card import FakeCard
 from families import write
 from memory_tiles import MemoryTiles
 from test_engine import train
 
+from offload.errors import DeviceError
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
+from offload.train.device_updates import HostSite
 from offload.train.engine import Engine
+from offload.train.layout import TrainLayout
+from offload.train.opening import Placement
+from offload.train.update_place import place_updates
+from offload.train.updates import Updater
 
 STEPS = 4
 
@@ -130,3 +138,43 @@ def test_what_comes_back_is_acquired(model: Path, monkeypatch: pytest.MonkeyPatc
     ):
         run(engine, 0.5)
     assert ends
+
+
+@pytest.mark.parametrize("where", ["site", "copy"])
+def test_a_fault_on_the_device_ends_the_run_and_nothing_hangs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What failed is raised where the next step waits; the engine closes with tiles on their
+    way."""
+    tried = []
+
+    def fails(*_: Any) -> None:
+        tried.append(where)
+        if len(tried) == 5:
+            raise DeviceError("the card has fallen off the bus")
+
+    device = SimDevice(1 << 30, watchdog_s=20.0)
+    if where == "site":
+        monkeypatch.setattr(HostSite, "update", fails)
+    else:
+        copy = device.copy
+
+        def copied(dst: Any, src: Any, stream: Any) -> Any:
+            if src.memory.name == "tiles to update":
+                fails()
+            return copy(dst, src, stream)
+
+        monkeypatch.setattr(device, "copy", copied)
+    with contextlib.closing(device):
+        with (
+            pytest.raises(DeviceError, match="off the bus"),
+            engine_of(model, placed, device=device) as (engine, _),
+        ):
+            run(engine, 0.5)
+        assert len(tried) == 5
+
+
+def placed(layout: TrainLayout) -> Placement:
+    updates = place_updates(layout, Updater.kinds(layout, "fp32"), None, 2)
+    place = replace(on_device(layout, "least"), updates=updates)
+    return replace(placements(layout)["disk"], device=place)

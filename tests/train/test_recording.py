@@ -11,6 +11,7 @@ from run_support import (
     everything_on_disk,
     not_warmed,
     options_for,
+    planned_once,
     train,
     weights_of,
     write_data,
@@ -18,7 +19,17 @@ from run_support import (
 )
 
 from offload.runtime.timeline import Recorder
-from offload.scheduler.timeline import COMPUTE, PASSES, READ, UPDATE, WAITS, WRITE
+from offload.scheduler.timeline import (
+    COMPUTE,
+    D2H,
+    H2D,
+    PASSES,
+    READ,
+    UPDATE,
+    UPDATE_AWAY,
+    WAITS,
+    WRITE,
+)
 from offload.train import preparing
 from offload.train.run import Run
 
@@ -52,3 +63,27 @@ def test_a_trace_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "plain").mkdir()
     train(options_for(model, data, tmp_path / "plain", save_every=None))
     assert weights_of(tmp_path / "traced" / "out") == weights_of(tmp_path / "plain" / "out")
+
+
+def test_a_trace_of_a_run_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both directions of the link, with the bytes that the plan says, and tiles updated there."""
+    planned_once(monkeypatch)
+    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
+    model, data = write_model(tmp_path / "model"), write_data(tmp_path / "data.jsonl")
+    recorder, moved = Recorder(1 << 14), []
+
+    def change(run: Run) -> None:
+        run.record = recorder.add
+        moved.append((run.plan.up_bytes, run.plan.down_bytes))
+
+    options = options_for(
+        model, data, tmp_path, save_every=None, device="sim", gpu=1 << 30, gpu_updates="1"
+    )
+    train(options, Log(), change=change)
+    line = recorder.timeline()
+    assert len(line.lanes[UPDATE_AWAY]) == (STEPS - 1) * len(line.lanes[UPDATE]) / STEPS > 0
+    # The first step brings what stays, and makes the states in RAM.
+    for lane, each in zip((H2D, D2H), moved[0], strict=True):
+        assert (STEPS - 1) * each <= line.nbytes(lane) <= (STEPS + 1) * each
+    assert {"weights", "arguments", "tiles to update"} <= {s.name for s in line.lanes[H2D]}
+    assert {"results", "gradients on their way"} <= {s.name for s in line.lanes[D2H]}
