@@ -18,8 +18,14 @@ from offload.blocks import align_up
 from offload.errors import PlanError
 from offload.models.expert_groups import expert_groups
 from offload.models.workspace import CARD_BYTES
-from offload.train.device_plan import DevicePlacement, device_units, plan_device, visit_bytes
-from offload.train.footprint import TrainFootprint, measure_training
+from offload.train.device_plan import (
+    DevicePlacement,
+    HandOver,
+    device_units,
+    plan_device,
+    visit_bytes,
+)
+from offload.train.footprint import Given, TrainFootprint, measure_training
 from offload.train.head_choice import head_places, with_reason
 from offload.train.head_find import HeadForm, find_head
 from offload.train.head_place import HeadPlacement
@@ -331,10 +337,21 @@ def _device_tier(
         whole.shared_bytes + beside,
     )
     work = working(True) + probabilities
+    given = [
+        g for m, some in zip(modules, whole.given, strict=False) if id(m) in away for g in some[1:]
+    ]
+    alike = {g.number: g.nbytes for g in given if sum(g.number == o.number for o in given) > 1}
+    results = max(whole.results, default=down // 2)
+    marks, sums = _router_copies(meta, options)
+    hand_over = HandOver(
+        result=align_up(max(results, max(whole.inputs, default=0))) + 2 * align_up(sums),
+        same=sum(map(align_up, (*alike.values(), marks, sums))),
+        turns=options.grad_accum if options.order == "vertical" else 1,
+    )
     kernels = 0 if card_flash is None else CARD_BYTES
     placed = plan_device(
         layout, gpu, units, up=up, down=down, work=work, head=head, kernels=kernels,
-        updates=updates,
+        updates=updates, hand_over=hand_over,
     )  # fmt: skip
     return placed, working(False)
 
@@ -350,18 +367,24 @@ def _visits(
     not measured: an input, and a result of its size. ``mask``, ``sums``: of ``_router_copies``."""
     like = footprint.boundary_bytes // max(1, len(modules))
     sizes: list[Sequence[int]] = [footprint.arguments, footprint.results, footprint.inputs]
+    given: Sequence[Sequence[Given]] = footprint.given
     if not all(sizes):
         sizes = [[n] * len(modules) for n in (like + footprint.shared_bytes, like, like)]
-    found = {id(module): (a, r, n) for module, a, r, n in zip(modules, *sizes, strict=True)}
+        alike = Given(-1, footprint.shared_bytes, -1)
+        given = [(Given(i, like, i - 1), alike) for i in range(len(modules))]
+    index = {id(unit.module): unit.index for unit in layout.units}
     visits = {}
-    for unit in layout.units:
-        if id(unit.module) in found:
-            a, r, n = found[id(unit.module)]
-            marks, each = (mask, sums) if unit.experts else (0, 0)
-            visits[unit.index] = Visited(
-                arguments=a, results=r, inputs=n, router_mask=marks, router_down=2 * each,
-                router_up=each,
-            )  # fmt: skip
+    for module, arguments, results, inputs, mine in zip(modules, *sizes, given, strict=True):
+        unit = layout.units[index[id(module)]]
+        marks, each = (mask, sums) if unit.experts else (0, 0)
+        own = mine[0] if mine else Given(-1, 0, -1)
+        visits[unit.index] = Visited(
+            arguments=arguments, results=results, inputs=inputs,
+            handed=own.nbytes if own.maker >= 0 else 0,
+            maker=index[id(modules[own.maker])] if own.maker >= 0 else None,
+            same=tuple((g.number, g.nbytes) for g in mine[1:] if g.maker < 0),
+            router_mask=marks, router_down=2 * each, router_up=each,
+        )  # fmt: skip
     return visits
 
 

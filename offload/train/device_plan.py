@@ -45,6 +45,14 @@ class DevicePlacement:
     """A unit's arguments, and the gradients of what it returns."""
     down_bytes: int
     """What a unit returns, or the gradients of its arguments."""
+    turn_bytes: int = 0
+    """More for results: of other micro-batches that wait for their turn at the next unit."""
+    same_bytes: int = 0
+    """Of arguments that all units get alike, which go up once."""
+    result_bytes: int = 0
+    """Of what a unit returns, or of the gradients of its arguments, each at a page's beginning."""
+    turns: int = 1
+    """Micro-batches that run in turns, unit by unit."""
     gradients: int = 1
     """Gradients of weights on their way down at a time."""
     gradient_bytes: int
@@ -60,6 +68,11 @@ class DevicePlacement:
     updates: UpdatePlacement | None = None
     """Tiles of optimizer states that are updated there; None: all in RAM."""
 
+    def hands_over(self) -> bool:
+        """Whether a unit finds there what the one before has returned: nothing else has taken its
+        place, for as long as other micro-batches had their turns."""
+        return self.down_bytes + self.turn_bytes >= _turns(self.turns) * self.result_bytes
+
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of the device by what they are for."""
@@ -70,7 +83,10 @@ class DevicePlacement:
             "head": 0 if self.head is None else self.head.nbytes,
             "activations of a unit": self.work_bytes,
             "matrix workspace": self.kernel_bytes,
-            "arguments and results": self.up_bytes + self.down_bytes,
+            "arguments and results": self.up_bytes
+            + self.down_bytes
+            + self.turn_bytes
+            + self.same_bytes,
             "gradients on their way": self.gradients * self.gradient_bytes,
             "tiles to update": 0 if self.updates is None else self.updates.nbytes,
         }
@@ -173,13 +189,33 @@ def visit_bytes(largest: int, shared: int) -> tuple[int, int]:
     return 2 * most + align_up(shared) + TENSORS * ALIGN, 2 * most + TENSORS * ALIGN
 
 
+def _turns(micro_batches: int) -> int:
+    """Results for which there is room so that each is there when its turn comes: one is being made,
+    and at the end of the memory some may be lost."""
+    return 1 if micro_batches == 1 else micro_batches + 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """What units hand to each other, to stay on the device."""
+
+    result: int = 0
+    """Bytes of what a unit returns, at most, each tensor at a page's beginning."""
+    same: int = 0
+    """Of what all units get alike in a micro-batch, likewise."""
+    turns: int = 1
+    """Micro-batches that run in turns."""
+
+
 def plan_device(
     layout: TrainLayout, budget: int, units: frozenset[int], *, up: int, down: int, work: int,
-    head: HeadPlacement | None = None, kernels: int = 0, updates: UpdatePlacement | None = None,
+    head: HeadPlacement | None = None, kernels: int = 0, hand_over: HandOver = HandOver(),
+    updates: UpdatePlacement | None = None,
 ) -> DevicePlacement:  # fmt: skip
     """Place what fits under ``budget`` bytes: at least one unit's weights.
 
-    ``up``, ``down``: of ``visit_bytes``. ``work``: of activations while a unit runs. ``head``:
+    ``up``, ``down``: of ``visit_bytes``. ``hand_over``: there, where there is room
+    for it beside two of everything. ``work``: of activations while a unit runs. ``head``:
     computed there, too; as many of its slots as there is room for beside layers. ``kernels``: what
     torch's kernels take besides, whatever runs. ``updates``: tiles that are updated there.
 
@@ -223,11 +259,14 @@ def plan_device(
         down = max(down, align_up(head.results) + ALIGN)
         work = max(work, head.work_bytes)
 
-    def placed(slots: int, expert_slots: int, gradients: int) -> DevicePlacement:
+    def placed(
+        slots: int, expert_slots: int, gradients: int, turn: int = 0, same: int = 0
+    ) -> DevicePlacement:
         return DevicePlacement(
             budget=budget, units=units, slots=slots, slot_bytes=slot, adapter_bytes=adapters,
             expert_slots=expert_slots, expert_bytes=expert, unpacked_bytes=values,
             unpacked_expert_bytes=expert_values, up_bytes=up, down_bytes=down,
+            turn_bytes=turn, same_bytes=same, result_bytes=hand_over.result, turns=hand_over.turns,
             gradients=gradients, gradient_bytes=gradient, work_bytes=work, head=head,
             kernel_bytes=kernels, updates=updates,
         )  # fmt: skip
@@ -247,6 +286,11 @@ def plan_device(
         more = placed(min(slots, len(mine)), min(expert_slots, len(experts)), gradients)
         if more.nbytes <= budget:
             best = more
+    same = hand_over.same * (hand_over.turns + 1)  # the last ones are not gone yet
+    turn = max(0, _turns(hand_over.turns) * hand_over.result - down)
+    for more in (replace(best, same_bytes=same), replace(best, same_bytes=same, turn_bytes=turn)):
+        if more.nbytes <= budget:
+            best = more
     left = budget - best.nbytes
     slots = min(len(mine), best.slots + left // slot)
     left -= (slots - best.slots) * slot
@@ -258,7 +302,7 @@ def plan_device(
     if head is not None:
         more_slices = min(len(head.slices) - head.slots, left // head.slot_bytes)
         head = replace(head, slots=head.slots + more_slices)
-    return placed(slots, expert_slots, best.gradients)
+    return placed(slots, expert_slots, best.gradients, best.turn_bytes, best.same_bytes)
 
 
-__all__ = ["DevicePlacement", "device_units", "plan_device", "visit_bytes"]
+__all__ = ["DevicePlacement", "HandOver", "device_units", "plan_device", "visit_bytes"]

@@ -20,11 +20,12 @@ from offload.train.device_head import DeviceHead
 from offload.train.device_plan import DevicePlacement
 from offload.train.device_values import Copy, Recipe
 from offload.train.device_weights import DeviceWeights
+from offload.train.falling import FallingGradients
 from offload.train.grads import Gradients
 from offload.train.layout import TrainLayout
 from offload.train.marks import Marks
 from offload.train.order import UseOrder
-from offload.train.visits import AT_HOME, FallingGradients, Visit, Visits
+from offload.train.visits import AT_HOME, Visit, Visits
 from offload.train.weights import Entry, Shared, Weights
 
 
@@ -70,6 +71,7 @@ class DeviceTier:
     def close(self) -> None:
         """Wait for what is under way."""
         self.weights.close()
+        self.visits.close()
 
 
 class Homes:
@@ -147,6 +149,11 @@ class Homes:
             self._gradients.add_slice(block, piece, gradient, rows)
         else:
             self._gradients.add(block, piece, gradient, rows)
+
+    def begin_step(self) -> None:
+        """Before a step's first forward, or an evaluation's."""
+        if self.tier is not None:
+            self.tier.visits.begin_step()
 
     def land(self) -> None:
         """All gradients that were added are in RAM."""

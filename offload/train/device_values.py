@@ -52,11 +52,17 @@ def typed(memory: Memory, offset: int, shape: Sequence[int], dtype: torch.dtype)
     """A contiguous tensor over a memory's bytes from ``offset``, with a version counter of its own:
     to autograd, a copy into other bytes of the memory is no change of this one."""
     base = memory.tensor()
+    return typed_storage(base.untyped_storage(), int(base.storage_offset()) + offset, shape, dtype)
+
+
+def typed_storage(
+    storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """As ``typed``, over a storage."""
     with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(0, dtype=dtype, device=base.device)
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
         sizes = tuple(shape)
-        start = (base.storage_offset() + offset) // dtype.itemsize
-        return empty.set_(base.untyped_storage(), start, sizes, row_major(sizes))
+        return empty.set_(storage, offset // dtype.itemsize, sizes, row_major(sizes))
 
 
 def as_it_lies(block: Block, memory: Memory, offset: int) -> Copy:
@@ -133,4 +139,4 @@ class DeviceValues:
         self._device.discard(used, (self._device.compute.record(),))
 
 
-__all__ = ["Copy", "DeviceValues", "Recipe", "as_it_lies", "typed"]
+__all__ = ["Copy", "DeviceValues", "Recipe", "as_it_lies", "typed", "typed_storage"]

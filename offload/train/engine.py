@@ -24,7 +24,8 @@ from offload.train.device_tier import DeviceTier, Homes
 from offload.train.device_values import Copy
 from offload.train.generators import Generators
 from offload.train.grads import Gradients
-from offload.train.inputs import Kept, SpilledInputs
+from offload.train.inputs import Later, SpilledInputs, Waits
+from offload.train.landing import Landing, plain
 from offload.train.layout import Block, TrainLayout
 from offload.train.order import UseOrder
 from offload.train.row_grads import taking_rows
@@ -294,10 +295,13 @@ class Engine(Stepping):
         places = SavedPlaces({e.block.index: e.tensor for e in state.entries}, find)
         return torch.autograd.graph.saved_tensors_hooks(places.pack, places.unpack)
 
-    def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
+    def keep(self, unit: int, tensor: torch.Tensor) -> Waits | None:
         if self.inputs is None:
             return None
-        return self.inputs.keep(unit, tensor, in_turns=self.rounds is not None)
+        put = functools.partial(self.inputs.keep, unit, in_turns=self.rounds is not None)
+        if isinstance(tensor, Landing) and not tensor.home.landed:
+            return Later(tensor.home, put) if self.inputs.takes(unit, tensor) else None
+        return put(plain(tensor))
 
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [] if self.extra is None else self.extra()

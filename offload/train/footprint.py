@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,42 @@ from offload.train.passing import without_caches
 from offload.train.row_grads import RowGradient, taking_rows
 
 logger = logging.getLogger(__name__)
+
+
+class Given(NamedTuple):
+    """A tensor that a unit is called with."""
+
+    number: int
+    """The same for the same tensor, whoever is called with it."""
+    nbytes: int
+    maker: int
+    """The unit that returned it, in the order of modules; -1: none did."""
+
+
+class Makers:
+    """Which unit has returned a tensor. What has been returned stays, so that nothing else can be
+    where it was."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, int] = {}
+        self._alive: list[Any] = []
+
+    @staticmethod
+    def place(tensor: torch.Tensor) -> Any:
+        """What tells tensors from each other."""
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+    def returned(self, module: nn.Module, args: Any, out: Any) -> None:
+        """A forward hook."""
+        del args
+        leaves = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+        self._alive.append(leaves)
+        self._made.update({self.place(x): id(module) for x in leaves})
+
+    def of(self, tensor: torch.Tensor) -> int | None:
+        """The identity of the module that returned it, the last one that did."""
+        return self._made.get(self.place(tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +83,8 @@ class TrainFootprint:
     """Of each unit, bytes of all tensors that it is called with."""
     results: tuple[int, ...] = ()
     """Of each unit, bytes of all tensors that it returns."""
+    given: tuple[tuple[Given, ...], ...] = ()
+    """Of each unit, the tensors that it is called with, its input first."""
 
 
 def measure_training(
@@ -84,13 +122,15 @@ def measure_training(
 
 
 def unit_calls(
-    model: Any, units: list[nn.Module], rows: int, length: int, *, masked: bool = True
-) -> dict[int, tuple[Any, Any]]:
+    model: Any, units: list[nn.Module], rows: int, length: int, *, masked: bool = True,
+    makers: Makers | None = None,
+) -> dict[int, tuple[Any, Any]]:  # fmt: skip
     """With what the model calls its units for ``rows`` x ``length`` tokens: by the identity of the
     module (args, kwargs) on meta, without caches. ``model`` is on meta.
 
     ``masked``: with a mask of four dimensions, as packed rows have; it is made of values, which
-    meta tensors lack, so it is given from outside. Some families refuse it.
+    meta tensors lack, so it is given from outside. Some families refuse it. ``makers``: told what
+    units return.
     """
     ids = torch.zeros((rows, length), dtype=torch.int64, device="meta")
     given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
@@ -110,6 +150,8 @@ def unit_calls(
     with contextlib.ExitStack() as stack:
         for unit in units:
             stack.callback(unit.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if makers is not None:
+                stack.callback(unit.register_forward_hook(makers.returned).remove)
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
         stack.enter_context(buffers_on_meta(model))
@@ -119,14 +161,14 @@ def unit_calls(
 
 
 def any_unit_calls(
-    model: Any, units: list[nn.Module], rows: int, length: int
+    model: Any, units: list[nn.Module], rows: int, length: int, makers: Makers | None = None
 ) -> dict[int, tuple[Any, Any]]:
     """``unit_calls`` with a mask, or without where the family takes none of that shape."""
     try:
-        return unit_calls(model, units, rows, length)
+        return unit_calls(model, units, rows, length, makers=makers)
     except Exception as error:  # noqa: BLE001  any code may refuse it in its own way
         logger.debug("no mask of four dimensions: %s", error)
-    return unit_calls(model, units, rows, length, masked=False)
+    return unit_calls(model, units, rows, length, masked=False, makers=makers)
 
 
 def _measure(
@@ -134,7 +176,8 @@ def _measure(
     attention: contextlib.AbstractContextManager[Any],
 ) -> TrainFootprint:  # fmt: skip
     """Raises whatever an operation raises that cannot work without data."""
-    calls = any_unit_calls(model, units, rows, length)
+    makers = Makers()
+    calls = any_unit_calls(model, units, rows, length, makers)
     with contextlib.ExitStack() as stack:
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
@@ -150,6 +193,9 @@ def _measure(
         graphs: dict[int, int] = {}
         arguments: dict[int, int] = {}
         results: dict[int, int] = {}
+        given: dict[int, tuple[Given, ...]] = {}
+        numbers: dict[Any, int] = {}
+        order = {id(unit): i for i, unit in enumerate(units)}
         for unit in units:
             if id(unit) not in calls:
                 continue
@@ -168,6 +214,15 @@ def _measure(
             graphs[id(unit)] = seen[key][1]
             arguments[id(unit)] = sum(t.nbytes for t in tensors)
             results[id(unit)] = seen[key][2]
+            given[id(unit)] = tuple(
+                Given(
+                    numbers.setdefault(place, len(numbers)),
+                    t.nbytes,
+                    -1 if maker is None else order[maker],
+                )
+                for t in tensors
+                for place, maker in ((makers.place(t), makers.of(t)),)
+            )
     return TrainFootprint(
         unit_bytes=peak + _expert_bytes(model, rows * length),
         boundary_bytes=sum(kept.values()),
@@ -181,6 +236,7 @@ def _measure(
         graphs=tuple(graphs.get(id(unit), 0) for unit in units),
         arguments=tuple(arguments.get(id(unit), 0) for unit in units),
         results=tuple(results.get(id(unit), 0) for unit in units),
+        given=tuple(given.get(id(unit), ()) for unit in units),
     )
 
 

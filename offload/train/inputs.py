@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,7 @@ from offload.io.engines import Engine
 from offload.io.files import DirectFile
 from offload.io.store import DEMAND, PREFETCH
 from offload.train.buffers import BufferPool
+from offload.train.landing import Home
 from offload.train.weights import Shared
 
 AHEAD = 2
@@ -78,6 +79,40 @@ class Kept:
         self._left.append((self.slot, 0 if self.memory is None else align_up(self.nbytes)))
 
 
+class Waits(Protocol):
+    """A unit's input that waits for its backward."""
+
+    def take(self) -> torch.Tensor:
+        """The input again, contiguous. May be called again (``retain_graph``)."""
+        ...
+
+
+class Later:
+    """An input that is on its way from a device: put away when it has come."""
+
+    def __init__(self, home: Home, keep: Callable[[torch.Tensor], Waits | None]) -> None:
+        self._home: Home | None = home
+        self._keep = keep
+        self._kept: Waits | None = None
+        home.then(self._come)
+        home.begin()
+
+    def _come(self) -> None:
+        if self._home is not None:
+            self._kept = self._keep(self._home.plain)
+            if self._kept is not None:
+                self._home = None
+
+    def take(self) -> torch.Tensor:
+        """See ``Waits``."""
+        home = self._home
+        if home is None:
+            assert self._kept is not None
+            return self._kept.take()
+        self._keep = lambda _: None  # now it is needed here
+        return home.take()
+
+
 class SpilledInputs:
     """The inputs of ``units`` in ``file``. One training thread at a time, as the engine has."""
 
@@ -114,17 +149,21 @@ class SpilledInputs:
 
     # -- forward --------------------------------------------------------------------------
 
+    def takes(self, unit: int, tensor: torch.Tensor) -> bool:
+        """Whether it goes to the disk."""
+        return (
+            unit in self.units
+            and tensor.is_floating_point()
+            and tensor.is_contiguous()
+            and 0 < tensor.nbytes <= self._slot_bytes
+        )
+
     def keep(self, unit: int, tensor: torch.Tensor, *, in_turns: bool) -> Kept | None:
         """Begin to write a unit's input; None where it stays in RAM.
 
         ``in_turns``: all micro-batches pass a unit before any goes on, in backward, too.
         """
-        if (
-            unit not in self.units
-            or not tensor.is_floating_point()
-            or not tensor.is_contiguous()
-            or not 0 < tensor.nbytes <= self._slot_bytes
-        ):
+        if not self.takes(unit, tensor):
             return None
         nbytes = align_up(tensor.nbytes)
         with self._shared.changed:

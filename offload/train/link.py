@@ -2,8 +2,9 @@
 
 Pure: numbers in, numbers out. Which weights go up again follows from a replay of what
 ``device_weights`` does: slots keep what is needed next (Belady), an update drops what it changes,
-and a frozen base that has room goes up once and in no step. Arguments go up and results come down
-at every visit, gradients of weights behind each backward.
+and a frozen base that has room goes up once and in no step. What a unit on the device hands to the
+next one there does not move, what all get alike goes up once for a micro-batch; what backward needs
+of it comes down beside the next unit. Gradients of weights come down behind each backward.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ class Visited:
     """Of what it returns; as many of the gradients that come back."""
     inputs: int
     """Of its arguments, those whose gradients come down."""
+    handed: int = 0
+    """Of its arguments, what another unit has returned."""
+    maker: int | None = None
+    """That unit."""
+    same: tuple[tuple[int, int], ...] = ()
+    """Of the others (number, bytes): what has one number is one tensor."""
     router_mask: int = 0
     """Up, where there is a load-balancing loss: which tokens its router counts."""
     router_down: int = 0
@@ -51,7 +58,9 @@ class UnitLink:
     arguments: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Up: what it is called with; in backward the gradients of what it returned, too."""
     results: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Down: what it returns; in backward the gradients of its inputs."""
+    """Down: what it returns; in backward the gradients of its inputs. The next unit waits."""
+    kept: float = 0.0
+    """Down in forward while the next unit runs: what it returns, where that is on the device."""
     gradients: float = 0.0
     """Down, of its weights, while backward computes."""
     last_gradient: float = 0.0
@@ -81,7 +90,9 @@ class Link:
         for unit in (*self.units.values(), *heads):
             up += unit.weights[phase] + unit.experts[phase] + unit.arguments[phase]
             down += unit.results[phase]
-            if phase == BACKWARD:
+            if phase == FORWARD:
+                down += unit.kept
+            else:
                 up += unit.slices
                 down += unit.gradients
         return round(up), round(down)
@@ -106,23 +117,24 @@ def link_of(
     for _ in range(STEPS):
         replay.step()
     out: dict[int, UnitLink] = {}
+    flow = _Flow(place, visits, first)
     for unit in here:
         found = out[unit.index] = UnitLink()
         for phase in (FORWARD, BACKWARD):
             found.weights[phase] = replay.nbytes(unit.blocks, phase)
             fused = (b for ids in unit.experts.values() for b in ids)
             found.experts[phase] = replay.nbytes(list(fused), phase)
-        visit = visits.get(unit.index, Visited(arguments=0, results=0, inputs=0))
-        found.arguments[FORWARD] = float(micro_batches * (visit.arguments + visit.router_mask))
-        found.results[FORWARD] = float(micro_batches * (visit.results + visit.router_down))
+        found.arguments = [micro_batches * n for n in flow.up(unit.index)]
+        found.results = [micro_batches * n for n in flow.down(unit.index)]
+        found.kept = micro_batches * flow.kept(unit.index)
         if unit.index < first:
             continue
-        back = visit.arguments + visit.results + visit.router_mask + visit.router_up
-        found.arguments[BACKWARD] = float(micro_batches * back)
-        found.results[BACKWARD] = float(micro_batches * visit.inputs * (unit.index > first))
         sizes = _gradients(layout, unit, routed)
         found.gradients = micro_batches * sum(sizes)
         found.last_gradient = micro_batches * sizes[0] if sizes else 0.0
+    last = max((u for u in out if u >= first), default=None)
+    if last is not None:
+        out[last].arguments[BACKWARD] += micro_batches * flow.shares
     copies = {b: (f, g) for b, (f, g) in replay.times.items()}
     head = place.head
     if head is not None and head.stays:
@@ -130,6 +142,66 @@ def link_of(
     return Link(
         units=out, copies=copies, head=None if head is None else _head_link(head, micro_batches)
     )
+
+
+class _Flow:
+    """What a micro-batch moves between RAM and the device besides weights, unit by unit."""
+
+    def __init__(self, place: DevicePlacement, visits: Mapping[int, Visited], first: int) -> None:
+        """``first``: the lowest unit that is gone back to."""
+        none = Visited(arguments=0, results=0, inputs=0)
+        self._visits = {u: visits.get(u, none) for u in sorted(place.units)}
+        self._first = first
+        self._hands = place.hands_over()
+        self._stays = place.same_bytes > 0
+        self._next = {v.maker: u for u, v in self._visits.items() if v.maker in self._visits}
+        came: set[int] = set()
+        self._new: dict[int, int] = {}
+        """Of what all units get alike, bytes that are new with a unit."""
+        masked = False
+        for u, visit in self._visits.items():
+            new = [n for number, n in visit.same if number not in came or not self._stays]
+            came.update(number for number, _ in visit.same)
+            self._new[u] = sum(new) + visit.router_mask * (not masked or not self._stays)
+            masked = masked or bool(visit.router_mask)
+        self.shares = 0
+        """Bytes of the experts' shares that go up once, for whatever unit is first in backward."""
+        if self._stays:
+            back = [v.router_up for u, v in self._visits.items() if u >= first]
+            self.shares = max(back, default=0)
+
+    def _handed(self, unit: int) -> int:
+        """Of its arguments, what is on the device already."""
+        visit = self._visits[unit]
+        return visit.handed if self._hands and visit.maker in self._visits else 0
+
+    def up(self, unit: int) -> list[float]:
+        visit = self._visits[unit]
+        alike = sum(n for _, n in visit.same)
+        own = visit.arguments - alike
+        forward = own - self._handed(unit) + self._new[unit]
+        if unit < self._first:
+            return [float(forward), 0.0]
+        backward = own + visit.results
+        if unit in self._next:
+            backward -= min(visit.results, self._handed(self._next[unit]))
+        if not self._stays:
+            backward += alike + visit.router_mask + visit.router_up
+        return [float(forward), float(backward)]
+
+    def down(self, unit: int) -> list[float]:
+        visit = self._visits[unit]
+        stays = unit in self._next and self._handed(self._next[unit])
+        forward = visit.router_down + (0 if stays else visit.results)
+        backward = 0 if unit <= self._first or self._handed(unit) else visit.inputs
+        return [float(forward), float(backward)]
+
+    def kept(self, unit: int) -> float:
+        """Where nothing is gone back to nobody asks for it."""
+        after = self._next.get(unit)
+        if after is None or not self._handed(after) or after < self._first:
+            return 0.0
+        return float(self._visits[unit].results)
 
 
 def _head_link(head: HeadPlacement, micro_batches: int) -> UnitLink:

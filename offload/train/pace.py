@@ -8,7 +8,8 @@ both lanes work each is slower than alone: they share cores and memory (``Beside
 
 With a device two more: the link up and the link down. Weights go up ahead, one unit at a time, as
 far as there are slots; a unit's arguments, and experts, go up while nothing computes, behind what
-is on its way; results come down before the next unit begins, and gradients beside the backward that
+is on its way; results come down before the next unit begins, but for those that it finds on the
+device, which come down beside it, and gradients beside the backward that
 makes them, which ends when all have come. A head's slices go up beside the loss that they are for.
 
 Pure: seconds in, seconds out.
@@ -60,6 +61,8 @@ class UnitSeconds:
     leave_forward: float = 0.0
     """Copying back what the next unit waits for."""
     leave_backward: float = 0.0
+    kept_down: float = 0.0
+    """Copying back, while the next unit computes, what it finds on the device: for its backward."""
     gradients_down: float = 0.0
     """Copying gradients back beside backward."""
     slices_up: float = 0.0
@@ -181,6 +184,9 @@ class _Lanes:
         self._device(FORWARD, k, u, needs, slot, unit.up_forward, unit.enter_forward)
         self.compute.append(_Task((FORWARD, k, u), unit.forward, tuple(needs)))
         self._leave(FORWARD, k, u, unit.leave_forward)
+        if unit.kept_down:
+            kept: Name = "kept", k, u
+            self.falling.append(_Task(kept, unit.kept_down, ((FORWARD, k, u),)))
         self.fetches.append(_Task(("fetch forward", k, u), unit.fetch_forward, (read,)))
         self.leaving.append(_Task(("away", k, u), unit.input_away, ((FORWARD, k, u),)))
 

@@ -252,7 +252,7 @@ def _on_link(unit: UnitSeconds, link: UnitLink | None, rates: StepRates) -> Unit
     return replace(
         unit, up_forward=link.weights[0] / rates.up, up_backward=link.weights[1] / rates.up,
         enter_forward=enter[0], enter_backward=enter[1], leave_forward=leave[0] / rates.down,
-        leave_backward=(leave[1] + last) / rates.down,
+        kept_down=link.kept / rates.down, leave_backward=(leave[1] + last) / rates.down,
         gradients_down=(link.gradients - last) / rates.down, slices_up=link.slices / rates.up,
     )  # fmt: skip
 

@@ -77,7 +77,7 @@ class RouterLoss:
         logits = output if isinstance(output, Tensor) else output[index]
         logits = logits.reshape(-1, self.experts)
         visit = self._visit()
-        valid, share = visit.up([sums.valid, sums.share])
+        valid, share = visit.up([sums.valid, sums.share], same=(0, 1))
         if valid is not None:
             logits = logits[valid]
         probabilities = torch.softmax(logits, dim=-1)  # in the model's dtype, as transformers'

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
 from offload.train.captured import Capture, hand_over_captured
-from offload.train.inputs import Kept
+from offload.train.inputs import Waits
+from offload.train.landing import Landing
 from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
 from offload.train.visits import AT_HOME, Tensors, Visit
 
@@ -49,7 +51,7 @@ class Runtime(Protocol):
         it."""
         ...
 
-    def keep(self, unit: int, tensor: torch.Tensor) -> Kept | None:
+    def keep(self, unit: int, tensor: torch.Tensor) -> Waits | None:
         """Put a unit's input away until its backward; None: autograd keeps it in RAM."""
         ...
 
@@ -123,12 +125,15 @@ class Segment:
         if visit is AT_HOME and caches:
             return self.inner(*args, **kwargs)
         leaves, spec = tree_flatten(without_caches(args, kwargs))
-        up, more = tree_unflatten(_tensors(leaves, visit.up), spec)
+        place = next((i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)), -1)
+        same = [i for i in range(len(leaves)) if i != place]
+        up, more = tree_unflatten(_tensors(leaves, partial(visit.up, same=same)), spec)
         watch = Watch(up, more)
         with Capture().apart() as found:
             out = self.inner(*up, **more)
         leaves, spec = tree_flatten((out, watch.stored(), found))
-        result, stored, captured = tree_unflatten(_tensors(leaves, visit.down), spec)
+        left = partial(visit.leave, wanted=False)  # unless somebody asks
+        result, stored, captured = tree_unflatten(_tensors(leaves, left), spec)
         hand_over(stored, args, kwargs)
         hand_over_captured(captured)
         return result
@@ -220,14 +225,18 @@ class _Run(torch.autograd.Function):
             hidden = tensors[place] if place >= 0 else None
             if hidden is not None:  # the first one; the others are the same for all units
                 ctx.kept = runtime.keep(unit, hidden)
+            for tensor in tensors:
+                if isinstance(tensor, Landing):
+                    tensor.home.begin()  # backward will ask for it
             with runtime.visiting(unit) as visit:
-                out = _tensors(call.run(visit.up(tensors)), visit.down)
+                same = [i for i in range(len(tensors)) if i != place]
+                left = partial(visit.leave, wanted=True)
+                out = _tensors(call.run(visit.up(tensors, same=same)), left)
         ctx.call = call
         ctx.present = [t is not None for t in tensors]
-        ctx.place = -1 if ctx.kept is None else place
-        ctx.save_for_backward(
-            *[t for i, t in enumerate(tensors) if t is not None and i != ctx.place]
-        )
+        ctx.place = place
+        away = -1 if ctx.kept is None else place
+        ctx.save_for_backward(*[t for i, t in enumerate(tensors) if t is not None and i != away])
         return _results(ctx, call, out, tensors)
 
     @staticmethod
@@ -242,19 +251,22 @@ class _Run(torch.autograd.Function):
             tensors: list[torch.Tensor | None] = []
             for i, present in enumerate(ctx.present):
                 tensor = None
-                if i == ctx.place:  # inside: at the door, others' inputs would be in RAM, too
-                    tensor = ctx.kept.take()
+                if i == ctx.place and ctx.kept is not None:
+                    tensor = ctx.kept.take()  # inside: at the door, others' would be in RAM, too
                 elif present:
-                    tensor = next(saved).detach()
+                    tensor = next(saved)
                 tensors.append(tensor)
-            tensors = visit.up(tensors)
+            n = len(tensors)
+            same = [i for i in range(n) if i != ctx.place]
+            there = visit.up([*tensors, *grads], same=same, kept=(ctx.place,))
+            tensors = [None if t is None else t.detach() for t in there[:n]]
             for tensor, need in zip(tensors, needs, strict=True):
                 if tensor is not None and need:
                     tensor.requires_grad_()
             with torch.enable_grad(), runtime.replay(unit, call.key), runtime.lookups(unit):
                 out = call.run(tensors)
-            pairs = _pairs(out, visit.up(grads))
-            del out
+            pairs = _pairs(out, there[n:])
+            del out, there
             pairs += runtime.extra_losses()
             # On this thread: autograd has one of its own for a card's part, on which gradients
             # would leave, beside whatever this one does.
@@ -262,11 +274,12 @@ class _Run(torch.autograd.Function):
                 if pairs:
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             del pairs
-            result = visit.down(
+            result = visit.leave(
                 [
                     None if t is None or not need else t.grad
                     for t, need in zip(tensors, needs, strict=True)
-                ]
+                ],
+                wanted=False,
             )
         runtime.backward_done(unit)
         return None, None, *result

@@ -97,6 +97,7 @@ class Stepping:
     def begin_forward(self) -> None:
         """Wait for the updates of what is used outside of all units."""
         began = time.perf_counter()
+        self.homes.begin_step()
         with self.shared.changed:
             rest = set(self.layout.rest)
             self.shared.wait_for(lambda: not rest & self.weights.stale, "the first updates")

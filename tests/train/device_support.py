@@ -20,7 +20,7 @@ from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
 from offload.runtime.sim_event import SimEvent
 from offload.train import card_values
-from offload.train.device_plan import DevicePlacement, device_units, plan_device
+from offload.train.device_plan import DevicePlacement, HandOver, device_units, plan_device
 from offload.train.device_weights import _Cargo
 from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
@@ -36,6 +36,8 @@ ROOMS = ["all", pytest.param("some", marks=pytest.mark.sweep), "least"]
 
 ARGUMENTS, RESULTS = 512 << 10, 256 << 10
 """Bytes: more than tiny units take."""
+LEAST_RESULTS = 16 << 10
+"""Where a few take each other's places."""
 
 
 def on_device(layout: TrainLayout, room: str) -> DevicePlacement:
@@ -43,7 +45,16 @@ def on_device(layout: TrainLayout, room: str) -> DevicePlacement:
     units = device_units(layout, frozenset(lookup_tables(layout)))
 
     def plan(budget: int) -> DevicePlacement:
-        return plan_device(layout, budget, units, up=ARGUMENTS, down=RESULTS, work=0)
+        most, down = room == "all", LEAST_RESULTS if room == "least" else RESULTS
+        return plan_device(
+            layout,
+            budget,
+            units,
+            up=ARGUMENTS,
+            down=down,
+            work=0,
+            hand_over=HandOver(same=most * ARGUMENTS),
+        )
 
     most = plan(1 << 40)
     if room == "all":

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import device_support
 import pytest
 import torch
 from device_support import ROOMS, engine_on_device, races_without
@@ -147,7 +148,7 @@ def test_the_plan_has_both_tiers_and_a_least(
         assert said in text
     assert run.plan.ram["copies to and from the device"] == place.host_bytes
     assert not run.plan.placement.kept
-    least = replace(place, slots=1, gradients=1).nbytes
+    least = replace(place, slots=1, gradients=1, same_bytes=0).nbytes
     tight = prepare(replace(options, gpu=least))
     tight.close()
     assert tight.plan.placement.device.slots == 1
@@ -175,10 +176,11 @@ def test_what_is_not_done_on_a_device(tmp_path: Path, more: dict[str, Any], said
         ("h2d", "_copy"),  # weights in RAM are read from the disk, or updated
         ("h2d", "_order_slot"),  # compute has used what was in the slot
         ("compute", "_acquire"),  # weights have come
-        ("h2d", "up"),  # arguments are where copies read them
-        ("compute", "up"),  # arguments have come
-        ("d2h", "down"),  # results are computed
-        ("host", "down"),  # results have come
+        ("h2d", "_send"),  # arguments are where copies read them
+        ("compute", "_send"),  # arguments have come
+        ("compute", "_give_way"),  # results have come down before others take their place
+        ("d2h", "_after_the_host"),  # it has read what copies down overwrite
+        ("host", "_land_until"),  # results have come
         ("d2h", "add"),  # a gradient is computed
         ("host", "_land_one"),  # a gradient has come
         ("guards", ""),  # a slot's last use counts, not only its copy
@@ -190,6 +192,7 @@ def test_every_wait_is_needed(
 ) -> None:
     """Without it the detector finds a use that nothing orders."""
     directory = tiny("qwen3")
+    monkeypatch.setattr(device_support, "LEAST_RESULTS", 8 << 10)  # two layers'
 
     def run(device: Device) -> None:
         with engine_on_device(directory, "disk", "least", make=lambda _: device) as (engine, _):
@@ -198,26 +201,67 @@ def test_every_wait_is_needed(
     assert races_without(who, caller, monkeypatch, run)
 
 
-def test_arguments_come_after_the_last_visit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host computes, what the host has done implies it; on a card it does not."""
+def visits_on(device: Device, **more: int) -> Visits:
+    """With room for 8 KiB of arguments, and of results."""
+    given = {"up_bytes": 8192, "down_bytes": 8192} | more
     place = DevicePlacement(
-        budget=1 << 20, units=frozenset([0]), slots=1, slot_bytes=4096, up_bytes=8192,
-        down_bytes=8192, gradient_bytes=4096, work_bytes=0,
+        budget=1 << 20, units=frozenset([0]), slots=1, slot_bytes=4096, gradient_bytes=4096,
+        work_bytes=0, **given,
     )  # fmt: skip
+    return Visits(device, place)
+
+
+def waits_of(stream: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The events that a stream waits for from now on."""
+    waited: list[Any] = []
+    wait = stream.wait
+    monkeypatch.setattr(stream, "wait", lambda event: (waited.append(event), wait(event)))
+    return waited
+
+
+def test_arguments_come_after_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host computes, what the host has done implies it; on a card it does not."""
     with SimDevice(1 << 20) as device:
-        visits, waited = Visits(device, place), []
-        wait = device.h2d.wait
-        monkeypatch.setattr(device.h2d, "wait", lambda event: (waited.append(event), wait(event)))
+        visits, waited = visits_on(device), waits_of(device.h2d, monkeypatch)
         values = torch.arange(12.0).view(3, 4)
         with visits.visiting() as visit:
             there = visit.up([values, None])
             back = visit.down([None, there[0].mul(2)])
         assert back[0] is None
         assert torch.equal(back[1], values * 2)
-        left = visits._free
-        assert left not in waited
+        first = visits._arguments.parts[0].left
+        with visits.visiting() as visit:
+            visit.up([values])  # beside the last visit's
+            assert first not in waited
         with visits.visiting() as visit:
             visit.up([values])
-            assert left in waited
+            assert first in waited
             with pytest.raises(PlanError, match=r"take 12\.0 KiB, the plan has 8\.0 KiB"):
                 visit.up([torch.zeros(2048)])
+
+
+def test_what_a_card_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host computes these are done, or implied by what it has done; on a card the host
+    puts no arguments where a copy still reads, and copies read no results that are not made."""
+
+    class Copied:
+        waited = False
+
+        def wait(self) -> None:
+            self.waited = True
+
+    with SimDevice(1 << 20) as device:
+        visits, down = visits_on(device, up_bytes=4096), waits_of(device.d2h, monkeypatch)
+        spy: Any = Copied()
+        for _ in range(2):
+            with visits.visiting() as visit:
+                there = visit.up([torch.ones(5)])
+                left = visit.leave([there[0] * 3], wanted=False)
+            argument = visits._arguments.parts[-1]
+            argument.copied, first = spy, argument.copied
+            first.wait()
+        assert spy.waited
+        made = left[0].home.place.made
+        assert made not in down
+        assert torch.equal(left[0], torch.full((5,), 3.0))
+        assert made in down

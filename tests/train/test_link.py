@@ -233,8 +233,8 @@ def test_a_link_is_measured_where_no_file_says_its_rates(tmp_path: Path) -> None
 
 
 def test_a_routers_sums_are_counted(tmp_path: Path, counted: Any) -> None:
-    """Two sums of each layer's router down in forward, the experts' shares up in backward; at both,
-    a byte for each token, which may be padding."""
+    """Two sums of each layer's router down in forward; up, once for all layers, the experts' shares
+    and a byte for each token, which may be padding."""
     model = write_model(tmp_path / "model", "qwen3_moe", vocab_size=520)
     data = write_data(tmp_path / "data.jsonl", rows=300)
     lora = {"method": "lora", "lora_r": 2, "lora_targets": ("q_proj",)}
@@ -250,5 +250,5 @@ def test_a_routers_sums_are_counted(tmp_path: Path, counted: Any) -> None:
     config = tiny_config("qwen3_moe")
     each = 4 * config.num_experts * config.num_hidden_layers
     assert plans[1][1] - plans[0][1] == counts[1][1] - counts[0][1] == 2 * each
-    mask = 2 * options.batch_size * options.seq_len * config.num_hidden_layers
-    assert plans[1][0] - plans[0][0] == counts[1][0] - counts[0][0] == each + mask
+    up = 4 * config.num_experts + options.batch_size * options.seq_len
+    assert plans[1][0] - plans[0][0] == counts[1][0] - counts[0][0] == up

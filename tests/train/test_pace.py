@@ -119,6 +119,10 @@ def test_gradients_come_down_beside_their_backward() -> None:
     assert step(on_link(gradients_down=5.0)) == pytest.approx((4.0, 20.0))
 
 
+def test_what_backward_needs_comes_down_beside_the_next_unit() -> None:
+    assert step(on_link(kept_down=0.75)) == pytest.approx(step(on_link()))
+
+
 SECONDS = st.floats(0, 4).map(lambda s: round(s, 2))
 UNITS = st.lists(
     st.builds(
@@ -126,7 +130,7 @@ UNITS = st.lists(
         fetch_backward=SECONDS, spill=SECONDS, input_away=SECONDS, input_back=SECONDS,
         gradient_bytes=st.integers(0, 9), up_forward=SECONDS, up_backward=SECONDS,
         enter_forward=SECONDS, enter_backward=SECONDS, leave_forward=SECONDS,
-        leave_backward=SECONDS, gradients_down=SECONDS,
+        leave_backward=SECONDS, gradients_down=SECONDS, kept_down=SECONDS,
     ),
     min_size=1, max_size=6,
 )  # fmt: skip
@@ -145,7 +149,7 @@ def test_no_lane_is_faster_than_its_work(
     everything = sum(
         u.update + u.fetch_forward + u.fetch_backward + u.spill + u.input_away + u.input_back
         + u.up_forward + u.up_backward + u.enter_forward + u.enter_backward + u.leave_forward
-        + u.leave_backward + u.gradients_down
+        + u.leave_backward + u.gradients_down + u.kept_down
         for u in units
     )  # fmt: skip
     assert sum(found) <= sum(computing) + 2 * everything + 1e-6

@@ -1,0 +1,95 @@
+"""Gradients of weights on their way from the device to where updates read them, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from offload.runtime.device import Device, Event
+from offload.train.device_plan import DevicePlacement
+from offload.train.device_values import typed
+from offload.train.grads import Gradients
+from offload.train.visits import Pair
+
+
+class _Falling(NamedTuple):
+    """A gradient on its way down."""
+
+    block: int
+    piece: int
+    place: int
+    shape: torch.Size
+    dtype: torch.dtype
+    end: Event
+    rows: slice | None
+    once: bool
+
+
+class FallingGradients:
+    """Gradients of weights on their way from the device to where updates read them, in order."""
+
+    def __init__(self, device: Device, placement: DevicePlacement, gradients: Gradients) -> None:
+        self._device = device
+        self._gradients = gradients
+        self._size = placement.gradient_bytes
+        self._count = placement.gradients
+        self._pair = (
+            Pair(device, self._count * self._size, "gradients on their way") if self._size else None
+        )
+        self._falling: deque[_Falling] = deque()
+        self._next = 0
+        self.down_bytes = 0
+
+    def add(
+        self, block: int, piece: int, gradient: torch.Tensor, rows: slice | None = None, *,
+        once: bool = False,
+    ) -> None:  # fmt: skip
+        """Begin to copy a gradient that compute has made; its memory may be freed. ``rows``: it is
+        of these alone; ``once``: and they come once in a step (``Gradients.add_slice``)."""
+        device, pair = self._device, self._pair
+        assert pair is not None
+        if len(self._falling) == self._count:
+            self._land_one()
+        place, nbytes = self._next, gradient.nbytes
+        self._next = (place + 1) % self._count
+        at = place * self._size
+        device.touch("compute", pair.device_part(at, nbytes), "w")
+        typed(pair.there, at, gradient.shape, gradient.dtype).copy_(gradient)
+        device.d2h.wait(device.compute.record())
+        end = device.copy(pair.host_part(at, nbytes), pair.device_part(at, nbytes), device.d2h)
+        self.down_bytes += nbytes
+        self._falling.append(
+            _Falling(block, piece, at, gradient.shape, gradient.dtype, end, rows, once)
+        )
+
+    def land(self) -> None:
+        """All that were begun are where updates read them."""
+        while self._falling:
+            self._land_one()
+
+    def forget(self) -> None:
+        """Wait for what is under way, and drop it."""
+        for falling in self._falling:
+            falling.end.wait()
+        self._falling.clear()
+
+    def _land_one(self) -> None:
+        pair, falling = self._pair, self._falling.popleft()
+        assert pair is not None
+        falling.end.wait()
+        nbytes = falling.shape.numel() * falling.dtype.itemsize
+        self._device.touch("host", pair.host_part(falling.place, nbytes), "r")
+        value = typed(pair.host, falling.place, falling.shape, falling.dtype)
+        self._device.discard(pair.device_part(falling.place, nbytes), (falling.end,))
+        at, rows = (falling.block, falling.piece), falling.rows
+        if rows is None:
+            self._gradients.add(*at, value.clone())  # which may keep it
+        elif falling.once:
+            self._gradients.add_slice(*at, value, rows)
+        else:
+            self._gradients.add(*at, value, rows)
+
+
+__all__ = ["FallingGradients"]
