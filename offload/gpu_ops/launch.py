@@ -149,6 +149,8 @@ def import_cupy() -> Any:
     extra = "cuda13" if wanted.startswith("13") else "cuda12"
     try:
         import cupy
+
+        cupy.cuda.runtime.getDeviceCount()  # fails where the driver is older than CuPy needs
     # Also what its own libraries raise where the CUDA runtime is missing.
     except Exception as error:
         what = "is missing" if isinstance(error, ModuleNotFoundError) else f"failed: {error}"

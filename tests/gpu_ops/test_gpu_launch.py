@@ -44,6 +44,19 @@ def test_cupy_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
         import_cupy()
 
 
+def test_a_driver_that_is_too_old_for_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may work with it, which brings a runtime of its own."""
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+    def counted() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    cupy.cuda.runtime.getDeviceCount = counted
+    with pytest.raises(OffloadError, match="CuPy failed: cudaErrorInsufficientDriver"):
+        CupyLauncher(torch.device("cuda", 0))
+
+
 def test_a_compilers_log_is_shortened() -> None:
     log = "\n".join(
         ["linear.cu(5): warning: odd"] + [f"linear.cu({i}): error: no {i}" for i in range(40)]
@@ -104,7 +117,8 @@ class FakeCupy(types.ModuleType):
 
                 return function
 
-        self.cuda = types.SimpleNamespace(Stream=Stream, Device=Device)
+        runtime = types.SimpleNamespace(getDeviceCount=lambda: 4)
+        self.cuda = types.SimpleNamespace(Stream=Stream, Device=Device, runtime=runtime)
         if version < 15:
             self.cuda.ExternalStream = ExternalStream
         self.RawModule = RawModule
