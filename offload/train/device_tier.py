@@ -10,7 +10,7 @@ does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class DeviceTier:
             device, layout, order, weights, shared, placement, marks, recipes
         )
         self.visits = Visits(device, placement)
-        self.gradients = FallingGradients(device, placement, gradients)
+        self.gradients = FallingGradients(device, placement, gradients, self.visits.stalls)
         self.head: DeviceHead | None = None
         if placement.head is not None:
             self.head = self.weights.head = DeviceHead(
@@ -154,6 +154,16 @@ class Homes:
         """Before a step's first forward, or an evaluation's."""
         if self.tier is not None:
             self.tier.visits.begin_step()
+
+    def when_landed(self, unit: int, call: Callable[[], None]) -> None:
+        """Call when all gradients that were added are in RAM: of a unit on the device while the
+        next one runs, before any of that one's are; else now."""
+        tier = self.away(unit)
+        if tier is None:
+            self.land()
+            call()
+        else:
+            tier.gradients.then(call)
 
     def land(self) -> None:
         """All gradients that were added are in RAM."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,12 @@ class _Falling(NamedTuple):
 class FallingGradients:
     """Gradients of weights on their way from the device to where updates read them, in order."""
 
-    def __init__(self, device: Device, placement: DevicePlacement, gradients: Gradients) -> None:
+    def __init__(
+        self, device: Device, placement: DevicePlacement, gradients: Gradients,
+        stalls: Counter[str],
+    ) -> None:  # fmt: skip
+        """``stalls``: see ``Visits``."""
+        self._stalls = stalls
         self._device = device
         self._gradients = gradients
         self._size = placement.gradient_bytes
@@ -38,7 +44,9 @@ class FallingGradients:
         self._pair = (
             Pair(device, self._count * self._size, "gradients on their way") if self._size else None
         )
-        self._falling: deque[_Falling] = deque()
+        self._falling: deque[_Falling | Callable[[], None]] = deque()
+        """Copies, and what is to be done when those before it have landed."""
+        self._copies = 0
         self._next = 0
         self.down_bytes = 0
 
@@ -50,7 +58,7 @@ class FallingGradients:
         of these alone; ``once``: and they come once in a step (``Gradients.add_slice``)."""
         device, pair = self._device, self._pair
         assert pair is not None
-        if len(self._falling) == self._count:
+        if self._copies == self._count:
             self._land_one()
         place, nbytes = self._next, gradient.nbytes
         self._next = (place + 1) % self._count
@@ -60,24 +68,47 @@ class FallingGradients:
         device.d2h.wait(device.compute.record())
         end = device.copy(pair.host_part(at, nbytes), pair.device_part(at, nbytes), device.d2h)
         self.down_bytes += nbytes
+        self._copies += 1
         self._falling.append(
             _Falling(block, piece, at, gradient.shape, gradient.dtype, end, rows, once)
         )
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Call when all that were begun are where updates read them, and before a later one is."""
+        self._falling.append(call)
+        self._go_on()
+
     def land(self) -> None:
         """All that were begun are where updates read them."""
-        while self._falling:
+        self._stalls["gradients"] += self._copies > 0
+        while self._copies:
             self._land_one()
+        self._go_on()
 
     def forget(self) -> None:
         """Wait for what is under way, and drop it."""
         for falling in self._falling:
-            falling.end.wait()
+            if isinstance(falling, _Falling):
+                falling.end.wait()
         self._falling.clear()
+        self._copies = 0
+
+    def _go_on(self) -> None:
+        """Do what waits for no copy any more."""
+        while self._falling and not isinstance(self._falling[0], _Falling):
+            call = self._falling.popleft()
+            assert not isinstance(call, _Falling)
+            call()
 
     def _land_one(self) -> None:
+        self._land_first()
+        self._go_on()
+
+    def _land_first(self) -> None:
         pair, falling = self._pair, self._falling.popleft()
         assert pair is not None
+        assert isinstance(falling, _Falling)
+        self._copies -= 1
         falling.end.wait()
         nbytes = falling.shape.numel() * falling.dtype.itemsize
         self._device.touch("host", pair.host_part(falling.place, nbytes), "r")

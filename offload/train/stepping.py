@@ -68,13 +68,22 @@ class Stepping:
         return [len(users) for users in self.layout.users]
 
     def backward_done(self, unit: int) -> None:
-        """Called when a unit's gradients of one micro-batch are all there."""
-        self.homes.land()
+        """Called when a unit's gradients of one micro-batch are all made."""
         blocks = [b for b in self._blocks_of(unit) if self.layout.blocks[b].trained]
+        last = self.last_micro_batch
         if self.rounds is not None:
             if not self.last_in_round():
                 return  # the next micro-batch adds to them at once
-        elif not self.last_micro_batch:
+            last = True
+        if self.in_backward is not None:
+            self.homes.land()  # their updates may wait for memory, which a running unit has
+            self._come(blocks, last=last)
+        else:
+            self.homes.when_landed(unit, functools.partial(self._come, blocks, last=last))
+
+    def _come(self, blocks: Collection[int], *, last: bool) -> None:
+        """A unit's gradients of one micro-batch, the step's last one or not, are all there."""
+        if not last:
             for block in blocks:
                 self.gradients.park(block)
             return
@@ -108,6 +117,7 @@ class Stepping:
     def end_backward(self) -> None:
         """Backward is through: seal what no unit has sealed (parameters outside of units, units
         that did not run)."""
+        self.homes.land()
         self._left = self._uses()
         if not self.last_micro_batch:
             return

@@ -182,7 +182,7 @@ def test_what_is_not_done_on_a_device(tmp_path: Path, more: dict[str, Any], said
         ("d2h", "_after_the_host"),  # it has read what copies down overwrite
         ("host", "_land_until"),  # results have come
         ("d2h", "add"),  # a gradient is computed
-        ("host", "_land_one"),  # a gradient has come
+        ("host", "_land_first"),  # a gradient has come
         ("guards", ""),  # a slot's last use counts, not only its copy
         ("copied", ""),  # an update waits for the copy from the memory that it writes
     ],

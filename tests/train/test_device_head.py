@@ -71,7 +71,8 @@ def least_room(options: Any) -> int:
     assert place.head is not None
     head = replace(place.head, slots=place.head.least_slots)
     return replace(
-        place, slots=1, expert_slots=min(1, place.expert_slots), gradients=1, head=head
+        place, slots=1, expert_slots=min(1, place.expert_slots), gradients=1, head=head,
+        same_bytes=0, turn_bytes=0,
     ).nbytes  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def test_the_base_stays_where_there_is_room(
         ("guards", ""),  # ... and their use counts
         ("copied", ""),  # an update waits for the copy of the adapters that it changes
         ("d2h", "add"),  # their gradients are computed
-        ("host", "_land_one"),  # and have come
+        ("host", "_land_first"),  # and have come
     ],
 )
 def test_every_wait_is_needed(

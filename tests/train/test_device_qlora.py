@@ -138,7 +138,7 @@ def test_packed_bytes_cross_the_link_once(packs: Packs, family: str, clip: float
         ("guards", ""),  # a slot's last use counts, not only its copy
         ("copied", ""),  # reads and updates wait for the copy from the memory that they write
         ("d2h", "add"),  # a gradient is computed
-        ("host", "_land_one"),  # and has come
+        ("host", "_land_first"),  # and has come
     ],
 )
 def test_every_wait_is_needed(
@@ -236,7 +236,7 @@ def test_the_plan_has_room_for_what_is_unpacked(
     assert place.parts["unpacked weights"] == place.unpacked_bytes + place.unpacked_expert_bytes
     assert place.expert_bytes < place.unpacked_expert_bytes  # slots hold packed bytes
     assert in_ram == base.scratch_bytes  # no layer is unpacked in RAM
-    least = replace(place, slots=1, expert_slots=1, gradients=1).nbytes
+    least = replace(place, slots=1, expert_slots=1, gradients=1, same_bytes=0).nbytes
     prepare(replace(options, gpu=least)).close()
     with pytest.raises(PlanError, match=r"--gpu .* too small by .*unpacked weights"):
         prepare(replace(options, gpu=least - 1))
