@@ -137,7 +137,7 @@ def plan_json(prepared: Prepared, first: Forecast | None = None) -> dict[str, An
         "minimum_bytes": {_key(tier): n for tier, n in _minimum(prepared)},
         "converted_bytes": prepared.recipes.convert_bytes(prepared.cut.blocks),
         "streamed_bytes_per_token": plan.streamed_bytes_per_pass,
-        "kv": None if prepared.kv is None else prepared.kv.to_json(),
+        "kv": prepared.kv_json(),
         "prompt_cache": None if prepared.prompts is None else prepared.prompts.to_json(),
         "expected_hit_rate": plan.expected_hit_rate,
         "guesses": plan.guesses,

@@ -454,17 +454,29 @@ def predicted(plan: Plan, kv: KvPlan, costs: CostModel | None) -> Plan:
     Reads share the disk with streamed weights; copies (RAM to the gathered layer) are the computing
     thread's own time, and so is reading where blocks are attended to in place.
     """
+    moved = kv.need.token_bytes * kv.need.context * kv.need.sequences
+    return _slower(plan, costs, kv.disk_bytes_per_token, lambda c: c.memcpy_s(moved))
+
+
+def attended(plan: Plan, nbytes: float, costs: CostModel | None) -> Plan:
+    """The plan's speed where kernels that compute whole layers go over ``nbytes`` of keys and
+    values for a token at the end of the context."""
+    return _slower(plan, costs, 0, lambda c: c.attend_s(nbytes))
+
+
+def _slower(
+    plan: Plan, costs: CostModel | None, read: int, compute_s: Callable[[CostModel], float]
+) -> Plan:
+    """With so many bytes more from the disk, and so much more to compute, for a token."""
     if costs is None or plan.predicted_pass_s is None:
         return plan
-    read = kv.disk_bytes_per_token
-    moved = kv.need.token_bytes * kv.need.context * kv.need.sequences
     lane_s = dict(plan.lane_s)
     lane_s[READ] = lane_s.get(READ, 0.0) + costs.read_busy_s(read)
-    lane_s[COMPUTE] = lane_s.get(COMPUTE, 0.0) + costs.memcpy_s(moved)
+    lane_s[COMPUTE] = lane_s.get(COMPUTE, 0.0) + compute_s(costs)
 
     def pass_s(before: float, costs: CostModel) -> float:
         weights_s = plan.lane_s.get(READ, 0.0)
-        return max(before + costs.memcpy_s(moved), weights_s + costs.read_busy_s(read))
+        return max(before + compute_s(costs), weights_s + costs.read_busy_s(read))
 
     found = plan.predicted_pass_s
     times = sorted(

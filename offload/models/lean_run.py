@@ -60,6 +60,11 @@ _MASK_ROWS = 64
 _MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 
 
+LEAST_ELEMENT = 1.2
+"""Bytes of keys and values that are read in the time of an element's products: fewer bits than
+that do not make attention faster (four queries per key, 8 bits and 4 alike)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeanModel:
     """Every decoder layer's plan, by its path, in order; none if the model runs as it is."""
@@ -92,6 +97,17 @@ class LeanModel:
         rows = 4 * plans[0].attention.hidden * tokens
         quantised = self.kv.quantised
         return room_bytes(plans, min(tokens, CHUNK), capacity, quantised=quantised) + 4 * rows
+
+    def attended_bytes(self, context: int) -> float:
+        """Of keys and values that a token behind ``context`` others sees, or as many as take as
+        long."""
+        each = {"q8": 1.0, "q4": 0.5}.get(self.kv.value, float(self.kv.nbytes))
+        seen = sum(
+            plan.attention.key_heads * plan.attention.dim
+            * min(context, plan.attention.window or context)
+            for plan in self.plans
+        )  # fmt: skip
+        return 2 * max(each, LEAST_ELEMENT) * seen
 
     def kv_bytes(self, capacity: int) -> int:
         """Of a sequence's keys and values. Raises OffloadError: no kernel takes such heads in

@@ -123,7 +123,17 @@ class Prepared:
         if kv is not None:
             plan = kv_plan.predicted(plan, kv, self.request.costs)
             self.notes = [kv.note(self.options) if n == before else n for n in self.notes]
+        else:
+            plan = self._attended(plan)
         self.plan, self.kv = self._aligned(plan), kv
+
+    def kv_json(self) -> dict[str, Any] | None:
+        """Of keys and values that are kept otherwise than by transformers, sizes in bytes."""
+        return None if self.kv is None else self.kv.to_json()
+
+    def _attended(self, plan: Plan) -> Plan:
+        """With what going over keys and values takes, where they are in one piece."""
+        return plan
 
     def _aligned(self, plan: Plan) -> Plan:
         return align_pins(plan, self.cut, self.recipes)

@@ -63,6 +63,7 @@ from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, minimum_budgets
 from offload.scheduler.policy import SCORED
@@ -101,6 +102,21 @@ class PackedPrepared(Prepared):
 
     def _aligned(self, plan: Plan) -> Plan:
         return plan  # bundles are as the kernels take them
+
+    def kv_json(self) -> dict[str, Any] | None:
+        if self.kv is not None or self.lean.kv is KvType.F32:
+            return super().kv_json()
+        tokens = max(self.options.context, self.options.prompt_tokens or 0)
+        return {
+            "kind": self.lean.kv.value,
+            "budget_bytes": self.options.sequences * self.lean.kv_bytes(tokens),
+            "blocks_on_disk": 0,
+            "disk_bytes_per_token": 0,
+            "attention": "decode kernels",
+        }
+
+    def _attended(self, plan: Plan) -> Plan:
+        return attended(plan, self.lean, self.options, self.request.costs)
 
     def check_kernels(self, model: Any) -> None:
         if fast_check.is_due(self.options, self.pack):
@@ -167,6 +183,12 @@ def kept_as(lean: LeanModel, options: Options) -> LeanModel:
         logger.info("keys and values are not kept in %s by the decode kernels: %s", options.kv, why)
         return lean
     return found
+
+
+def attended(plan: Plan, lean: LeanModel, options: Options, costs: CostModel | None) -> Plan:
+    """The plan's speed at the end of the context, where lean layers keep keys and values."""
+    context = max(options.context, options.prompt_tokens or 0)
+    return kv_plan.attended(plan, lean.attended_bytes(context), costs)
 
 
 def pack_kernels(pack: PackedModel) -> list[Kernel]:
@@ -337,6 +359,8 @@ def plan_packed(
     if together is not None:
         plan = kv_plan.predicted(plan, together, ask(ram).costs)
         notes.append(together.note(options))
+    else:
+        plan = attended(plan, decoder, options, ask(ram).costs)
     if decoder.kv is not KvType.F32:
         notes.append(f"keys and values are kept in {decoder.kv.words}, which is lossy")
     if prompts is not None:

@@ -113,6 +113,10 @@ class CostModel:
         """A copy of ``nbytes`` inside RAM."""
         return nbytes / self._of(self.hardware.memcpy)
 
+    def attend_s(self, nbytes: float) -> float:
+        """Keys and values read once, at the rate of packed weights."""
+        return nbytes / self._gemv(PACKED)
+
     # -- computing ------------------------------------------------------------------------
 
     def weights_s(self, specs: Iterable[BlockSpec], tokens: float = 1.0) -> float:

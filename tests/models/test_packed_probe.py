@@ -135,3 +135,22 @@ def test_predictions_go_by_the_sampled_rate(
     assert asked == [pack_dir, pack_dir]
     # Weights at 1 MB/s are all of it but what does not depend on the rate.
     assert seconds[0] > 1.7 * seconds[1]
+
+
+def test_keys_and_values_at_the_end_of_the_context(hardware: Hardware, tmp_path: Path) -> None:
+    """They are read like weights; fewer bits than their products are worth make them no faster."""
+    _, pack_dir = packed("llama", tmp_path, "q4")
+    slow = replace(hardware, gemv={PACKED: rate(1e6)})
+    for kind, each in (None, 4), ("bf16", 2), ("q8", 1.2):
+        found = []
+        for context in (64, 64 + 1000):
+            options = Options(
+                ram=2**28, context=context, prompt_tokens=16, hardware=slow, kv=kind,
+                sample=lambda hardware, _: hardware,
+            )  # fmt: skip
+            prepared = prepare(pack_dir, options)
+            predicted, config = prepared.plan.predicted_pass_s, prepared.meta.model.config
+            assert predicted is not None
+            found.append(predicted.mid)
+        row = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        assert found[1] - found[0] == pytest.approx(1000 * 2 * row * each / 1e6, rel=0.02)
