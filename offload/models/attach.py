@@ -32,6 +32,7 @@ from offload.models.refusals import refuse_changes
 from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.shadow import shadow
 from offload.models.streamed_forward import Turn, stream_forward
+from offload.models.torch_choices import keep_choices
 from offload.models.unit_hooks import UnitHooks, refresh_flat_weights, replaced
 from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
 from offload.runtime.executor import Executor, Views
@@ -75,6 +76,8 @@ class Attachment:
         self._spoiled: list[str] = []
         """What has made views of memory useless: no unit runs any more."""
         self._units: list[UnitHooks] = []
+        self._own_hooks: dict[int, set[int]] = {}
+        """Numbers of hooks, by the identity of the module that they are on."""
         self._sessions: list[ExpertSession] = []
         self.turn = Turn(self._let_go)
         """Of the thread that runs the model."""
@@ -109,6 +112,7 @@ class Attachment:
         if cut.embedding:
             self._hook_embedding(cut.embedding)
         self._undo += take_inputs(model, executor.device.torch_device)
+        self._undo += keep_choices(model, self._own_hooks, lambda: executor.road() is not executor)
         self._stream_forwards()
         self._undo += refuse_changes(model, cut, executor.device.torch_device)
 
@@ -208,6 +212,7 @@ class Attachment:
         first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         last = module.register_forward_hook(after, always_call=True)
         self._undo += [first.remove, last.remove]
+        self._own_hooks.setdefault(id(module), set()).update((first.id, last.id))
 
     # -- experts --------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from offload.errors import OffloadError
 from offload.models.shadow import shadow
+from offload.models.torch_choices import without_autograd
 
 
 class Turn:
@@ -106,12 +107,12 @@ def stream_forward(module: nn.Module, turn: Turn) -> Callable[[], Any]:
             try:
                 if not torch.is_grad_enabled():
                     return inner(*args, **kwargs)
-                with torch.no_grad():
+                with without_autograd() as outermost:
                     output = inner(*args, **kwargs)
             finally:
                 if kept:
                     torch.set_autocast_cache_enabled(True)
-        return _guarded(output)
+        return _guarded(output) if outermost else output
 
     return shadow(module, "forward", not_compiled(forward))
 
@@ -155,8 +156,9 @@ def _guarded(value: Any) -> Any:
             if isinstance(value[key], torch.Tensor):
                 value[key] = _guarded(value[key])
         return value
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_guarded(v) if isinstance(v, torch.Tensor) else v for v in value)
+    if isinstance(value, (tuple, list)):
+        parts = [_guarded(v) if isinstance(v, torch.Tensor) else v for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 

@@ -546,3 +546,66 @@ def test_torchs_attention_outside_of_lists(tmp_path: Path) -> None:
         assert model.offload.plan.streamed_bytes_per_pass > 0
         assert torch.equal(model(x), want)
     offload.unwrap(model)
+
+
+def layers(norm_first: bool) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, norm_first=norm_first)
+        return nn.TransformerEncoder(layer, 4, enable_nested_tensor=not norm_first)
+
+    return make
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnns = nn.ModuleList([nn.LSTM(256, 256, batch_first=True) for _ in range(4)])
+
+    def forward(self, x: Any) -> Any:
+        for rnn in self.rnns:
+            x = rnn(x)[0]
+        return x
+
+
+PADDED = torch.tensor([[False, False, False, True, True], [False] * 5])
+CHOOSING: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Tensor], Any]]] = {
+    "encoder": (layers(norm_first=True), lambda m, x: m(x, src_key_padding_mask=PADDED)),
+    "nested": (layers(norm_first=False), lambda m, x: m(x, src_key_padding_mask=PADDED)),
+    "frozen": (
+        lambda: layers(norm_first=True)().requires_grad_(False),
+        lambda m, x: m(x, src_key_padding_mask=PADDED),
+    ),
+    "lstm": (Chain, lambda m, x: m(x)),
+    "packed": (
+        Chain,
+        lambda m, x: (
+            m(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)).data
+        ),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", CHOOSING)
+def test_modules_that_choose_by_autograd_and_hooks(kind: str, grad: bool, tmp_path: Path) -> None:
+    """torch computes them otherwise where gradients may be asked for, or where a hook is."""
+    make, run = CHOOSING[kind]
+    torch.manual_seed(1)
+    model, x = make().eval(), torch.randn(2, 5, 256)
+    with torch.set_grad_enabled(grad):
+        want = run(model, x).detach()
+        heard: list[int] = []
+        first = next(iter(model.children()))
+        theirs = (first[0] if isinstance(first, nn.ModuleList) else first).register_forward_hook(
+            lambda *_: heard.append(1)
+        )
+        hooked = run(model, x).detach()
+        offload.wrap(model, ram=tight(model), disk=tmp_path)
+        assert model.offload.plan.streamed_bytes_per_pass > 0
+        assert torch.equal(run(model, x), hooked)
+        theirs.remove()
+        got = run(model, x)
+        assert (torch.equal(got, want), len(heard), got.requires_grad) == (True, 2, grad)
+    offload.unwrap(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
