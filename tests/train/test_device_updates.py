@@ -25,7 +25,7 @@ from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
 from offload.train.opening import Placement
 from offload.train.update_place import place_updates
-from offload.train.updates import Updater
+from offload.train.updates import Updater, update_workers
 
 STEPS = 4
 
@@ -91,15 +91,22 @@ def test_rounded_states_are_those_of_a_run_without(model: Path, states: str) -> 
 
 @pytest.mark.parametrize("refuse", [None, "not permitted"])
 def test_a_card_of_paper(model: Path, refuse: str | None) -> None:
+    """With threads of the updater's own, as a card leaves cores for them."""
     card = FakeCard(seed=1, refuse=refuse)
 
     def make(nbytes: int) -> Device:
         return CudaDevice(nbytes, api=card, watchdog_s=30)
 
-    with engine_on_device(model, "half", "least", make=make, every=2) as (engine, _):
+    how: dict[str, Any] = {"make": make, "every": 2, "update_workers": 2}
+    with engine_on_device(model, "half", "least", **how) as (engine, _):
         train(engine, oracle_of(model, engine.layout), 1, 0.5, steps=STEPS)
         assert away(engine).tiles
     card.end()
+
+
+def test_how_many_threads_update() -> None:
+    assert update_workers(card=False) == update_workers(card=False, cores=16) == 1
+    assert [update_workers(card=True, cores=n) for n in (1, 2, 4, 16)] == [1, 1, 2, 14]
 
 
 @pytest.mark.parametrize(
