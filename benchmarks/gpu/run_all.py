@@ -354,7 +354,7 @@ def training(section: Section, args: argparse.Namespace) -> None:
             capped = {**ours, "gpu": gpu, "clip": clip}
             section.case(f"offload {gib} GiB{name}", lambda left, j=capped: run_case(j, left))
     # What the plan's choice of who updates is worth, and whether it is the right one.
-    for updates in ("off", "4", "2", "1"):
+    for updates in ("off", "1") if args.tiny else ("off", "4", "2", "1"):
         asked = {**ours, "gpu": gpu, "updates": updates}
         section.case(f"--gpu-updates {updates}", lambda left, j=asked: run_case(j, left))
 
