@@ -10,7 +10,10 @@ et al., 2024, finds the same). Both pairs leave the inner loops: ``q . k`` is
 ``(q * step) . u + q . low``, and ``sum p v`` is ``sum (p * step) u + sum p low``.
 
 A quantised record is bfloat16 steps, bfloat16 lows (Dk of each for keys, T for values), then the
-integers [T, D]; of "q4" 16 bytes hold 32 channels: low nibbles the first 16, high ones the others.
+integers. Of keys [T / 16, D / 2, 16, 2]: a pair of channels of 16 tokens after the other, of "q4"
+two pairs, low nibbles the first. So a register's lanes are tokens and nothing has to be summed
+across them, which took as long as the products. Of values [T / 2, D, 2]: channels of two tokens, of
+"q4" low nibbles 16 of 32 channels, high ones the others. ``block_layout`` has both in numpy.
 
 A *mode* says how a kernel multiplies: the kind's name (float32 multiply-adds); "bf16dot": bfloat16
 keys with bfloat16 queries and weights by dot-product instructions; "q8dot", "q4dot": the integers
@@ -30,30 +33,33 @@ from offload.cpu_ops.block_vectors import (
     dot_pairs,
     dot_words,
     half_sums,
-    half_sums_int,
     load_high_nibbles,
     load_low_nibbles,
     load_pairs,
     load_two,
-    load_two_high,
-    load_two_low,
-    load_two_words,
     load_words,
+    quad_0,
+    quad_1,
+    quad_2,
+    quad_3,
 )
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     as_float,
     both,
+    fadd,
     fma,
+    iadd,
     int_splat,
     left,
     load_f32,
     load_i32,
-    load_u8,
     load_u16,
     prefetch,
     right,
     splat,
+    splat_f32,
+    splat_i32,
     to_float,
 )
 
@@ -84,8 +90,8 @@ def integer(mode: Any) -> bool:
 
 
 def load_32(mode: Any, row: int, i: int, odd: int) -> Any:
-    """32 channels in pairs: of the 64 from 64 i on one half, or the other if
-    ``odd``; of "q4dot" the first and third quarters, or the others. Only inside kernels."""
+    """32 channels of bfloat16 in pairs: of the 64 from 64 i on one half, or the other if ``odd``.
+    Only inside kernels."""
     raise NotImplementedError
 
 
@@ -105,22 +111,9 @@ def nothing(mode: Any) -> Any:
     raise NotImplementedError
 
 
-def by_quarter(mode: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """From the order of ``load_32``; only inside kernels."""
-    raise NotImplementedError
-
-
-def _load_32_nibbles(mode: Any, row: int, i: int, odd: int) -> Any:
-    if odd:
-        return load_high_nibbles(row + 32 * i)
-    return load_low_nibbles(row + 32 * i)
-
-
 _LOADS = {
     "f32": lambda mode, row, i: load_f32(row + 64 * i),
     "bf16": lambda mode, row, i: as_float(left(load_u16(row + 32 * i), 16)),
-    "q8": lambda mode, row, i: to_float(load_u8(row + 16 * i)),
-    "q4": lambda mode, row, i: to_float(both(right(load_u8(row + 16 * (i // 2)), 4 * (i % 2)), 15)),
 }
 _LOADS["bf16dot"] = _LOADS["bf16"]
 _ROWS = {
@@ -147,23 +140,26 @@ by_format(row_bytes)(_ROWS.__getitem__)
 by_format(quantised)(lambda name: _yes if name.startswith("q") else _no)
 by_format(paired)(lambda name: _yes if name == "bf16dot" else _no)
 by_format(integer)(lambda name: _yes if name in ("q8dot", "q4dot") else _no)
-_LOADS_32 = {
-    "bf16dot": lambda mode, row, i, odd: load_pairs(row + 128 * i + 64 * odd),
-    "q8dot": lambda mode, row, i, odd: load_words(row + 64 * i + 32 * odd),
-    "q4dot": _load_32_nibbles,
+by_format(load_32)(lambda name: lambda mode, row, i, odd: load_pairs(row + 128 * i + 64 * odd))
+
+
+def load_pair_16(mode: Any, row: int, i: int, quarter: int) -> Any:
+    """Of two quantised tokens in pairs 16 of the 64 channels from 64 i on; only inside kernels."""
+    raise NotImplementedError
+
+
+def _pair_of_nibbles(mode: Any, row: int, i: int, quarter: int) -> Any:
+    at = row + 64 * i + 32 * (quarter // 2)
+    if quarter % 2:
+        return load_high_nibbles(at)
+    return load_low_nibbles(at)
+
+
+_PAIRS = {
+    "q8dot": lambda mode, row, i, quarter: load_words(row + 128 * i + 32 * quarter),
+    "q4dot": _pair_of_nibbles,
 }
-by_format(load_32)(_LOADS_32.__getitem__)
-
-
-def _load_two_nibbles(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
-    if odd:
-        return load_two_high(row + 16 * i, other + 16 * i)
-    return load_two_low(row + 16 * i, other + 16 * i)
-
-
-def _load_two_bytes(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
-    at = 32 * i + 16 * odd
-    return load_two_words(row + at, other + at)
+by_format(load_pair_16)(_PAIRS.__getitem__)
 
 
 def _load_two_halves(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
@@ -171,18 +167,12 @@ def _load_two_halves(mode: Any, row: int, other: int, i: int, odd: int) -> Any:
     return load_two(row + at, other + at)
 
 
-_TWO = {"bf16dot": _load_two_halves, "q8dot": _load_two_bytes, "q4dot": _load_two_nibbles}
-by_format(load_two_16)(_TWO.__getitem__)
+by_format(load_two_16)(lambda name: _load_two_halves)
 _DOTS_32 = {True: lambda mode, total, v, w: dot_pairs(total, v, w),
             False: lambda mode, total, v, w: dot_words(total, v, w)}  # fmt: skip
 _NOTHING = {True: lambda mode: splat(float32(0.0)), False: lambda mode: int_splat(0)}
 by_format(dot_32)(lambda name: _DOTS_32[name == "bf16dot"])
 by_format(nothing)(lambda name: _NOTHING[name == "bf16dot"])
-_QUARTERS = {
-    True: lambda mode, a, b, c, d: (a, c, b, d),
-    False: lambda mode, a, b, c, d: (a, b, c, d),
-}
-by_format(by_quarter)(lambda name: _QUARTERS[name == "q4dot"])
 
 
 @inline
@@ -222,7 +212,7 @@ def _two(mode: Any) -> int:
 
 
 by_format(channels)(lambda name: _thirty_two if name.endswith("dot") else _sixteen)
-by_format(step_tokens)(lambda name: _two if name.endswith("dot") else _one)
+by_format(step_tokens)(lambda name: _one if name in ("f32", "bf16") else _two)
 
 
 def dot_eight(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> Any:
@@ -299,26 +289,116 @@ def _pairs_eight(mode: Any, q: Any, k: Any, dim: int, later: int, each: int) -> 
     if dim % 32:
         sums = _dot_twos(mode, q, k, dim // 32, 0, sums)
     a, b, c, d = sums
-    return quad(mode, a, b), quad(mode, c, d)
+    return _quad(a, b), _quad(c, d)
 
 
-def quad(mode: Any, a: Any, b: Any) -> Any:
-    """Sums of four rows, of tokens 0 and 2, and of 1 and 3, as a quad of float32; only inside
-    kernels."""
-    raise NotImplementedError
-
-
-def _quad(mode: Any, a: Any, b: Any) -> Any:
+@inline
+def _quad(a: Any, b: Any) -> Any:
+    """Sums of four rows, of tokens 0 and 2, and of 1 and 3."""
     a0, a1, a2, a3 = a
     b0, b1, b2, b3 = b
     return half_sums(a0, a1, a2, a3, b0, b1, b2, b3)
 
 
-def _quad_int(mode: Any, a: Any, b: Any) -> Any:
-    a0, a1, a2, a3 = a
-    b0, b1, b2, b3 = b
-    return to_float(half_sums_int(a0, a1, a2, a3, b0, b1, b2, b3))
-
-
-by_format(quad)(lambda name: _quad if name == "bf16dot" else _quad_int)
 by_format(dot_eight)(lambda name: _pairs_eight if name.endswith("dot") else _fma_eight)
+
+
+def dot_sixteen(mode: Any, q: Any, k: int, dim: int, later: int, each: int) -> Any:
+    """Products of four rows ``q`` with sixteen quantised tokens at ``k``, as four quads. Otherwise
+    as ``dot_eight``. Only inside kernels."""
+    raise NotImplementedError
+
+
+@inline
+def _four_quads(a: Any, b: Any, c: Any, d: Any) -> Any:
+    return quad_0(a, b, c, d), quad_1(a, b, c, d), quad_2(a, b, c, d), quad_3(a, b, c, d)
+
+
+@inline
+def _words_of_pair(q: Any, i: int, u: Any, sums: Any) -> Any:
+    q0, q1, q2, q3 = q
+    a, b, c, d = sums
+    a, b = dot_words(a, splat_i32(q0 + 4 * i), u), dot_words(b, splat_i32(q1 + 4 * i), u)
+    return a, b, dot_words(c, splat_i32(q2 + 4 * i), u), dot_words(d, splat_i32(q3 + 4 * i), u)
+
+
+@inline
+def _sums_of_words(v: Any, w: Any) -> Any:
+    a, b, c, d = v
+    e, f, g, h = w
+    a, b, c, d = iadd(a, e), iadd(b, f), iadd(c, g), iadd(d, h)
+    return _four_quads(to_float(a), to_float(b), to_float(c), to_float(d))
+
+
+def _words_q8(mode: Any, q: Any, k: int, dim: int, later: int, each: int) -> Any:
+    zero = int_splat(0)
+    even = odd = (zero, zero, zero, zero)
+    for i in range(0, dim // 2, 4):
+        ask(later, each)
+        later += each
+        even = _words_of_pair(q, i, load_words(k + 32 * i), even)
+        odd = _words_of_pair(q, i + 1, load_words(k + 32 * i + 32), odd)
+        even = _words_of_pair(q, i + 2, load_words(k + 32 * i + 64), even)
+        odd = _words_of_pair(q, i + 3, load_words(k + 32 * i + 96), odd)
+    return _sums_of_words(even, odd)
+
+
+def _words_q4(mode: Any, q: Any, k: int, dim: int, later: int, each: int) -> Any:
+    zero = int_splat(0)
+    even = odd = (zero, zero, zero, zero)
+    for i in range(0, dim // 2, 4):
+        ask(later, each)
+        later += each
+        at = k + 16 * i
+        even = _words_of_pair(q, i, load_low_nibbles(at), even)
+        odd = _words_of_pair(q, i + 1, load_high_nibbles(at), odd)
+        even = _words_of_pair(q, i + 2, load_low_nibbles(at + 32), even)
+        odd = _words_of_pair(q, i + 3, load_high_nibbles(at + 32), odd)
+    return _sums_of_words(even, odd)
+
+
+@inline
+def _channel(q: Any, c: int, u: Any, sums: Any) -> Any:
+    q0, q1, q2, q3 = q
+    a, b, x, y = sums
+    u = to_float(u)
+    a, b = fma(splat_f32(q0 + 4 * c), u, a), fma(splat_f32(q1 + 4 * c), u, b)
+    return a, b, fma(splat_f32(q2 + 4 * c), u, x), fma(splat_f32(q3 + 4 * c), u, y)
+
+
+def _floats_q8(mode: Any, q: Any, k: int, dim: int, later: int, each: int) -> Any:
+    zero = splat(float32(0.0))
+    even = odd = (zero, zero, zero, zero)
+    for i in range(dim // 2):
+        if i % 2 == 0:
+            ask(later, each)
+            later += each
+        u = load_u16(k + 32 * i)
+        even = _channel(q, 2 * i, both(u, 255), even)
+        odd = _channel(q, 2 * i + 1, right(u, 8), odd)
+    return _sums_of_floats(even, odd)
+
+
+def _floats_q4(mode: Any, q: Any, k: int, dim: int, later: int, each: int) -> Any:
+    zero = splat(float32(0.0))
+    even = odd = (zero, zero, zero, zero)
+    for i in range(dim // 4):
+        ask(later, each)
+        later += each
+        u, c = load_u16(k + 32 * i), 4 * i
+        even = _channel(q, c, both(u, 15), even)
+        odd = _channel(q, c + 1, both(right(u, 8), 15), odd)
+        even = _channel(q, c + 2, both(right(u, 4), 15), even)
+        odd = _channel(q, c + 3, right(u, 12), odd)
+    return _sums_of_floats(even, odd)
+
+
+@inline
+def _sums_of_floats(v: Any, w: Any) -> Any:
+    a, b, c, d = v
+    e, f, g, h = w
+    return _four_quads(fadd(a, e), fadd(b, f), fadd(c, g), fadd(d, h))
+
+
+_SIXTEEN = {"q8dot": _words_q8, "q4dot": _words_q4, "q8": _floats_q8, "q4": _floats_q4}
+by_format(dot_sixteen)(_SIXTEEN.__getitem__)

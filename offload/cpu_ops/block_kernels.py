@@ -23,6 +23,7 @@ from numba import float32
 from offload.cpu_ops.block_elements import (
     channels,
     dot_eight,
+    dot_sixteen,
     integer,
     paired,
     quantised,
@@ -51,7 +52,7 @@ from offload.cpu_ops.block_vectors import (
 )
 from offload.cpu_ops.functions import exp
 from offload.cpu_ops.lanes import fmax, fsub, store_i32, turn_4, turn_8
-from offload.cpu_ops.tags import inline, outline
+from offload.cpu_ops.tags import by_format, inline, outline
 from offload.cpu_ops.vectors import (
     as_float,
     as_int,
@@ -110,13 +111,19 @@ def _scaled(mode: Any, v: Any, scale: Any, cap: Any, offsets: int) -> Any:
     return v
 
 
-@inline
-def _scores(
+def score_tokens(
     mode: Any, q: int, row: int, last: int, k: int, t0: int, t1: int, end: int, dim: int,
     scale: Any, cap: Any, offsets: int, limits: int, out: int, later: int, each: int,
 ) -> None:  # fmt: skip
     """Of four rows at ``q`` with tokens t0..t1, of which those from ``end`` on are none.
-    ``later``, ``each``: as for ``dot_eight``."""
+    ``later``, ``each``: as for ``dot_eight``. Only inside kernels."""
+    raise NotImplementedError
+
+
+def _scores_by_eight(
+    mode: Any, q: int, row: int, last: int, k: int, t0: int, t1: int, end: int, dim: int,
+    scale: Any, cap: Any, offsets: int, limits: int, out: int, later: int, each: int,
+) -> None:  # fmt: skip
     rows = (q, q + min(1, last) * row, q + min(2, last) * row, q + min(3, last) * row)
     low, high = row_limits(limits), row_limits(limits + 4 * ROWS)
     step = row_bytes(mode, dim)
@@ -131,6 +138,30 @@ def _scores(
         v, w = _scaled(mode, v, scale, cap, offsets), _scaled(mode, w, scale, cap, offsets)
         store_f32(out + 16 * t, visible(v, low, high, t))
         store_f32(out + 16 * t + 64, visible(w, low, high, t + 4))
+
+
+def _scores_by_sixteen(
+    mode: Any, q: int, row: int, last: int, k: int, t0: int, t1: int, end: int, dim: int,
+    scale: Any, cap: Any, offsets: int, limits: int, out: int, later: int, each: int,
+) -> None:  # fmt: skip
+    """Quantised records are whole: what is behind ``end`` is read, and masked."""
+    rows = (q, q + min(1, last) * row, q + min(2, last) * row, q + min(3, last) * row)
+    low, high = row_limits(limits), row_limits(limits + 4 * ROWS)
+    step = row_bytes(mode, dim)
+    for t in range(t0 // 16 * 16, t1, 16):
+        v, w, x, y = dot_sixteen(mode, rows, k + t * step, dim, later, each)
+        later += 4 * (dim // channels(mode)) * each
+        v, w = _scaled(mode, v, scale, cap, offsets), _scaled(mode, w, scale, cap, offsets)
+        x, y = _scaled(mode, x, scale, cap, offsets), _scaled(mode, y, scale, cap, offsets)
+        store_f32(out + 16 * t, visible(v, low, high, t))
+        store_f32(out + 16 * t + 64, visible(w, low, high, t + 4))
+        store_f32(out + 16 * t + 128, visible(x, low, high, t + 8))
+        store_f32(out + 16 * t + 192, visible(y, low, high, t + 12))
+
+
+by_format(score_tokens)(
+    lambda name: _scores_by_sixteen if name.startswith("q") else _scores_by_eight
+)
 
 
 @inline
@@ -251,7 +282,7 @@ def attend(
         if later >= key_end:
             later += values + t0 * value_row - key_end
         for h in range(0, rows, 4):
-            _scores(
+            score_tokens(
                 mode, q + h * q_row, q_row, min(3, rows - 1 - h), k, t, until, end,
                 key_dim, scale, cap, offsets + 4 * h, limits + 4 * h, scores + h * BLOCK * 4,
                 later, each,

@@ -136,7 +136,8 @@ class BlockLayout:
         x = x_GTD.reshape(self.key_heads, self.parts, self.span, -1)
         steps, lows, codes = quantise(x, self.kind.bits, axis=2 if keys else 3)
         heads = (self.key_heads, self.parts, -1)
-        pieces = (steps, lows, pack_codes(codes, self.kind.bits))
+        packed = (pack_keys if keys else pack_values)(codes, self.kind.bits)
+        pieces = (steps, lows, packed)
         record = np.concatenate(
             [np.ascontiguousarray(p).view(np.uint8).reshape(heads) for p in pieces], axis=2
         )
@@ -151,8 +152,9 @@ class BlockLayout:
         count = dim if keys else self.span
         record = self._part(block, keys=keys).reshape(self.key_heads, self.parts, -1)
         scales = from_bf16(np.ascontiguousarray(record[..., : 4 * count]).view(np.uint16))
-        codes = unpack_codes(record[..., 4 * count :], self.kind.bits)
-        u = codes.reshape(self.key_heads, self.parts, self.span, dim).astype(np.float32)
+        shape = self.key_heads, self.parts, self.span, dim
+        unpack = unpack_keys if keys else unpack_values
+        u = unpack(record[..., 4 * count :], self.kind.bits, dim).reshape(shape).astype(np.float32)
         axis = 2 if keys else 3
         steps, lows = (np.expand_dims(s, axis) for s in (scales[..., :count], scales[..., count:]))
         return np.asarray(lows + steps * u, np.float32).reshape(self.key_heads, self.tokens, dim)
@@ -182,19 +184,51 @@ def _towards(x: npt.NDArray[np.float32], *, up: bool) -> npt.NDArray[np.uint16]:
     return (bits >> np.uint32(16)).astype(np.uint16)
 
 
-def pack_codes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """[..., D] integers to bytes: of 4 bits, channels 0..15 of 32 are the low nibbles."""
-    if bits == 8:
-        return codes
-    halves = codes.reshape(*codes.shape[:-1], -1, 2, 16)
-    packed = halves[..., 0, :] | halves[..., 1, :] << 4
-    return packed.reshape(*codes.shape[:-1], -1).astype(np.uint8)
+def pack_values(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """[..., T, D] integers to bytes [..., T / 2, D, 2]: the channels of two tokens. Of 4 bits
+    [..., T / 2, D / 32, 16, 2]: of 32 channels the first 16 are low nibbles."""
+    *more, tokens, dim = codes.shape
+    pairs: Array = codes.reshape(*more, tokens // 2, 2, dim).swapaxes(-2, -1)
+    if bits == 4:
+        halves = pairs.reshape(*more, tokens // 2, dim // 32, 2, 16, 2)
+        pairs = halves[..., 0, :, :] | halves[..., 1, :, :] << 4
+    return np.ascontiguousarray(pairs, np.uint8).reshape(*more, -1)
 
 
-def unpack_codes(packed: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """What ``pack_codes`` packed."""
-    if bits == 8:
-        return packed
-    groups = packed.reshape(*packed.shape[:-1], -1, 1, 16)
-    halves = np.concatenate([groups & 15, groups >> 4], axis=-2)
-    return halves.reshape(*packed.shape[:-1], -1)
+def unpack_values(packed: npt.NDArray[np.uint8], bits: int, dim: int) -> npt.NDArray[np.uint8]:
+    """What ``pack_values`` packed, [..., T, D]."""
+    *more, _ = packed.shape
+    if bits == 4:
+        pairs = packed.reshape(*more, -1, dim // 32, 16, 2)
+        packed = np.stack([pairs & 15, pairs >> 4], axis=-3)
+    pairs = packed.reshape(*more, -1, dim, 2).swapaxes(-2, -1)
+    return np.ascontiguousarray(pairs).reshape(*more, -1, dim)
+
+
+LANES = 16
+"""Tokens whose keys lie side by side."""
+
+_ORDER = np.arange(LANES).reshape(4, 4).T.reshape(-1)
+"""Which of them are where: four transposed, so that a few shuffles of sums give four in a row."""
+
+
+def pack_keys(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """[..., T, D] integers to bytes [..., T / 16, D / 2, 16, 2]: pairs of channels of 16 tokens. Of
+    4 bits the low nibbles are a pair, the high ones the next."""
+    *more, tokens, dim = codes.shape
+    groups = codes.reshape(*more, tokens // LANES, LANES, dim // 2, 2)[..., _ORDER, :, :]
+    pairs: Array = groups.swapaxes(-3, -2)
+    if bits == 4:
+        pairs = pairs[..., 0::2, :, :] | pairs[..., 1::2, :, :] << 4
+    return np.ascontiguousarray(pairs, np.uint8).reshape(*more, -1)
+
+
+def unpack_keys(packed: npt.NDArray[np.uint8], bits: int, dim: int) -> npt.NDArray[np.uint8]:
+    """What ``pack_keys`` packed, [..., T, D]."""
+    *more, _ = packed.shape
+    pairs = packed.reshape(*more, -1, dim // (2 if bits == 8 else 4), LANES, 2)
+    if bits == 4:
+        both = np.stack([pairs & 15, pairs >> 4], axis=-3)
+        pairs = both.reshape(*more, -1, dim // 2, LANES, 2)
+    groups = pairs.swapaxes(-3, -2)[..., _ORDER, :, :]  # a transposition is its own inverse
+    return np.ascontiguousarray(groups).reshape(*more, -1, dim)

@@ -19,7 +19,14 @@ from numba import float32
 
 from offload.cpu_ops import threads
 from offload.cpu_ops.block_layout import BlockKind, BlockLayout
-from offload.cpu_ops.block_vectors import fmin, max_floats, min_floats
+from offload.cpu_ops.block_vectors import (
+    fmin,
+    max_floats,
+    min_floats,
+    store_nibble_pairs,
+    store_pairs,
+    store_words,
+)
 from offload.cpu_ops.entries import Entry, Kernel
 from offload.cpu_ops.kernels import address_of
 from offload.cpu_ops.lanes import fmax, fsub, store_bf16
@@ -75,6 +82,7 @@ class Quantise(enum.IntEnum):
 
 
 _scale_room = stack(3 * 64)
+_tile_room = stack(256)
 
 
 def load_source(source: Any, at: int) -> Any:
@@ -143,29 +151,39 @@ def _code(kind: Any, x: Any, low: Any, inverse: Any) -> Any:
     return to_int(at_least(at_most(x, float32(top_of(kind))), float32(0.0)))
 
 
-def store_codes(kind: Any, at: int, c: int, codes: Any, before: Any) -> None:
-    """16 channels from ``c`` on of a token at ``at``; ``before``: the 16 channels before them.
-    Only inside kernels."""
+def store_values(kind: Any, at: int, c: int, codes: Any, before: Any) -> None:
+    """16 channels from ``c`` on of two tokens at ``at``, words of a byte of each; ``before``: the
+    16 channels before them. Only inside kernels."""
     raise NotImplementedError
 
 
 def _store_bytes(kind: Any, at: int, c: int, codes: Any, before: Any) -> None:
-    store_i8(at + c, codes)
+    store_words(at + 2 * c, codes)
 
 
 def _store_nibbles(kind: Any, at: int, c: int, codes: Any, before: Any) -> None:
     if c % 32:
-        store_i8(at + c // 32 * 16, either(before, left(codes, 4)))
+        store_words(at + c - 16, either(before, left(codes, 4)))
 
 
-by_format(store_codes)({"q8": _store_bytes, "q4": _store_nibbles}.__getitem__)
+def store_keys(kind: Any, tile: int, to: int) -> None:
+    """16 channels, a byte each, of 16 tokens as ``block_layout.pack_keys`` has them; only inside
+    kernels."""
+    raise NotImplementedError
+
+
+_STORE_KEYS = {
+    "q8": lambda kind, tile, to: store_pairs(tile, to),
+    "q4": lambda kind, tile, to: store_nibble_pairs(tile, to),
+}
+by_format(store_keys)(_STORE_KEYS.__getitem__)
+by_format(store_values)({"q8": _store_bytes, "q4": _store_nibbles}.__getitem__)
 
 
 @inline
 def _keys(kind: Any, source: Any, x: int, to: int, span: int, dim: int) -> None:
-    """One pair of step and low per channel."""
-    row, codes = source_bytes(source) * dim, to + 4 * dim
-    before_low, before_inverse = splat(float32(0.0)), splat(float32(0.0))
+    """One pair of step and low per channel, 16 tokens at a time."""
+    row, codes, room = source_bytes(source) * dim, to + 4 * dim, _tile_room()
     for c in range(0, dim, 16):
         at = x + source_bytes(source) * c
         low = load_source(source, at)
@@ -178,15 +196,11 @@ def _keys(kind: Any, source: Any, x: int, to: int, span: int, dim: int) -> None:
         store_bf16(to + 2 * c, step)
         store_bf16(to + 2 * (dim + c), low)
         inverse = _inverse(step)
-        for t in range(span):
-            v = load_source(source, at + t * row)
-            before = int_splat(0)
-            if top_of(kind) == 15 and c % 32:
-                v_before = load_source(source, at + t * row - 16 * source_bytes(source))
-                before = _code(kind, v_before, before_low, before_inverse)
-            code = _code(kind, v, low, inverse)
-            store_codes(kind, codes + t * code_bytes(kind, dim), c, code, before)
-        before_low, before_inverse = low, inverse
+        for t in range(0, span, 16):
+            for i in range(16):
+                v = load_source(source, at + (t + i) * row)
+                store_i8(room + 16 * i, _code(kind, v, low, inverse))
+            store_keys(kind, room, codes + t * code_bytes(kind, dim) + 16 * code_bytes(kind, c))
 
 
 @inline
@@ -208,12 +222,17 @@ def _values(kind: Any, source: Any, x: int, to: int, span: int, dim: int) -> Non
         store_bf16(to + 2 * first, steps)
         store_bf16(to + 2 * (span + first), lows)
         inverses = _inverse(steps)
-        for i in range(16):
-            at, low, inverse = x + (first + i) * row, splat(lane(lows, i)), splat(lane(inverses, i))
-            out, before = codes + (first + i) * code_bytes(kind, dim), int_splat(0)
+        for i in range(0, 16, 2):
+            at, out = x + (first + i) * row, codes + (first + i) * code_bytes(kind, dim)
+            low, inverse = splat(lane(lows, i)), splat(lane(inverses, i))
+            next_low, next_inverse = splat(lane(lows, i + 1)), splat(lane(inverses, i + 1))
+            before = int_splat(0)
             for c in range(0, dim, 16):
-                code = _code(kind, load_source(source, at + source_bytes(source) * c), low, inverse)
-                store_codes(kind, out, c, code, before)
+                here = at + source_bytes(source) * c
+                code = _code(kind, load_source(source, here), low, inverse)
+                after = _code(kind, load_source(source, here + row), next_low, next_inverse)
+                code = either(code, left(after, 8))
+                store_values(kind, out, c, code, before)
                 before = code
 
 

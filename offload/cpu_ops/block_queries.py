@@ -51,8 +51,8 @@ def twice(q: int, rows: int, dim: int, at: int) -> None:
 
 @inline
 def whole_queries(q: int, rows: int, k: int, dim: int, at: int, offsets: int) -> None:
-    """As ``scale_queries``, to words, each 16 channels ``twice``. Behind ROWS offsets: the rows'
-    factors."""
+    """As ``scale_queries``, to words, a row where its floats would begin. Behind ROWS offsets: the
+    rows' factors."""
     for r in range(rows):
         line, to = at + ROWS * WIDEST * 4, at + 4 * r * dim
         scale_queries(q + 4 * r * dim, 1, k, dim, line, offsets + 4 * r)
@@ -64,6 +64,5 @@ def whole_queries(q: int, rows: int, k: int, dim: int, at: int, offsets: int) ->
         by = splat(float32(TOP) / largest)
         for c in range(0, dim, 16):
             words = to_int(nearest(fmul(load_f32(line + 4 * c), by)))
-            store_words(to + 4 * c, words)
-            store_words(to + 4 * c + 32, words)
+            store_words(to + 2 * c, words)
         store_float(offsets + 4 * (ROWS + r), largest * float32(1 / TOP))

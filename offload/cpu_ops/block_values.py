@@ -1,8 +1,8 @@
 """Sums of weighted values over the tokens of a block, of four rows at a time.
 
-Dot products want a channel's tokens side by side, and memory has a token's channels so: rows are
-woven in registers, a few shuffles that serve all four rows. Sums then have their channels out of
-order until the end, where each is moved once.
+Dot products want a channel's tokens side by side. Quantised values lie so, in pairs; of bfloat16
+memory has a token's channels so, and rows are woven in registers, a few shuffles that serve all
+four rows. Sums then have their channels out of order until the end, where each is moved once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 
 from offload.cpu_ops.block_elements import (
     ask,
-    by_quarter,
     dot_32,
-    integer,
     load_32,
     load_element,
+    load_pair_16,
     row_bytes,
     step_tokens,
 )
@@ -30,11 +29,13 @@ from offload.cpu_ops.block_vectors import (
 from offload.cpu_ops.lanes import store_i32
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
-    as_int,
+    both,
     fma,
     fmul,
     load_f32,
     load_i32,
+    load_u16,
+    right,
     splat,
     splat_f32,
     splat_i32,
@@ -211,6 +212,30 @@ def _pairs_narrow(
     _store_four(rows, at, (a0, a1, a2, a3))
 
 
+def _words_wide(
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
+    """Of an odd last token the second of a pair has a weight of 0."""
+    step, at, i = row_bytes(mode, dim), 4 * c, c // 64
+    a, b = _sums_of(mode, rows, at), _sums_of(mode, rows, at + 64)
+    k, m = _sums_of(mode, rows, at + 128), _sums_of(mode, rows, at + 192)
+    for t in range(t0, min(t1, end), 2):
+        ask(later, each)
+        later += each
+        row, by = v + t * step, p + 8 * t
+        w, x = splat_i32(by), splat_i32(by + 4)
+        weights = (w, x, splat_i32(by + 8), splat_i32(by + 12))
+        a = _dot_rows(mode, a, weights, load_pair_16(mode, row, i, 0))
+        b = _dot_rows(mode, b, weights, load_pair_16(mode, row, i, 1))
+        k = _dot_rows(mode, k, weights, load_pair_16(mode, row, i, 2))
+        m = _dot_rows(mode, m, weights, load_pair_16(mode, row, i, 3))
+    _keep_sums(mode, rows, at, a)
+    _keep_sums(mode, rows, at + 64, b)
+    _keep_sums(mode, rows, at + 128, k)
+    _keep_sums(mode, rows, at + 192, m)
+
+
 def _words_narrow(
     mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
     later: int, each: int,
@@ -218,8 +243,60 @@ def _words_narrow(
     """Head sizes of these modes are multiples of 64."""
 
 
-_NARROW = {"bf16dot": _pairs_narrow, "q8dot": _words_narrow, "q4dot": _words_narrow}
-by_format(add_wide)(lambda name: _pairs_wide if name.endswith("dot") else _fma_wide)
+def words_of_two(mode: Any, row: int, c: int) -> Any:
+    """Integers of 16 channels from ``c`` on of two tokens; only inside kernels."""
+    raise NotImplementedError
+
+
+def _bytes_of_two(mode: Any, row: int, c: int) -> Any:
+    u = load_u16(row + 2 * c)
+    return to_float(both(u, 255)), to_float(right(u, 8))
+
+
+def _nibbles_of_two(mode: Any, row: int, c: int) -> Any:
+    u = right(load_u16(row + c // 32 * 32), 4 * (c // 16 % 2))
+    return to_float(both(u, 15)), to_float(both(right(u, 8), 15))
+
+
+by_format(words_of_two)({"q8": _bytes_of_two, "q4": _nibbles_of_two}.__getitem__)
+
+
+def _coarse_narrow(
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
+    step, at = row_bytes(mode, dim), 4 * c
+    a0, a1, a2, a3 = _load_four(rows, at)
+    for t in range(t0, min(t1, end), 2):
+        ask(later, each)
+        later += each
+        u, w = words_of_two(mode, v + t * step, c)
+        by = p + 16 * t
+        a0, a1 = fma(splat_f32(by), u, a0), fma(splat_f32(by + 4), u, a1)
+        a2, a3 = fma(splat_f32(by + 8), u, a2), fma(splat_f32(by + 12), u, a3)
+        a0, a1 = fma(splat_f32(by + 16), w, a0), fma(splat_f32(by + 20), w, a1)
+        a2, a3 = fma(splat_f32(by + 24), w, a2), fma(splat_f32(by + 28), w, a3)
+    _store_four(rows, at, (a0, a1, a2, a3))
+
+
+def _coarse_wide(
+    mode: Any, p: int, v: int, c: int, t0: int, t1: int, end: int, dim: int, rows: Any,
+    later: int, each: int,
+) -> None:  # fmt: skip
+    for i in range(4):
+        add_narrow(mode, p, v, c + 16 * i, t0, t1, end, dim, rows, later, each // 4)
+        later += (t1 - t0) // 2 * (each // 4)
+
+
+_NARROW = {
+    "bf16dot": _pairs_narrow, "q8dot": _words_narrow, "q4dot": _words_narrow,
+    "q8": _coarse_narrow, "q4": _coarse_narrow,
+}  # fmt: skip
+_WIDE = {
+    "bf16dot": _pairs_wide, "q8dot": _words_wide, "q4dot": _words_wide, "q8": _coarse_wide,
+    "q4": _coarse_wide,
+}  # fmt: skip
+by_format(add_wide)(lambda name: _WIDE.get(name, _fma_wide))
 by_format(add_narrow)(lambda name: _NARROW.get(name, _fma_narrow))
 
 
@@ -241,25 +318,28 @@ def add_values(
         c += 16
 
 
-@inline
-def _as_sum(mode: Any, v: Any, factor: Any) -> Any:
-    if integer(mode):
-        v = fmul(to_float(as_int(v)), splat(factor))
-    return v
-
-
-@inline
 def in_order(mode: Any, out: int, dim: int, factor: Any) -> None:
-    """A row's channels in their order; integers times ``factor``."""
+    """A row's channels in their order; integers times ``factor``. Only inside kernels."""
+    raise NotImplementedError
+
+
+def _unwoven(mode: Any, out: int, dim: int, factor: Any) -> None:
     c = 0
     while c + 64 <= dim:  # narrower ends were never woven
         at = out + 4 * c
         e, f, g, h = load_f32(at), load_f32(at + 64), load_f32(at + 128), load_f32(at + 192)
-        a, b = in_order_low(e, f), in_order_high(e, f)
-        k, m = in_order_low(g, h), in_order_high(g, h)
-        a, b, k, m = by_quarter(mode, a, b, k, m)
-        store_f32(at, _as_sum(mode, a, factor))
-        store_f32(at + 64, _as_sum(mode, b, factor))
-        store_f32(at + 128, _as_sum(mode, k, factor))
-        store_f32(at + 192, _as_sum(mode, m, factor))
+        store_f32(at, in_order_low(e, f))
+        store_f32(at + 64, in_order_high(e, f))
+        store_f32(at + 128, in_order_low(g, h))
+        store_f32(at + 192, in_order_high(g, h))
         c += 64
+
+
+def _as_floats(mode: Any, out: int, dim: int, factor: Any) -> None:
+    by = splat(factor)
+    for c in range(0, dim, 16):
+        at = out + 4 * c
+        store_f32(at, fmul(to_float(load_i32(at)), by))
+
+
+by_format(in_order)(lambda name: _as_floats if name.startswith("q") else _unwoven)

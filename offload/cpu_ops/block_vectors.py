@@ -143,30 +143,6 @@ def load_high_nibbles(b: Any, address: Any) -> Any:
     return b.bitcast(b.lshr(words, ir.Constant(_v32h, [4] * 32)), _v16i)
 
 
-def _words_of_two(b: Any, address: Any, other: Any) -> Any:
-    v, w = (_load(b, a, _v16b) for a in (address, other))
-    return b.zext(_order(b, v, w, list(range(32))), _v32h)
-
-
-@_operation(I32X16, _I, _I)
-def load_two_words(b: Any, address: Any, other: Any) -> Any:
-    """16 bytes of two rows, widened to words."""
-    return b.bitcast(_words_of_two(b, address, other), _v16i)
-
-
-@_operation(I32X16, _I, _I)
-def load_two_low(b: Any, address: Any, other: Any) -> Any:
-    """Low nibbles of 16 bytes of two rows, as words."""
-    words = _words_of_two(b, address, other)
-    return b.bitcast(b.and_(words, ir.Constant(_v32h, [15] * 32)), _v16i)
-
-
-@_operation(I32X16, _I, _I)
-def load_two_high(b: Any, address: Any, other: Any) -> Any:
-    words = _words_of_two(b, address, other)
-    return b.bitcast(b.lshr(words, ir.Constant(_v32h, [4] * 32)), _v16i)
-
-
 @_operation(I32X16, I32X16, I32X16)
 def token_words(b: Any, v: Any, w: Any) -> Any:
     """As ``token_pairs``, of integers that fit into words."""
@@ -179,6 +155,41 @@ def token_words(b: Any, v: Any, w: Any) -> Any:
 def store_words(b: Any, address: Any, v: Any) -> None:
     """The low words of the lanes: 32 bytes."""
     b.store(b.trunc(v, _v16h), b.inttoptr(address, _v16h.as_pointer()), align=1)
+
+
+_v128h = ir.VectorType(_i16, 128)
+
+
+def _pairs_of_tile(b: Any, tile: Any) -> list[Any]:
+    """From bytes [16 tokens, 16 channels] of each pair of channels the words of all tokens, four
+    times four of them transposed."""
+    words = _load(b, tile, _v128h)
+    return [
+        _order(b, words, words, [8 * (4 * (lane % 4) + lane // 4) + pair for lane in range(16)])
+        for pair in range(8)
+    ]
+
+
+def _store_all(b: Any, address: Any, vectors: list[Any]) -> None:
+    for i, v in enumerate(vectors):
+        at = b.add(address, ir.Constant(address.type, 32 * i))
+        b.store(v, b.inttoptr(at, _v16h.as_pointer()), align=1)
+
+
+@_operation(types.void, _I, _I)
+def store_pairs(b: Any, tile: Any, address: Any) -> None:
+    """16 tokens of 16 channels, a byte each, as ``block_layout.pack_keys`` has them in 8 bits."""
+    _store_all(b, address, _pairs_of_tile(b, tile))
+
+
+@_operation(types.void, _I, _I)
+def store_nibble_pairs(b: Any, tile: Any, address: Any) -> None:
+    """As ``store_pairs`` in 4 bits."""
+    pairs, four = _pairs_of_tile(b, tile), ir.Constant(_v16h, [4] * 16)
+    both = [
+        b.or_(low, b.shl(high, four)) for low, high in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
+    _store_all(b, address, both)
 
 
 # ---- quads
@@ -223,9 +234,41 @@ def half_sums(b: Any, *vectors: Any) -> Any:
     return _cross(b, vectors, b.fadd, masks=True)
 
 
-@_operation(I32X16, *[I32X16] * 8)
-def half_sums_int(b: Any, *vectors: Any) -> Any:
-    return _cross(b, vectors, b.add, masks=True)
+def _blocks_of_four(which: int) -> Any:
+    """From four rows' sums of 16 tokens the quad of the ``which``-th of each four lanes."""
+    low = [n for k in range(4) for n in (4 * k + which // 2 * 2, 16 + 4 * k + which // 2 * 2)]
+    pairs = [n for i in range(0, 8, 2) for n in (low[i], low[i + 1], low[i] + 1, low[i + 1] + 1)]
+    order = [n + 2 * (which % 2) for k in range(0, 16, 4) for n in (k, k + 1, k + 16, k + 17)]
+
+    def emit(b: Any, v: Any, w: Any, x: Any, y: Any) -> Any:
+        return _order(b, _order(b, v, w, pairs), _order(b, x, y, pairs), order)
+
+    return emit
+
+
+_FOUR = (F32X16, F32X16, F32X16, F32X16)
+
+
+@_operation(F32X16, *_FOUR)
+def quad_0(b: Any, v: Any, w: Any, x: Any, y: Any) -> Any:
+    """Lanes 0, 4, 8, 12 of each row's sums: four tokens in a row as ``block_layout.pack_keys``
+    leaves them; the others follow."""
+    return _blocks_of_four(0)(b, v, w, x, y)
+
+
+@_operation(F32X16, *_FOUR)
+def quad_1(b: Any, v: Any, w: Any, x: Any, y: Any) -> Any:
+    return _blocks_of_four(1)(b, v, w, x, y)
+
+
+@_operation(F32X16, *_FOUR)
+def quad_2(b: Any, v: Any, w: Any, x: Any, y: Any) -> Any:
+    return _blocks_of_four(2)(b, v, w, x, y)
+
+
+@_operation(F32X16, *_FOUR)
+def quad_3(b: Any, v: Any, w: Any, x: Any, y: Any) -> Any:
+    return _blocks_of_four(3)(b, v, w, x, y)
 
 
 def _spread(element: Any, pick: list[int]) -> Any:

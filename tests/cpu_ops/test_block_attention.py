@@ -18,9 +18,11 @@ from offload.cpu_ops.block_layout import (
     PART,
     BlockKind,
     BlockLayout,
-    pack_codes,
+    pack_keys,
+    pack_values,
     quantise,
-    unpack_codes,
+    unpack_keys,
+    unpack_values,
 )
 from offload.cpu_ops.block_quantise import quantise_block
 from offload.cpu_ops.isa import Isa
@@ -269,7 +271,8 @@ def test_quantise(bits: int, axis: int) -> None:
     reach = x.max(axis=axis, keepdims=True) - x.min(axis=axis, keepdims=True)
     magnitude = np.abs(x).max(axis=axis, keepdims=True)
     assert (step <= (reach + magnitude / 64) / (2**bits - 1) * 1.01 + 1e-30).all()
-    assert np.array_equal(unpack_codes(pack_codes(codes, bits), bits), codes)
+    assert np.array_equal(unpack_keys(pack_keys(codes, bits), bits, 64), codes)
+    assert np.array_equal(unpack_values(pack_values(codes, bits), bits, 64), codes)
 
 
 @pytest.mark.parametrize(("kind", "half"), [("q8", True), ("q8", False), ("q4", True)])

@@ -141,9 +141,9 @@ def test_tokens_of_several_sequences(kind: KvType) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_is_measured(kind: KvType) -> None:
     plan = attention_plan(scaling=0.01)
-    found = []
+    weights, found = Weights(plan), []
     for tokens in (PART - 1, PART + 10):
-        half = build(plan, Weights(plan), cached(plan, kind, 0))
+        half = build(plan, weights, cached(plan, kind, 0))
         room = Room([LayerPlan(attention=plan, mlp=mlp_plan())], 300, CAPACITY, quantised=True)
         prompt_for(half)(random(tokens, plan.hidden), np.arange(tokens), room)
         found.append(half.cache.error)
@@ -183,6 +183,6 @@ def test_bytes_and_refusals() -> None:
     with pytest.raises(OffloadError, match="plain cache"):
         QuantisedKv(1, 2, 64, 64, KvType.BF16)
     plan = PLANS["grouped"]
-    cache = cached(plan, KvType.Q8, CAPACITY)
+    cache, weights = cached(plan, KvType.Q8, CAPACITY), Weights(plan)
     with pytest.raises(OffloadError, match=f"holds {CAPACITY} of {CAPACITY}"):
-        build(plan, Weights(plan), cache)(random(plan.hidden))
+        build(plan, weights, cache)(random(plan.hidden))
