@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.blocks import align_up
 from offload.cpu_ops.block_layout import PART
 from offload.cpu_ops.decode import DenseMlp, Scratch, TokenRouter, scratch_need
 from offload.cpu_ops.entries import Kernel
@@ -94,9 +95,12 @@ class LeanModel:
         plans = self.plans
         if not self.runs_prompts:
             return 0
-        rows = 4 * plans[0].attention.hidden * tokens
-        quantised = self.kv.quantised
-        return room_bytes(plans, min(tokens, CHUNK), capacity, quantised=quantised) + 4 * rows
+        first, some = plans[0].attention, min(tokens, CHUNK)
+        rows = 4 * first.hidden * tokens
+        room = room_bytes(plans, some, capacity, quantised=self.kv.quantised)
+        # Keys and values as they were, in whole parts, while the error of rounding is measured.
+        exact = 8 * align_up(some, PART) * first.key_heads * first.dim if self.kv.quantised else 0
+        return room + exact + 4 * rows
 
     def attended_bytes(self, context: int) -> float:
         """Of keys and values that a token behind ``context`` others sees, or as many as take as
