@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import device_support
 import pytest
 import torch
 from device_support import engine_on_device, on_device, simulated
@@ -270,6 +271,25 @@ def test_hooks_between_layers(tiny: Any, hooks: Any, loss_of: Any, room: str) ->
         wanted = steps_of(engine, loss_of)
     with engine_on_device(directory, "disk", room) as (engine, _):
         hooks(engine.model)
+        for one, other in zip(steps_of(engine, loss_of), wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+def with_casts(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return own_loss(model, ids)
+
+
+@pytest.mark.parametrize("room", ["all", "least"])
+@pytest.mark.parametrize(("family", "loss_of"), [("gemma3n_text", own_loss), ("qwen3", with_casts)])
+def test_keys_and_values_that_layers_share_and_casts(
+    tiny: Any, family: str, loss_of: Any, room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_support, "LEAST_RESULTS", 64 << 10)
+    directory = tiny(family)
+    with engine_of(directory, "disk") as (engine, _):
+        wanted = steps_of(engine, loss_of)
+    with engine_on_device(directory, "disk", room) as (engine, _):
         for one, other in zip(steps_of(engine, loss_of), wanted, strict=True):
             assert torch.equal(one, other)
 
