@@ -19,7 +19,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ from aiofiles.os import wrap
 from offload.errors import ClosedError, OffloadError, StoreError
 from offload.io.files import DirectFile, TransferError
 from offload.io.store import DEMAND, PREFETCH
+from offload.io.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +250,7 @@ class AiofilesEngine(_EngineBase):
     def __init__(self, queue_depth: int = DEFAULT_QUEUE_DEPTH) -> None:
         super().__init__(queue_depth)
         # Our own: the loop's default executor has as many threads as it likes and is shared.
-        self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aio-worker")
+        self._pool = Workers(queue_depth, "offload-aio-worker")
         self._loop = asyncio.new_event_loop()
         self._active = 0
         self._lingering = 0

@@ -23,7 +23,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from offload.errors import ClosedError, OffloadError, StoreError, UnsupportedModelError
+from offload.io.workers import Workers
 from offload.kv.prefix_folder import STEP_NS, PrefixFolder, open_directory
 from offload.kv.prefix_format import (
     DamagedGroupError,
@@ -122,7 +123,7 @@ class PrefixCache:
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
             self._slots.put(Slot(group_bytes))
-        self._thread = ThreadPoolExecutor(1, "prompt-cache")
+        self._thread = Workers(1, "prompt-cache", finish=True)
         self._written: list[Future[None]] = []
         self._used_ns = 0
         self._mine: set[str] = set()
