@@ -30,6 +30,7 @@ from offload.errors import DeviceError, PlanError
 from offload.runtime import cuda_api
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.device import Device
+from offload.train import card_values
 from offload.train.loop import LanguageLoop
 from offload.train.preparing import prepare
 
@@ -40,9 +41,10 @@ GPU = 1 << 30
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     """The only card that torch sees; what broke its rules is raised behind the test."""
     if STRICT:
-        from strict_card import StrictCard
+        import strict_card
 
-        card: FakeCard = StrictCard()
+        card: FakeCard = strict_card.StrictCard()
+        monkeypatch.setattr(card_values, "make_launcher", strict_card.launcher)
     else:
         card = FakeCard()
     monkeypatch.setattr(cuda_api, "card_count", lambda: 1)
