@@ -22,8 +22,8 @@ CASES = {
     "training": (
         ["train/test_card.py", "train/test_device.py", "train/test_device_head.py",
          "train/test_device_lora.py"],
-        "test_card and (adapters or measures or dropout or casts or clip or run and llama) or dense_model and "
-        "disk-0.5-some or tied and gemma2-least",
+        "test_card and (adapters or measures or dropout or casts or clip or run and llama) or "
+        "dense_model and disk-0.5-some or tied and gemma2-least",
     ),
     "updates": (["train/test_device_updates.py"], "disk-0.5-2 or rounded and 8bit"),
     "packed training": (
