@@ -12,6 +12,7 @@ from offload.cpu_ops.adam import adam_fp32
 from offload.cpu_ops.adam_states import BLOCK, adam_8bit, adam_bf16, blocks
 from offload.cpu_ops.adam_step import AdamStep
 from offload.cpu_ops.grad_norm import Numbers
+from offload.train.layout import Block, Tile
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -150,4 +151,17 @@ def narrow(source: npt.NDArray[np.float32], out: Numbers) -> None:
     rounded.copy_(torch.from_numpy(source))
 
 
-__all__ = ["COPY", "Slot", "SlotKind", "narrow", "numbers", "widen"]
+def clear_gaps(block: Block, tile: Tile, weights: Numbers) -> None:
+    """Zero what lies between pieces: a checkpoint says nothing about it."""
+    at = tile.start
+    for piece in block.pieces:
+        low, high = max(at, tile.start), min(piece.offset, tile.start + tile.count)
+        if low < high:
+            weights[low - tile.start : high - tile.start] = 0
+        at = piece.offset + piece.count
+    low = max(at, tile.start)
+    if low < tile.start + tile.count:
+        weights[low - tile.start :] = 0
+
+
+__all__ = ["COPY", "Slot", "SlotKind", "clear_gaps", "narrow", "numbers", "widen"]

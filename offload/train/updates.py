@@ -28,7 +28,7 @@ from offload.train.buffers import BufferPool
 from offload.train.device_updates import DeviceUpdates, Part
 from offload.train.grads import Gradients
 from offload.train.layout import Block, Tile, TrainLayout
-from offload.train.tiles import COPY, Slot, SlotKind
+from offload.train.tiles import COPY, Slot, SlotKind, clear_gaps
 from offload.train.weights import Entry, Shared, Weights
 
 log = logging.getLogger(__name__)
@@ -301,7 +301,7 @@ class Updater:
         span = slice(tile.start, tile.start + tile.count)
         if task.virgin:
             assert entry is not None
-            _clear_gaps(block, tile, entry.numbers[span])  # the states' gaps must be zero, too
+            clear_gaps(block, tile, entry.numbers[span])  # the states' gaps must be zero, too
             slot.start(entry.numbers[span])
         elif len(task.job.steps) < len(block.pieces) and task.kind.first_state:
             slot.round()  # of pieces that take no step the copy was not read
@@ -326,7 +326,7 @@ class Updater:
         """The slot is as the step leaves it: its copy goes to the weights in RAM."""
         tile, entry = task.tile, self._target
         # So that a slot's bytes are a function of the states.
-        _clear_gaps(task.block, tile, slot.copy)
+        clear_gaps(task.block, tile, slot.copy)
         if entry is not None:
             np.copyto(entry.numbers[tile.start : tile.start + tile.count], slot.copy)
         ended = time.perf_counter()
@@ -486,19 +486,6 @@ def _bases(layout: TrainLayout) -> list[int]:
         out.append(end)
         end += block.count
     return out
-
-
-def _clear_gaps(block: Block, tile: Tile, weights: Any) -> None:
-    """Zero what lies between pieces: a checkpoint says nothing about it."""
-    at = tile.start
-    for piece in block.pieces:
-        low, high = max(at, tile.start), min(piece.offset, tile.start + tile.count)
-        if low < high:
-            weights[low - tile.start : high - tile.start] = 0
-        at = piece.offset + piece.count
-    low = max(at, tile.start)
-    if low < tile.start + tile.count:
-        weights[low - tile.start :] = 0
 
 
 __all__ = ["Job", "Tiles", "Updater"]
