@@ -78,8 +78,9 @@ def load(
             has computed before for the same first tokens, with the same model and settings, on the
             same kind of machine; ``model.offload.prompts.last`` says how much. Prompts are then
             read on a grid of ``prompt_cache_chunk`` tokens (an option; 256): the logits are those
-            of ``generate(prefill_chunk_size=256)``, whatever was found. Do not change the weights
-            or hook into the layers of a model that is loaded with it.
+            of ``generate(prefill_chunk_size=256)``, whatever was found. While adapters or forward
+            hooks are on its layers, or weights in memory have been changed (except through
+            ``.data``), prompts are not reused, which is logged.
         prompt_cache_limit: bytes of all that is in it, 8 GiB by default; what was not used for
             longest goes.
         gpu: bytes, or e.g. ``"6GiB"``, of a card's memory: the card then computes, and everything

@@ -164,6 +164,23 @@ def live_facts(model: Any) -> dict[str, Any]:
     }
 
 
+def marks(model: Any) -> dict[str, Any]:
+    """What a program changes of an open model where no name can say it: hooks that may replace what
+    a module returns, and weights that are in memory (written to, but not through ``.data``, or
+    replaced)."""
+    modules = list(model.modules())
+    return {
+        # Those on the model itself get no keys and values: a pass has ended.
+        "hooks": sum(len(m._forward_hooks) for m in modules[1:]),
+        "weights": [
+            (id(p), p._version)
+            for m in modules
+            for p in m._parameters.values()
+            if type(p) is torch.nn.Parameter and not p.is_inference()
+        ],
+    }
+
+
 @functools.cache
 def machine() -> list[str]:
     """Kernels are chosen by the processor, and round as they do."""

@@ -24,7 +24,7 @@ from offload.errors import UnsupportedModelError
 from offload.kv.generation import take_place
 from offload.kv.prefix_cache import PrefixCache, Reuse
 from offload.kv.prefix_layers import cached_tokens, crop_to
-from offload.models.prompt_plan import PromptPlan, live_facts
+from offload.models.prompt_plan import PromptPlan, live_facts, marks
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class PromptReuse:
         self._new_cache = new_cache
         self._capacity = capacity
         self._live = live_facts(model)
+        self._marks = marks(model)
         self._exact: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         accepted = inspect.signature(type(model).forward).parameters
         self._more = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -74,6 +75,7 @@ class PromptReuse:
     def serve(self, on_detach: Callable[[Callable[[], None]], None]) -> None:
         """Have ``model.generate`` look here first; ``on_detach`` is called with what undoes it."""
         model, inner = self._model, self._model.generate
+        self._marks = marks(model)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             self.last = None
@@ -193,9 +195,9 @@ class PromptReuse:
         total = ids.shape[1] + new if new is not None else setting("max_length") or 20
         if self._capacity is not None and total > self._capacity:
             return False
-        now = live_facts(self._model)
-        if now != self._live:
-            changed = ", ".join(k for k in now if now[k] != self._live[k])
+        now, before = live_facts(self._model) | marks(self._model), self._live | self._marks
+        if now != before:
+            changed = ", ".join(k for k in now if now[k] != before[k])
             logger.warning("prompts are not reused: %s changed since the model was opened", changed)
             return False
         return True

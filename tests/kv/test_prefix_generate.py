@@ -125,6 +125,22 @@ def test_a_model_that_is_changed_is_not_served_from_the_disk(
         del model.model.layers[0].extra
         generate(model)
         assert model.offload.prompts.last.tokens == 5 * CHUNK
+        layer = model.model.layers[1]
+        handle = layer.register_forward_hook(lambda _, __, output: output)  # as steering does
+        generate(model)
+        assert (model.offload.prompts.last, "hooks changed" in caplog.text) == (None, True)
+        handle.remove()
+        norm = model.model.norm
+        norm.weight, kept = torch.nn.Parameter(norm.weight * 2), norm.weight
+        generate(model)
+        assert (model.offload.prompts.last, "weights changed" in caplog.text) == (None, True)
+        norm.weight = kept
+        generate(model)
+        assert model.offload.prompts.last.tokens == 5 * CHUNK
+        with torch.no_grad():
+            norm.weight.mul_(1)
+        generate(model)
+        assert model.offload.prompts.last is None
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
