@@ -7,7 +7,6 @@ that is stopped and goes on another day would then go on with other prompts.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -53,7 +52,9 @@ def stopped_at(moment: datetime | None = None) -> Iterator[PromptTime]:
     Args:
         moment: None: now.
     """
-    rendering: Any = importlib.import_module("transformers.utils.chat_template_utils")
+    from transformers.utils import chat_template_utils
+
+    rendering: Any = chat_template_utils
     clock = PromptTime((moment or datetime.now()).replace(microsecond=0))
     # A template takes no function as an argument, and its own reads this name.
     before = rendering.datetime

@@ -157,7 +157,7 @@ def test_every_flag_reaches_the_engine(
     }
     assert unchanged == {
         "model", "data", "output", "epochs", "eval_share", "skip_untouched_experts", "gpu",
-        "device", "head",
+        "device", "head", "gpu_updates",
     }  # fmt: skip
     assert asked.keep == "both"
     assert tune("--skip-untouched-experts").code == 0
@@ -169,8 +169,8 @@ def test_every_flag_reaches_the_engine(
     assert asked.dtype == "bfloat16"
     assert tune("--epochs", 2.5, "--eval-share", 0.5).code == 0
     assert (runs[-1].options.epochs, runs[-1].options.eval_share) == (2.5, 0.5)
-    assert tune("--gpu", "1GiB", "--device", "sim", "--head", "gpu").code == 0
-    assert runs[-1].options.head == "gpu"
+    assert tune("--gpu", "1GiB", "--device", "sim", "--head", "gpu", "--gpu-updates", 3).code == 0
+    assert (runs[-1].options.head, runs[-1].options.gpu_updates) == ("gpu", "3")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,8 @@ def test_every_flag_reaches_the_engine(
     [
         (["--gpu", "8GiB"], ["--gpu 8.0 GiB", "drop --gpu"]),
         (["--gpu", "much"], ["not a size"]),
+        (["--gpu-updates", "2"], ["--gpu-updates 2 cannot take effect", "--device sim"]),
+        (["--gpu-updates", "0"], ["none of auto, off"]),
         (["--head", "gpu"], ["--head gpu cannot take effect", "--device sim"]),
         (["--head", "ram"], ["--head", "auto", "gpu", "cpu"]),
         (["--lr", "-1"], ["--lr -1"]),

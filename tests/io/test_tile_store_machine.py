@@ -136,6 +136,7 @@ class TileMachine(RuleBasedStateMachine):
             self.folder / "s", self.engine, keep=self.keep, commit=number, syscalls=self.calls
         )
         self.stands_on = number or max(self.kept, default=None)
+        self.newest = max(self.kept, default=0)  # one that a rollback has removed is given again
         self.state = dict(self.kept[self.stands_on]) if self.stands_on else {}
         self.lost = set()
         self.shared = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -302,8 +303,12 @@ def test_bad_tables(tmp_path: Path) -> None:
 def test_without_pyarrow_the_message_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
+    real = importlib.import_module
+
+    def missing(name: str, package: str | None = None) -> Any:
+        if name.partition(".")[0] == "pyarrow":
+            raise ImportError(name)
+        return real(name, package)
 
     monkeypatch.setattr(tables.importlib, "import_module", missing)
     (tmp_path / "a.parquet").write_bytes(b"")
