@@ -186,7 +186,11 @@ def encoder(directory: Path) -> None:
         (link_to_nothing, ["is a link to ../../blobs/ab12, which is not there"]),
         (small_floats, ["float8_e4m3fn of config.json", "--dtype"]),
         (end_as_text, ["eos_token_id [2, '</s>']", "no token's id"]),
-        (a_million_layers, ["num_hidden_layers 1000000, the checkpoint has"]),
+        pytest.param(
+            a_million_layers,
+            ["num_hidden_layers 1000000, the checkpoint has"],
+            marks=pytest.mark.sweep,
+        ),
         (layers_as_text, ["num_hidden_layers", "expected int, got str"]),
         (sees_no_token, ["sliding_window 0: a token sees 1 or more"]),
         (no_encoder, ["is_encoder_decoder true", "has no encoder"]),

@@ -67,7 +67,13 @@ def test_a_second_run_reads_only_the_rest(cli: Cli, tmp_path: Path) -> None:
     assert sum(p.stat().st_size for p in stored(directory)) <= few
 
 
-@pytest.mark.parametrize("more", [(), ("--quant", "q4")], ids=["as it is", "packed"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="as it is", marks=pytest.mark.sweep),
+        pytest.param(("--quant", "q4"), id="packed"),
+    ],
+)
 def test_predictions_and_traces_are_no_other_model(
     more: tuple[str, ...], cli: Cli, tmp_path: Path
 ) -> None:

@@ -205,7 +205,7 @@ pack(open_source(sys.argv[1]), sys.argv[2], progress=progress, sync_bytes=1 << 1
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # packs of checkpoints are killed in every run
 def test_kill_9_and_again(cli: Cli, write: Write, tmp_path: Path) -> None:
     path, out = write(), tmp_path / "p"
     for share in ("0.2", "0.7"):

@@ -104,7 +104,9 @@ def works(model: Any) -> list[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "quant"), [(f, "q4") for f in LEAN] + [("qwen2_moe", "none"), ("llama", "q8")]
+    ("family", "quant"),
+    [(f, "q4") for f in LEAN]
+    + [("qwen2_moe", "none"), pytest.param("llama", "q8", marks=pytest.mark.sweep)],
 )
 def test_sequences_together(
     family: str, quant: str, tmp_path: Path, together: list[tuple[str, int]]

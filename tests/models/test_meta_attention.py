@@ -133,7 +133,7 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's clear_refs")
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_a_forward_takes_no_more_than_was_measured(batch: int) -> None:
     tokens = 2048
     planned = measure(llama(), tokens, batch)

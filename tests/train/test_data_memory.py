@@ -41,7 +41,11 @@ print(json.dumps(peaks))
 
 @pytest.mark.parametrize(
     ("suffix", "large"),
-    [(".jsonl", 8), (".txt", 8), pytest.param(".jsonl", 100, marks=pytest.mark.sweep)],
+    [
+        (".jsonl", 8),
+        pytest.param(".txt", 8, marks=pytest.mark.sweep),
+        pytest.param(".jsonl", 100, marks=pytest.mark.sweep),
+    ],
 )
 def test_memory_does_not_grow_with_the_data(suffix: str, large: int, tmp_path: Path) -> None:
     words = "the king and the queen of the land went out to see the sea and came home again. " * 12

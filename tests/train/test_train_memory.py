@@ -84,7 +84,7 @@ print(peak_rss() - seen[0])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_loop_of_the_users(model: Path, tmp_path: Path) -> None:
     done = run("-c", LOOP, model, BUDGET, tmp_path / "disk", tmp_path / "out")
     grown = int(done.stdout.splitlines()[-1])
