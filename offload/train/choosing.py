@@ -270,8 +270,10 @@ def choose(
     device = plan.placement.device
     if device is not None:
         placed = replace(plan.placement, device=replace(device, head_why=why))
-        of = every[device.head is not None]
-        link = of.link(plan)
+        there = device.head is not None
+        # Room for tiles is another tier's, whose weights may go up more often.
+        sends = device.updates is not None and there in sending
+        link = (sending if sends else every)[there].link(plan)
         assert link is not None
         moved = {phase: link.bytes_of(i) for i, phase in enumerate(PHASES)}
         plan = replace(plan, placement=placed, link=moved)

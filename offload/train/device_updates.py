@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from offload.blocks import DTYPE_BYTES
 from offload.cpu_ops.adam_step import AdamStep
 from offload.cpu_ops.dynamic_map import BLOCK
 from offload.cpu_ops.grad_norm import Numbers
@@ -113,7 +114,6 @@ class CardSite:
         """See ``TileSite``."""
         at = dict(zip(kind.names, kind.offsets(count), strict=False))
         base, masters = slot.data_ptr(), "copy" if kind.states == "bf16" else "p"
-        wide = {"bfloat16": 2, "float32": 4}
         moment = {"fp32": 4, "bf16": 2, "8bit": 1}[kind.states]
         for part in parts:
             scales = {
@@ -121,9 +121,9 @@ class CardSite:
                 for name in ("m_scales", "v_scales")
                 if name in at
             }
-            copy = base + at["copy"] + wide[kind.dtype] * part.start
+            copy = base + at["copy"] + DTYPE_BYTES[kind.dtype] * part.start
             p = base + at[masters] + (2 if masters == "copy" else 4) * part.start
-            gradient = gradients.data_ptr() + wide[dtype] * part.start
+            gradient = gradients.data_ptr() + DTYPE_BYTES[dtype] * part.start
             where = Range(
                 count=part.count, p=p, m=base + at["m"] + moment * part.start,
                 v=base + at["v"] + moment * part.start, copy=0 if p == copy else copy,
@@ -237,7 +237,7 @@ class DeviceUpdates:
         tile; ``memory`` is the device's until it is back."""
         self._begin_waiting()
         device, at = self._device, self._free.popleft()
-        whole, width = kind.offsets(count)[-1], 4 if dtype == "float32" else 2
+        whole, width = kind.offsets(count)[-1], DTYPE_BYTES[dtype]
         staged = Region(self._staged, at * self.place.gradient_bytes, width * count)
         values = numbers(
             staged.memory.tensor()[staged.offset : staged.offset + staged.nbytes].numpy(), dtype
@@ -275,7 +275,7 @@ class DeviceUpdates:
                 self._begin(away)
 
     def _begin(self, away: Away) -> None:
-        device, width = self._device, 4 if away.dtype == "float32" else 2
+        device, width = self._device, DTYPE_BYTES[away.dtype]
         whole = away.kind.offsets(away.count)[-1]
         slot = self._slot(away.place, 0, whole)
         gradient = self._gradient(away.place, width * away.count)
@@ -324,7 +324,7 @@ class DeviceUpdates:
         device, whole = self._device, away.kind.offsets(away.count)[-1]
         device.acquire(UPDATE, away.end)
         device.touch(UPDATE, Region(away.memory, 0, whole), "r")
-        width = 4 if away.dtype == "float32" else 2
+        width = DTYPE_BYTES[away.dtype]
         device.discard(self._slot(away.place, 0, whole), (away.end,))
         device.discard(self._gradient(away.place, width * away.count), (away.end,))
         self._free.append(away.place)

@@ -106,6 +106,16 @@ def test_states_updated_on_the_card(cli: Cli, configs: dict[str, Path], tmp_path
     up = {k: sum(p["up_bytes"] for p in v["step"]["link"].values()) for k, v in found.items()}
     assert up["off"] < up["3"] < up["2"] < up["1"]
     assert found["1"]["device"]["bytes"]["tiles to update"] > 0
+    # A card so small that room for tiles is room that layers had: what is said to go up is what
+    # the link is busy with.
+    parts = found["off"]["device"]["bytes"]
+    tight = sum(parts.values())
+    small = planned(cli, tmp_path, *words[:-1], tight)
+    assert small["device"]["updates_every"] is not None
+    assert small["device"]["layers_at_a_time"] < found["off"]["device"]["layers_at_a_time"]
+    for phase, moved in small["step"]["link"].items():
+        lanes = small["step"]["lanes"][phase]
+        assert lanes["link up"] == pytest.approx(moved["up_bytes"] / 12.6e9, rel=0.001)
     # Where the disk is what a step waits for it does not matter who computes.
     slow = (*words[:-3], "320MiB", *words[-2:])
     assert planned(cli, tmp_path, *slow)["device"]["updates_every"] is None
