@@ -78,9 +78,10 @@ def load(
             has computed before for the same first tokens, with the same model and settings, on the
             same kind of machine; ``model.offload.prompts.last`` says how much. Prompts are then
             read on a grid of ``prompt_cache_chunk`` tokens (an option; 256): the logits are those
-            of ``generate(prefill_chunk_size=256)``, whatever was found. While adapters or forward
-            hooks are on its layers, or weights in memory have been changed (except through
-            ``.data``), prompts are not reused, which is logged.
+            of ``generate(prefill_chunk_size=256)``, whatever was found. With ``kv`` the rounded
+            bytes are kept; of 8 or 4 bits whole blocks, and what is found ends with one. While
+            adapters or forward hooks are on its layers, or weights in memory have been changed
+            (except through ``.data``), prompts are not reused, which is logged.
         prompt_cache_limit: bytes of all that is in it, 8 GiB by default; what was not used for
             longest goes.
         gpu: bytes, or e.g. ``"6GiB"``, of a card's memory: the card then computes, and everything

@@ -214,7 +214,8 @@ PromptCacheChunk = Annotated[
     typer.Option(
         min=2, metavar="N",
         help="Tokens of a pass over the prompt with --prompt-cache, and the grid that reuse ends "
-        "on. More is better where weights stream, less where prompts are short. Default: 256.",
+        "on (with --kv q8 or q4 where a block of those ends, too). More is better where weights "
+        "stream, less where prompts are short. Default: 256.",
     ),
 ]  # fmt: skip
 Dtype = Annotated[

@@ -10,6 +10,8 @@ tokens get what they get one by one, however it is cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,10 @@ from offload.errors import OffloadError
 def quantised_layout(heads: int, dim: int, parts: int, kind: KvType) -> BlockLayout:
     """A layer's record. Raises OffloadError: ``dim`` is not what kernels take in that kind."""
     return BlockLayout(BlockKind(kind.value), heads, dim, dim, PART * parts)
+
+
+Heard = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], None]
+"""``heard(keys, values)``: bytes [G, P, record] of parts as they are stored."""
 
 
 def tail_layout(heads: int, dim: int) -> BlockLayout:
@@ -54,6 +60,10 @@ class QuantisedKv(KvCache):
         self._records = [aligned((nbytes,), np.uint8) for _ in range(layers)]
         self._made = aligned((self._part.nbytes,), np.uint8)
         self._done = [0] * layers
+        self._raw: list[int | None] = [None] * layers
+        """The part of which the tail still has all tokens as they were before rounding."""
+        self._heard: list[Heard | None] = [None] * layers
+        self._errors: list[float | None] = [None] * layers
         self.error = 0.0
         """See ``note_error``; the largest so far."""
 
@@ -94,17 +104,58 @@ class QuantisedKv(KvCache):
         """As ``KvCache.advance``; a part that is full is quantised."""
         self.room(layer, tokens)
         self._lengths[layer] += tokens
+        self._raw[layer] = None
         if self.row(layer) == PART:
             self._quantise(layer)
 
     def _quantise(self, layer: int) -> None:
         part = self._done[layer] // PART
         quantise_block(self._part, self._keys[layer], self._values[layer], self._made)
-        for keys in (True, False):
-            self._parts(self.layout, self._records[layer], keys=keys)[:, part] = self._parts(
-                self._part, self._made, keys=keys
-            )[:, 0]
+        made = [self._parts(self._part, self._made, keys=keys) for keys in (True, False)]
+        for keys, new in zip((True, False), made, strict=True):
+            self._parts(self.layout, self._records[layer], keys=keys)[:, part] = new[:, 0]
         self._done[layer] += PART
+        self._raw[layer] = part
+        if (heard := self._heard[layer]) is not None:
+            heard(made[0], made[1])
+
+    def listen(self, layer: int, heard: Heard | None) -> None:
+        """Tell of every part of a layer as it becomes full, in memory that the next one takes;
+        None: nobody any more."""
+        self._heard[layer] = heard
+
+    def check_parts(
+        self, layer: int, keys: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]
+    ) -> None:
+        """Raises OffloadError: those are no parts of such a cache."""
+        for name, found, is_keys in (("keys", keys, True), ("values", values, False)):
+            want = (self.heads, keys.shape[1], self._part.record(keys=is_keys))
+            if found.dtype != np.uint8 or found.shape != want:
+                raise OffloadError(
+                    f"parts of {name} must be uint8 {list(want)}, got {found.dtype} "
+                    f"{list(found.shape)}"
+                )
+
+    def append_parts(
+        self, layer: int, keys: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]
+    ) -> None:
+        """Store P full parts as ``listen`` told of them, bytes [G, P, record] each, behind tokens
+        that fill parts: what follows sees them as if their tokens had come one by one.
+
+        Raises:
+            OffloadError: as ``check_parts``; there is no room, or a part that is not full.
+        """
+        self.check_parts(layer, keys, values)
+        self.make_room(layer, PART * keys.shape[1])
+        if self.row(layer):
+            raise OffloadError(f"full parts cannot follow one that holds {self.row(layer)} tokens")
+        first = self._done[layer] // PART
+        for new, is_keys in ((keys, True), (values, False)):
+            to = self._parts(self.layout, self._records[layer], keys=is_keys)
+            to[:, first : first + new.shape[1]] = new
+        self._lengths[layer] += PART * keys.shape[1]
+        self._done[layer] = self._lengths[layer]
+        self._raw[layer] = None
 
     def _parts(
         self, layout: BlockLayout, block: npt.NDArray[np.uint8], *, keys: bool
@@ -138,21 +189,28 @@ class QuantisedKv(KvCache):
     def truncate(self, layer: int, length: int) -> None:
         """As ``KvCache.truncate``. Of a part that is cut what is known comes back to the tail: all
         of it if nothing has been stored since it was full, else what rounding left."""
-        before, done = self._lengths[layer], self._done[layer]
+        done = self._done[layer]
         super().truncate(layer, length)
+        if not length:
+            self._errors[layer] = None
         part, rows = divmod(length, PART)
         if part * PART >= done:
             return
         self._done[layer] = part * PART
-        if rows and (before > done or part != done // PART - 1):
+        if rows and self._raw[layer] != part:
             for to, new in zip(
                 (self._keys[layer], self._values[layer]), self.part(layer, part), strict=True
             ):
                 to[:, :rows] = new[:, :rows]
 
-    def note_error(self, error: float) -> None:
-        """Attention is off by that part of its largest number, from quantising."""
+    def note_error(self, layer: int, error: float) -> None:
+        """A layer's attention is off by that part of its largest number, from quantising."""
+        self._errors[layer] = max(self._errors[layer] or 0.0, error)
         self.error = max(self.error, error)
+
+    def error_of(self, layer: int) -> float | None:
+        """What was noted of the tokens that a layer holds; None: nothing."""
+        return self._errors[layer]
 
 
 def make_kv(layers: int, heads: int, dim: int, capacity: int, kind: KvType = KvType.F32) -> KvCache:

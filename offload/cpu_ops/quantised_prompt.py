@@ -135,7 +135,7 @@ class QuantisedPrompt(PromptAttention):
                 one.add(layout, [np.array([(at, at + layout.values_at, n - first)], np.int64)])
             found.append(one.result())
         off = float(np.abs(found[0] - found[1]).max())
-        cache.note_error(off / max(float(np.abs(found[1]).max()), 1e-30))
+        cache.note_error(layer, off / max(float(np.abs(found[1]).max()), 1e-30))
 
 
 def _as_block(

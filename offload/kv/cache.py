@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -136,6 +136,10 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         """No token before it was attended to by the last step: a window that slides."""
         self._keep = life.backing.keep
         self._importance = None if self._keep is None else self._keep.importance()
+        self._heard: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None
+        self.error: float | None = None
+        """By what part of its largest number attention to these tokens is off, from quantising, as
+        it was measured when they were read; None: it was not."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if key_states.dim() != 4 or value_states.dim() != 4:
@@ -146,6 +150,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         self.dtype, self.device = key_states.dtype, key_states.device
         self._shape = shape_of(key_states, value_states)
         self.table = self._life.backing.table(self._index, self._shape, key_states.shape[0])
+        self.table.heard = self._heard
         self._attended = self._life.backing.in_place and not is_latent(self._shape)
         if self._attended:
             kernel_layout(self.table.layout)
@@ -187,7 +192,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
             raise AssertionError("lazy_initialization makes it")
         if self._attended:
             table.append(key_states, value_states)
-            handle = TierHandle(table, self._behind, self._life.backing.note_error)
+            handle = TierHandle(table, self._behind, self.note_error)
             if table.coarse is not None and table.length == key_states.shape[-2]:
                 handle.whole = key_states, value_states
             if self._keep is not None:
@@ -231,6 +236,59 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
             raise AssertionError("lazy_initialization makes it")
         self.table.append(key_states, value_states)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether full blocks are kept in 8 or 4 bits; known with the first token. See
+        ``offload.kv.prefix_layers``."""
+        return self.table is not None and self.table.coarse is not None
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What the newest tokens are rounded to, known with the first token."""
+        if self.table is None:
+            raise OffloadError("no token has come yet")
+        found: torch.dtype = getattr(torch, self.table.layout.shape.dtype)
+        return found
+
+    def listen(self, heard: Callable[[torch.Tensor, torch.Tensor, int], None] | None) -> None:
+        """Tell of every block as it is rounded: bytes of keys and values, and its tokens."""
+        self._heard = heard
+        if self.table is not None:
+            self.table.heard = heard
+
+    def check_rounded(
+        self, runs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        like: tuple[torch.Tensor | None, torch.Tensor | None], tokens: int,
+    ) -> None:  # fmt: skip
+        """``like``: keys and values [1, H, 0, D] as ``update`` takes them.
+
+        Raises:
+            OffloadError: those are not ``tokens`` tokens as ``listen`` told of them.
+        """
+        keys, values = like
+        if self.table is None and keys is not None and values is not None:
+            self.lazy_initialization(keys, values)
+        table = self.table
+        if table is None:
+            raise OffloadError("what its keys and values are like is not said")
+        if table.coarse is None or table.layout.tokens * len(runs) != tokens:
+            raise OffloadError(
+                f"{len(runs)} blocks of {table.layout.tokens} tokens are not {tokens} tokens"
+            )
+
+    def extend_rounded(self, runs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """``extend`` for what is rounded already, after ``check_rounded``."""
+        self._life.check_live()
+        if self.table is None:
+            raise OffloadError("nothing is known of these blocks yet")
+        for keys, values in runs:
+            self.table.append_rounded(keys, values)
+
+    def note_error(self, error: float) -> None:
+        """That is what was measured when those tokens were read."""
+        self.error = max(self.error or 0.0, error)
+        self._life.backing.note_error(error)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
@@ -248,6 +306,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
 
     def reset(self) -> None:
         self._first = 0
+        self.error = None
         self.is_croppable = True
         self._importance = None if self._keep is None else self._keep.importance()
         if self.table is not None:

@@ -43,6 +43,11 @@ def coarse_layout(shape: KvShape, tokens: int, kind: str) -> KernelLayout:
     return KernelLayout(QUANTISED[kind], plain.key_heads, plain.key_dim, plain.dim, tokens)
 
 
+def rounded_bytes(layout: KernelLayout) -> int:
+    """Of a block's keys and values, without what lies between and behind them in a slot."""
+    return layout.key_heads * (layout.stride(keys=True) + layout.stride(keys=False))
+
+
 def slot_bytes_of(shape: KvShape, tokens: int, kind: str | None) -> int:
     """Of a block that is full; a latent cache, which the model expands, is not quantised."""
     if kind not in QUANTISED or is_latent(shape):
@@ -92,6 +97,16 @@ class Coarse:
         from offload.cpu_ops.block_quantise import quantise_block
 
         quantise_block(self.layout, keys, values, block)
+
+    def parts(self, pool: Pool, slot: int) -> Views:
+        """Of a slot the bytes of keys and of values [H, parts, record], uint8, in place."""
+        block, layout = _bytes_of(pool, slot, self.layout.nbytes), self.layout
+        found = []
+        for keys in (True, False):
+            start = 0 if keys else layout.values_at
+            some = block[start : start + layout.key_heads * layout.stride(keys=keys)]
+            found.append(torch.from_numpy(some.reshape(layout.key_heads, layout.parts, -1)))
+        return found[0], found[1]
 
     def restore(self, pool: Pool, slot: int, into: Views) -> None:
         """Read a block back, as far as it is still known."""

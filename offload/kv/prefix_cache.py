@@ -2,14 +2,18 @@
 
     prompts = PrefixCache(directory, facts, chunk=256, limit=2**33, group_bytes=2**20)
     reuse = prompts.restore(ids, cache)          # cache holds reuse.tokens of ids now
-    for at in range(reuse.tokens, prompts.whole(len(ids)), prompts.chunk):
-        with prompts.recording(ids, at, cache):  # exactly one pass over ids[at : at + chunk]
-            model(ids[at : at + chunk], past_key_values=cache)
-    # then one pass over the rest, at least one token, and decoding
+    for at in range(reuse.tokens, prompts.whole(len(ids)), prompts.group):
+        with prompts.recording(ids, at, cache):
+            for begin in range(at, at + prompts.group, prompts.chunk):  # as a rule once
+                model(ids[begin : begin + chunk], past_key_values=cache)
+    # then such passes over the rest, the last one of at least one token, and decoding
 
 A prompt is always read on the same grid of ``chunk`` tokens, whether a group comes from the disk or
-from a pass, and the pass is the same one to the bit: a product with other rows may round otherwise.
+from passes, and the passes are the same to the bit: a product with other rows may round otherwise.
 So with and without stored groups every later number is the same.
+
+Where keys and values are rounded in blocks, a group ends where a block does, too, and then is
+several passes: what is behind its last block would have to be stored unrounded.
 
 Reading and writing run on one thread of its own, through two buffers of one group each; a group is
 written while the next pass computes. What fails there costs speed and never the generation.
@@ -20,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,6 +100,7 @@ class PrefixCache:
         chunk: int,
         limit: int,
         group_bytes: int,
+        grain: int = 1,
         say: Callable[[str], None] = log.warning,
     ) -> None:
         """
@@ -102,17 +108,20 @@ class PrefixCache:
             directory: made if it is not there.
             facts: everything that changes a number of the model's: two models, settings or machines
                 that may differ in one bit must differ here.
-            chunk: tokens of a group, at least 2; the grid that every prompt is read on.
+            chunk: tokens of a pass, at least 2; the grid that every prompt is read on.
             limit: bytes of all groups in the directory.
             group_bytes: that a group is expected to have; two of them are held in RAM.
+            grain: tokens that are rounded together: groups end on a multiple of it as well.
             say: gets one sentence for people when something is wrong with the cache.
 
         Raises:
             OffloadError: the directory cannot be used, or the limit is below one group.
         """
-        check_limit(chunk, limit, group_bytes)
+        check_limit(chunk, limit, group_bytes, math.lcm(chunk, grain))
         self.chunk, self.limit, self.group_bytes = chunk, limit, group_bytes
-        self.root = root_of({**facts, "chunk": chunk})
+        self.group = math.lcm(chunk, grain)
+        """Tokens of a group: hits end on a multiple of it."""
+        self.root = root_of({**facts, "chunk": chunk, "grain": grain})
         self.stats = PrefixStats()
         self.last = Reuse()
         """Of the last ``restore``."""
@@ -129,17 +138,17 @@ class PrefixCache:
         self._mine: set[str] = set()
 
     def whole(self, tokens: int) -> int:
-        """Of a prompt of so many tokens, those in groups: a multiple of ``chunk``, less than all,
+        """Of a prompt of so many tokens, those in groups: a multiple of ``group``, less than all,
         since a model has to be asked with at least one."""
-        return (tokens - 1) // self.chunk * self.chunk if tokens else 0
+        return (tokens - 1) // self.group * self.group if tokens else 0
 
     def stored(self, ids: Sequence[int]) -> int:
         """Tokens that ``restore`` would find now, without reading them."""
-        names = group_names(self.root, ids, self.chunk, self.whole(len(ids)))
+        names = group_names(self.root, ids, self.group, self.whole(len(ids)))
         for i, name in enumerate(names):
             if not self._folder.holds(name):
-                return i * self.chunk
-        return len(names) * self.chunk
+                return i * self.group
+        return len(names) * self.group
 
     def restore(self, ids: Sequence[int], cache: Any) -> Reuse:
         """Fill ``cache`` with the longest stored prefix of ``ids``, at least one token less than
@@ -147,7 +156,7 @@ class PrefixCache:
 
         Args:
             ids: of a whole prompt, one sequence.
-            cache: empty, or holding the first tokens of ``ids``, a multiple of ``chunk``, as passes
+            cache: empty, or holding the first tokens of ``ids``, a multiple of ``group``, as passes
                 on the grid left them.
 
         Returns: what was found; ``cache`` holds ``tokens`` tokens.
@@ -160,17 +169,17 @@ class PrefixCache:
         self._check_open()
         check_layers(cache)
         kept = cached_tokens(cache)
-        if kept % self.chunk or kept > self.whole(len(ids)):
+        if kept % self.group or kept > self.whole(len(ids)):
             raise UnsupportedModelError(f"it holds {kept} tokens, which is not on the grid")
         began = time.perf_counter()
-        names = group_names(self.root, ids, self.chunk, self.whole(len(ids)))
+        names = group_names(self.root, ids, self.group, self.whole(len(ids)))
         self._begin_use(names)
-        first = kept // self.chunk
+        first = kept // self.group
         with torch.no_grad():
             found, damaged, read, compute_s = self._restore(ids, names, first, cache)
         took = time.perf_counter() - began
         reuse = Reuse(
-            tokens=kept + found * self.chunk,
+            tokens=kept + found * self.group,
             kept=kept,
             read_bytes=read,
             read_s=took,
@@ -193,7 +202,7 @@ class PrefixCache:
         stop = first
         while stop < len(names) and self._folder.holds(names[stop]):
             stop += 1
-        restorer = Restorer(cache, (stop - first) * self.chunk)
+        restorer = Restorer(cache, (stop - first) * self.group)
         found = damaged = read = 0
         compute_s = 0.0
         ahead: list[Future[tuple[Slot, Group | None]]] = []
@@ -211,7 +220,7 @@ class PrefixCache:
                     if group is None:
                         break
                     try:
-                        restorer.add(slot.parts(group), self.chunk)
+                        restorer.add(slot.parts(group), self.group)
                     except DamagedGroupError as error:
                         self._folder.drop(names[i])
                         raise DamagedGroupError(f"{names[i]}: {error}") from error
@@ -238,20 +247,20 @@ class PrefixCache:
     ) -> tuple[Slot, Group | None]:
         """On the thread: a group, checked; None: it is not there any more. The slot comes back in
         any case: with an error, in the queue."""
-        at = index * self.chunk
+        at = index * self.group
         try:
             try:
                 area = self._folder.read(name, room_in(slot, self.group_bytes))
                 if area is None:
                     return slot, None
-                tokens = ids[at : at + self.chunk]
+                tokens = ids[at : at + self.group]
                 group = parse(area, root=self.root, name=name, start=at, tokens=tokens)
                 slot.filled = area.nbytes
                 return slot, group
             except DamagedGroupError as error:
                 self._folder.drop(name)
                 raise DamagedGroupError(
-                    f"tokens {at} to {at + self.chunk} in {self._folder.path}: {error}"
+                    f"tokens {at} to {at + self.group} in {self._folder.path}: {error}"
                 ) from error
             except StoreError as error:
                 # A read error is not a deletion: another day it may be readable.
@@ -266,17 +275,18 @@ class PrefixCache:
 
     @contextlib.contextmanager
     def recording(self, ids: Sequence[int], start: int, cache: Any) -> Iterator[None]:
-        """Around exactly one pass over ``ids[start : start + chunk]`` with ``cache``, which holds
-        ``ids[:start]``: what the pass leaves is stored behind the caller's back.
+        """Around exactly the passes, of ``chunk`` tokens each, over ``ids[start : start + group]``
+        with ``cache``, which holds ``ids[:start]``: what they leave is stored behind the caller's
+        back.
 
         A cache that cannot be recorded, a full disk or a full limit end storing with one sentence;
-        the pass is none the worse.
+        the passes are none the worse.
         """
         self._check_open()
-        end = start + self.chunk
-        if start % self.chunk or end > len(ids):
+        end = start + self.group
+        if start % self.group or end > len(ids):
             raise ValueError(f"tokens {start} to {end} of {len(ids)} are not on the grid")
-        name = group_names(self.root, ids, self.chunk, end)[-1]
+        name = group_names(self.root, ids, self.group, end)[-1]
         slot = None
         if self._writes and not self._folder.holds(name):
             self._mine.add(name)
@@ -287,7 +297,7 @@ class PrefixCache:
         slot.clear()
         began = time.perf_counter()
         try:
-            with recording(cache, self.chunk, slot.put):
+            with recording(cache, self.group, slot.put, self.chunk):
                 yield
         except UnsupportedModelError as error:
             self._slots.put(slot)
@@ -304,7 +314,7 @@ class PrefixCache:
             pieces=tuple(slot.pieces),
             compute_s=time.perf_counter() - began,
         )
-        used_ns = self._used_ns - start // self.chunk * STEP_NS
+        used_ns = self._used_ns - start // self.group * STEP_NS
         self._written = [f for f in self._written if not f.done()]
         self._written.append(self._thread.submit(self._write, slot, group, used_ns))
 
@@ -313,7 +323,7 @@ class PrefixCache:
         try:
             if not self._writes:
                 return
-            nbytes = finish(group, slot.room(group.payload_bytes, len(group.pieces), self.chunk))
+            nbytes = finish(group, slot.room(group.payload_bytes, len(group.pieces), self.group))
             if not self._folder.make_room(nbytes, self._mine):
                 self._give_up(
                     f"--prompt-cache-limit {format_bytes(self.limit)} takes only a part of this "
@@ -364,7 +374,7 @@ class PrefixCache:
 
     def to_json(self) -> dict[str, Any]:
         """Figures since it was opened."""
-        return {"chunk": self.chunk, **dataclasses.asdict(self.stats)}
+        return {"chunk": self.chunk, "group": self.group, **dataclasses.asdict(self.stats)}
 
     def close(self) -> None:
         """Finish writing; free thread, memory and folder. Idempotent."""
@@ -386,7 +396,7 @@ class _HungError(StoreError):
     """A read does not come back."""
 
 
-def check_limit(chunk: int, limit: int, group_bytes: int) -> None:
+def check_limit(chunk: int, limit: int, group_bytes: int, group: int | None = None) -> None:
     """Raises OffloadError: the limit is below one group, or a chunk is too short."""
     if chunk < 2:
         raise OffloadError(
@@ -396,6 +406,6 @@ def check_limit(chunk: int, limit: int, group_bytes: int) -> None:
     if limit < group_bytes:
         raise OffloadError(
             f"--prompt-cache-limit {format_bytes(limit)} is below one group: keys and values of "
-            f"{chunk} tokens take {format_bytes(group_bytes)}; raise it, or lower "
-            f"--prompt-cache-chunk"
+            f"{group or chunk} tokens take {format_bytes(group_bytes)}; raise it"
+            + (", or lower --prompt-cache-chunk" if group in (None, chunk) else "")
         )

@@ -9,7 +9,7 @@ then has fewer blocks than sequences, and each is read once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
 from typing import NamedTuple
@@ -63,6 +63,9 @@ class LayerTable:
         self._layer = layer
         self._rows: list[list[Block]] = []
         self._uses: list[Use] | None = None
+        self.heard: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None
+        """Told of every block as it is quantised: bytes of keys and values (``Coarse.parts``) in
+        memory that is used again, and its tokens."""
 
     @property
     def seen(self) -> int:
@@ -134,8 +137,41 @@ class LayerTable:
             raise AssertionError(block)
         plain = self._tails.pool.tensors(block.slot, self.layout)
         coarse.quantise(plain, self._store.pool, found.slot)
+        if self.heard is not None:
+            self.heard(*coarse.parts(self._store.pool, found.slot), self.layout.tokens)
         self._tails.drop(block)
         return found
+
+    def append_rounded(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store a full block of one sequence as ``heard`` was told of it, behind full blocks.
+
+        Raises:
+            OffloadError: it is no such block, tokens are there that fill none, or no room is left.
+        """
+        coarse, size = self.coarse, self.layout.tokens
+        if coarse is None or self.length % size or len(self._rows) > 1:
+            raise OffloadError(
+                f"a rounded block cannot follow {self.length} tokens of {len(self._rows)} sequences"
+            )
+        if not self._rows:
+            self._rows = [[]]
+            self._tails.expect(1)
+        block = self._store.new(self._layer)
+        if block.slot is None:
+            raise AssertionError(block)
+        parts = coarse.parts(self._store.pool, block.slot)
+        for name, to, new in zip(("keys", "values"), parts, (keys, values), strict=True):
+            if (to.shape, to.dtype) != (new.shape, new.dtype):
+                self._store.drop(block)
+                raise OffloadError(
+                    f"a block's {name} must be uint8 {list(to.shape)}, got {new.dtype} "
+                    f"{list(new.shape)}"
+                )
+            to.copy_(new)
+        self._rows[0].append(block)
+        self._store.filled(block)
+        self.length += size
+        self._renew(self.length // size - 1)
 
     def _restore(self, coarse: Coarse, column: int) -> None:
         """Blocks of a column back into full precision, as far as they are known."""

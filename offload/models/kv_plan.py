@@ -30,6 +30,7 @@ from offload.kv.kernel_layout import is_latent, kernel_layout
 from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, block_tokens_for
 from offload.models.footprint import Footprint, decode_peak
 from offload.models.options import Options, check_device
+from offload.models.prompt_plan import Rounded
 from offload.models.recipes import spill_directory
 from offload.scheduler.bounds import COMPUTE, READ
 from offload.scheduler.costs import CostModel, Pick
@@ -396,6 +397,13 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
             f"that attends to all tokens); drop --kv-ram"
         )
     return need.within(options.kv_ram)
+
+
+def rounded(plan: KvPlan | None, options: Options) -> Rounded | None:
+    """How blocks keep keys and values; None: as they are computed."""
+    if plan is None or options.kv is None:
+        return None
+    return Rounded(options.kv, plan.need.block_tokens)
 
 
 def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:

@@ -6,13 +6,17 @@ are appended by the kernels. Both see the same bytes, so a step may take either 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from offload.cpu_ops.block_layout import PART
 from offload.cpu_ops.kv_cache import Array, KvCache
+from offload.cpu_ops.kv_quantised import QuantisedKv
 from offload.errors import OffloadError
 
 
@@ -82,6 +86,56 @@ class LeanCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         store, index = self._store, self._index
         keys, values = (_tensor(n(index)) for n in (store.keys, store.values))
         return keys[None, :, start:stop], values[None, :, start:stop]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether full parts are kept in 8 or 4 bits; see ``offload.kv.prefix_layers``."""
+        return self._store.kind.quantised
+
+    def listen(self, heard: Callable[[torch.Tensor, torch.Tensor, int], None] | None) -> None:
+        """Tell of every part as it is rounded: bytes of keys and values, and its tokens."""
+        if not isinstance(self._store, QuantisedKv):
+            return
+
+        def told(keys: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]) -> None:
+            assert heard is not None
+            heard(torch.from_numpy(keys), torch.from_numpy(values), PART)
+
+        self._store.listen(self._index, None if heard is None else told)
+
+    def check_rounded(
+        self, runs: Sequence[tuple[torch.Tensor, torch.Tensor]], _: Any, tokens: int
+    ) -> None:
+        """Raises OffloadError: they are not ``tokens`` tokens as ``listen`` told of them."""
+        parts = sum(keys.shape[1] for keys, _ in runs)
+        if not isinstance(self._store, QuantisedKv) or PART * parts != tokens:
+            raise OffloadError(f"{parts} parts are not {tokens} tokens")
+        for keys, values in runs:
+            self._store.check_parts(self._index, keys.numpy(), values.numpy())
+
+    def extend_rounded(self, runs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """``extend`` for what is rounded already.
+
+        Raises:
+            OffloadError: there is no room.
+        """
+        store = self._store
+        if not isinstance(store, QuantisedKv):
+            raise OffloadError(f"keys and values in {store.kind.value} are not kept rounded")
+        for keys, values in runs:
+            store.append_parts(self._index, keys.numpy(), values.numpy())
+        # What the first tokens would set, had they come by ``update``.
+        self.dtype, self.device, self.is_initialized = torch.float32, torch.device("cpu"), True
+
+    @property
+    def error(self) -> float | None:
+        """By what part of its largest number attention is off; None: that is not known."""
+        return self._store.error_of(self._index) if isinstance(self._store, QuantisedKv) else None
+
+    def note_error(self, error: float) -> None:
+        """That is what was measured when those tokens were read."""
+        if isinstance(self._store, QuantisedKv):
+            self._store.note_error(self._index, error)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

@@ -238,7 +238,7 @@ def plan_model(
     kv = kv_plan.asked_for(need, options, directory.name)
     if kv is not None and kv.need.in_place:
         baseline += compiled_bytes(kv.need.kernels(), compiling)
-    prompts = plan_prompts(options, meta, footprint, prompt)
+    prompts = plan_prompts(options, meta, footprint, prompt, kv_plan.rounded(kv, options))
     notes: list[str] = []
     if options.ram is None:
         notes.append(

@@ -114,7 +114,8 @@ class Options:
     prompt_cache_limit: int = 8 * 2**30
     """Bytes of all that is in it."""
     prompt_cache_chunk: int = BLOCK_TOKENS
-    """Tokens of a pass over a prompt where there is a prompt cache; hits end on this grid."""
+    """Tokens of a pass over a prompt where there is a prompt cache; hits end on this grid, and
+    where blocks in 8 or 4 bits do."""
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""
@@ -158,11 +159,6 @@ class Options:
         if self.kv is not None and self.attention == "exact":
             raise OffloadError(
                 f"--kv {self.kv} needs attention that reads such blocks; drop --attention exact"
-            )
-        if self.kv is not None and self.prompt_cache is not None:
-            raise OffloadError(
-                f"--prompt-cache keeps keys and values as they are computed, and --kv {self.kv} "
-                f"rounds them; drop one of the two"
             )
         if self.kv_keep is not None:
             self._check_keep(self.kv_keep)

@@ -18,12 +18,15 @@ import numpy as np
 import torch
 
 from offload.blocks import Tier
+from offload.cpu_ops.block_layout import PART
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.kv_cache import KvType
+from offload.cpu_ops.kv_quantised import quantised_layout
 from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
+from offload.kv.coarse import rounded_bytes
 from offload.models import card_attention, fast_check, host_products, kv_plan
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import measure
@@ -54,7 +57,7 @@ from offload.models.packed_hybrid import split_bytes
 from offload.models.packed_modules import expert_layout_of
 from offload.models.packed_reserves import on_device, reserves
 from offload.models.params import Param
-from offload.models.prompt_plan import plan_prompts
+from offload.models.prompt_plan import Rounded, plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import expert_top_k, request_of
 from offload.models.toy import Warm, warm_card, warm_up
@@ -185,6 +188,17 @@ def kept_as(lean: LeanModel, options: Options) -> LeanModel:
     return found
 
 
+def rounded_by(lean: LeanModel) -> Rounded | None:
+    """How lean layers keep keys and values; None: as they are computed, or there are none."""
+    if lean.kv is KvType.F32 or not lean.layers:
+        return None
+    each = None
+    if lean.kv.quantised:
+        first = lean.plans[0].attention
+        each = rounded_bytes(quantised_layout(first.key_heads, first.dim, 1, lean.kv))
+    return Rounded(lean.kv.value, PART, each)
+
+
 def attended(plan: Plan, lean: LeanModel, options: Options, costs: CostModel | None) -> Plan:
     """The plan's speed at the end of the context, where lean layers keep keys and values."""
     context = max(options.context, options.prompt_tokens or 0)
@@ -261,7 +275,8 @@ def plan_packed(
 
     layouts = [expert_layout_of(pack.experts[g.name], g.module) for g in chosen.groups]
     split = split_bytes(layouts, expert_top_k(model.config))
-    prompts = plan_prompts(options, meta, footprint, read)
+    keeps = rounded_by(decoder) or kv_plan.rounded(kv, options)
+    prompts = plan_prompts(options, meta, footprint, read, keeps)
     rows = read * options.batch
     budgets = {Tier.RAM: ram}
     if (budget := choice.budget(options.choice, options.gpu, ram)) is not None:
@@ -348,6 +363,7 @@ def plan_packed(
         plain = minimum_budgets(ask(ram))[Tier.RAM]
         kv, options.kv_spill = kv_plan.least(need), True
         decoder = LeanModel({}, IN_BLOCKS)
+        prompts = plan_prompts(options, meta, footprint, read, kv_plan.rounded(kv, options))
         tiered = minimum_budgets(ask(ram))[Tier.RAM]
         if tiered >= plain:
             raise  # so little is cached that blocks take more

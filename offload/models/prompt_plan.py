@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from offload.blocks import align_up
 from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.pack_manifest import MANIFEST
+from offload.kv.coarse import QUANTISED, coarse_layout, rounded_bytes, stored_shape
+from offload.kv.kernel_layout import is_latent
 from offload.kv.prefix_cache import SLOTS, check_limit
 from offload.kv.prefix_folder import open_directory
 from offload.kv.prefix_format import footer_bytes
@@ -37,6 +40,34 @@ HARMLESS = frozenset({
 not known here costs a hit, and never a wrong one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Keys and values that are kept otherwise than they are computed, as ``--kv`` says."""
+
+    kind: str
+    tokens: int
+    """Of a block."""
+    each: int | None = None
+    """Bytes of a block, if all layers have the same; None: by their shapes."""
+
+    @property
+    def together(self) -> int:
+        """Tokens that are rounded together, once all are there; 1: each for itself."""
+        return self.tokens if self.kind in QUANTISED else 1
+
+    def layer_bytes(self, layer: CachedLayer, tokens: int) -> int | None:
+        """Of whole blocks of a layer; None: it is kept as it is computed."""
+        if self.each is not None:
+            return self.each * (tokens // self.tokens)
+        if layer.shape is None:
+            return None
+        if self.together == 1 or is_latent(layer.shape):
+            return stored_shape(layer.shape, self.kind).token_bytes * tokens
+        return rounded_bytes(coarse_layout(layer.shape, self.tokens, self.kind)) * (
+            tokens // self.tokens
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:
     """A prompt cache as it will be used. Sizes in bytes."""
@@ -47,6 +78,13 @@ class PromptPlan:
     context: int
     group_bytes: int
     facts: Mapping[str, Any]
+    grain: int = 1
+    """Tokens whose keys and values are rounded together."""
+
+    @property
+    def group(self) -> int:
+        """Tokens of a stored group: what is reused is a multiple of it."""
+        return math.lcm(self.chunk, self.grain)
 
     @property
     def reserves(self) -> dict[str, int]:
@@ -56,16 +94,32 @@ class PromptPlan:
     @property
     def note(self) -> str:
         """One sentence for people."""
-        return (
-            f"prompts are read in passes of {self.chunk} tokens (--prompt-cache-chunk), whose keys "
-            f"and values ({format_bytes(self.group_bytes)} each) are kept in {self.directory}, up "
-            f"to {format_bytes(self.limit)}; weights that stream are read once for each pass"
-            + (
-                f"; no prompt in a context of {self.context} is longer than a pass, so nothing can "
-                f"be reused: give a smaller chunk"
-                if self.context <= self.chunk
-                else ""
+        passes = f"prompts are read in passes of {self.chunk} tokens (--prompt-cache-chunk), "
+        each = f"{format_bytes(self.group_bytes)} each"
+        if self.group == self.chunk:
+            kept = f"whose keys and values ({each}) are kept"
+        else:
+            kept = (
+                f"and keys and values of every {self.group} ({each}), as {self.grain} are rounded "
+                f"together, are kept"
             )
+        return (
+            f"{passes}{kept} in {self.directory}, up to {format_bytes(self.limit)}; weights that "
+            f"stream are read once for each pass{self._useless}"
+        )
+
+    @property
+    def _useless(self) -> str:
+        if self.context > self.group:
+            return ""
+        of, way = "a pass", "a smaller chunk"
+        if self.group != self.chunk:
+            of, way = f"{self.group} tokens", "a longer --context"
+            if self.context > self.grain:
+                way = f"a chunk that divides {self.grain}"
+        return (
+            f"; no prompt in a context of {self.context} is longer than {of}, so nothing can be "
+            f"reused: give {way}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -73,17 +127,23 @@ class PromptPlan:
             "directory": str(self.directory),
             "limit_bytes": self.limit,
             "chunk_tokens": self.chunk,
+            "group_tokens": self.group,
             "group_bytes": self.group_bytes,
         }
 
 
 def plan_prompts(
-    options: Options, meta: MetaModel, footprint: Footprint, tokens: int
+    options: Options,
+    meta: MetaModel,
+    footprint: Footprint,
+    tokens: int,
+    rounded: Rounded | None = None,
 ) -> PromptPlan | None:
     """The prompt cache that the options ask for; None if they do not.
 
     Args:
         tokens: that ``footprint`` was measured with.
+        rounded: how keys and values are kept; None: as they are computed.
 
     Raises:
         UnsupportedModelError: the model's state cannot be brought back exactly; says why.
@@ -92,9 +152,10 @@ def plan_prompts(
     if options.prompt_cache is None:
         return None
     check_model(meta.model, meta.directory.resolve().name, check_device(options))
-    chunk = options.prompt_cache_chunk
-    group_bytes = _group_bytes(footprint, chunk, tokens * options.batch)
-    check_limit(chunk, options.prompt_cache_limit, group_bytes)
+    chunk, grain = options.prompt_cache_chunk, 1 if rounded is None else rounded.together
+    group = math.lcm(chunk, grain)
+    group_bytes = _group_bytes(footprint, group, chunk, tokens * options.batch, rounded)
+    check_limit(chunk, options.prompt_cache_limit, group_bytes, group)
     return PromptPlan(
         directory=open_directory(options.prompt_cache).resolve(),
         limit=options.prompt_cache_limit,
@@ -102,6 +163,7 @@ def plan_prompts(
         context=max(options.context, tokens),
         group_bytes=group_bytes,
         facts=facts_of(meta, options),
+        grain=grain,
     )
 
 
@@ -226,18 +288,25 @@ def _source(meta: MetaModel) -> str:
     return checkpoint_id(meta.directory, meta.index).fingerprint
 
 
-def _group_bytes(footprint: Footprint, chunk: int, rows: int) -> int:
-    """Of a file: what ``chunk`` tokens leave in every layer, running states whole."""
-    payload = sum(_layer_bytes(layer, chunk, rows) for layer in footprint.layers)
+def _group_bytes(
+    footprint: Footprint, group: int, chunk: int, rows: int, rounded: Rounded | None
+) -> int:
+    """Of a file: what ``group`` tokens leave in every layer, running states whole."""
+    payload = sum(_layer_bytes(layer, group, rows, rounded) for layer in footprint.layers)
     if not footprint.layers:
-        payload = -(-footprint.cache_bytes * chunk // max(1, rows))
-    return align_up(payload) + footer_bytes(4 * max(1, len(footprint.layers)), chunk)
+        payload = -(-footprint.cache_bytes * group // max(1, rows))
+    # Of each pass or block keys and values apart, and one thing more of the layer.
+    each = chunk if rounded is None or rounded.together == 1 else min(chunk, rounded.tokens)
+    pieces = 2 + 2 * (group // each)
+    return align_up(payload) + footer_bytes(pieces * max(1, len(footprint.layers)), group)
 
 
-def _layer_bytes(layer: CachedLayer, chunk: int, rows: int) -> int:
+def _layer_bytes(layer: CachedLayer, tokens: int, rows: int, rounded: Rounded | None) -> int:
+    if rounded is not None and (found := rounded.layer_bytes(layer, tokens)) is not None:
+        return found
     if layer.shape is not None:
-        return layer.shape.token_bytes * chunk
+        return layer.shape.token_bytes * tokens
     if layer.window == 0:
         return layer.nbytes
     held = rows if layer.window is None else max(1, min(layer.window - 1, rows))
-    return -(-layer.nbytes * chunk // held)
+    return -(-layer.nbytes * tokens // held)

@@ -68,6 +68,7 @@ class PromptReuse:
             chunk=plan.chunk,
             limit=plan.limit,
             group_bytes=plan.group_bytes,
+            grain=plan.grain,
         )
         self.last: Reuse | None = None
         """Of the last generation; None: it ran as without a prompt cache."""
@@ -104,15 +105,16 @@ class PromptReuse:
             return False
         same = next((i for i, (a, b) in enumerate(zip(exact, ids, strict=False)) if a != b), None)
         shared = min(len(exact), len(ids)) if same is None else same
-        chunk = self.prefixes.chunk
-        kept = min(shared // chunk * chunk, self.prefixes.whole(len(ids)))
+        group = self.prefixes.group
+        kept = min(shared // group * group, self.prefixes.whole(len(ids)))
         if not crop_to(cache, kept):
             return False
         self._exact[cache] = exact[:kept]
         return True
 
     def fill(self, ids: torch.Tensor, cache: Any) -> Reuse:
-        """Bring the whole groups of a prompt into ``cache``, from the disk or by passes.
+        """Bring a prompt into ``cache``, whole groups of it from the disk or by passes, and what
+        passes leave of the others; at least one token is left to ``generate``.
 
         Args:
             ids: ``[1, S]`` int64.
@@ -126,13 +128,25 @@ class PromptReuse:
         known = self._exact
         if cache in known:
             known[cache] = tokens[: reuse.tokens]
-        for at in range(reuse.tokens, prefixes.whole(len(tokens)), prefixes.chunk):
-            end = at + prefixes.chunk
-            with torch.no_grad(), prefixes.recording(tokens, at, cache):
-                self._pass(ids[:, at:end], at, cache)
+        for at in range(reuse.tokens, prefixes.whole(len(tokens)), prefixes.group):
+            end = at + prefixes.group
+            with prefixes.recording(tokens, at, cache):
+                self._passes(ids, at, end, cache)
             if cache in known:
                 known[cache] = tokens[:end]
+        # What is no whole group is read again next time, but on the same grid.
+        begin = prefixes.whole(len(tokens))
+        end = (len(tokens) - 1) // prefixes.chunk * prefixes.chunk
+        self._passes(ids, begin, end, cache)
+        if cache in known:
+            known[cache] = tokens[:end]
         return reuse
+
+    def _passes(self, ids: torch.Tensor, begin: int, end: int, cache: Any) -> None:
+        chunk = self.prefixes.chunk
+        with torch.no_grad():
+            for at in range(begin, end, chunk):
+                self._pass(ids[:, at : at + chunk], at, cache)
 
     def _pass(self, ids: torch.Tensor, at: int, cache: Any) -> None:
         """The pass that ``generate`` makes of a chunk of a prompt without padding."""
@@ -154,8 +168,8 @@ class PromptReuse:
             return None
         if given is not None:
             return given if self._on_grid(given) else None
-        # Before the first group there is nothing to reuse, and none would be stored.
-        return self.new_cache() if self.prefixes.whole(ids.shape[1]) else None
+        # Before the first pass there is nothing to reuse, and none would be stored.
+        return self.new_cache() if ids.shape[1] > self.prefixes.chunk else None
 
     def _on_grid(self, cache: Any) -> bool:
         """Whether it is one of ours, and holds what it had when the last pass on the grid ended."""

@@ -93,6 +93,22 @@ def test_predictions_and_traces_are_no_other_model(
         assert found["prompt_cache"]["tokens"] == (whole if turn else 0)
 
 
+@pytest.mark.parametrize("more", [(), ("--quant", "q4")], ids=["between layers", "fused layers"])
+def test_rounded_keys_and_values(more: tuple[str, ...], cli: Cli, tmp_path: Path) -> None:
+    """With, without and with an empty prompt cache the same text; what rounding costs is said."""
+    figures, words = tmp_path / "figures.json", ("--kv", "q8", "--ram", "60MiB", *more)
+    without = run(cli, *words, prompt=WORDS * 16)
+    for turn in range(2):
+        found = run(
+            cli, *words, "--prompt-cache", tmp_path / "p", "--json", figures, prompt=WORDS * 16
+        )
+        assert found.out == without.out
+        assert "KV in q8: attention off by" in found.err
+        assert json.loads(figures.read_text())["prompt_cache"]["tokens"] == 256 * turn
+    other = run(cli, *words, "--kv", "q4", "--prompt-cache", tmp_path / "p", prompt=WORDS * 16)
+    assert "nothing to reuse" in other.err
+
+
 def chat(cli: Cli, model: Path, stdin: str, figures: Path, *more: object) -> tuple[Result, Any]:
     found = cli(
         "chat", "-m", model, "-c", 700, "-n", 12, "--ignore-eos", "--no-predict", "-t", 1, "-v",
@@ -126,6 +142,23 @@ def test_chat_finds_its_history_in_the_next_run(cli: Cli, tmp_path: Path) -> Non
     fresh = ("--system", WORDS * 5, "--prompt-cache", tmp_path / "empty", "--no-reuse")
     other, _ = chat(cli, model, said, figures, *fresh)
     assert other.out == first.out
+
+
+def test_chat_finds_rounded_history(cli: Cli, tmp_path: Path) -> None:
+    model, figures = checkpoint(tmp_path / "model", TURNS), tmp_path / "figures.json"
+    said = f"{WORDS * 8}\n{WORDS * 4}\nwhat else\n"
+    words = ("chat", "-m", model, "-c", 1024, "-n", 8, "--ignore-eos", "--no-predict", "-t", 1)
+    words = (*words, "--kv", "q8", "--json", figures, "--system", WORDS * 8, "--prompt-cache")
+    first = cli(*words, tmp_path / "prompts", stdin=said)
+    assert first.code == 0, first.err
+    before = json.loads(figures.read_text())["turns"]
+    assert before[0]["reused_tokens"] == 0 < before[2]["prompt_cache"]["kept"]
+    for more in ((tmp_path / "prompts",), (tmp_path / "empty", "--no-reuse")):
+        again = cli(*words, *more, stdin=said)
+        assert again.out == first.out
+        if len(more) == 1:
+            for turn in json.loads(figures.read_text())["turns"]:
+                assert turn["reused_tokens"] == (turn["prompt_tokens"] - 1) // 256 * 256
 
 
 def test_chat_takes_kv_ram(cli: Cli, tmp_path: Path) -> None:

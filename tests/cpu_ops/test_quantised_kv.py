@@ -186,3 +186,46 @@ def test_bytes_and_refusals() -> None:
     cache, weights = cached(plan, KvType.Q8, CAPACITY), Weights(plan)
     with pytest.raises(OffloadError, match=f"holds {CAPACITY} of {CAPACITY}"):
         build(plan, weights, cache)(random(plan.hidden))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_cut_whose_tail_has_other_tokens(kind: KvType) -> None:
+    """Only the part that was full last is still in the tail as it was: one before it, or one whose
+    bytes came from elsewhere, is known as rounding left it."""
+    plan = PLANS["grouped"]
+    cache, other = cached(plan, kind, 2 * PART), cached(plan, kind, 2 * PART)
+    shape = plan.key_heads, 2 * PART, plan.dim
+    exact = random(*shape, seed=1)
+    rounded = cache.part(0, 0)[0], cache.part(0, 1)[0]
+    cache.truncate(0, PART)
+    cache.truncate(0, PART - 20)
+    assert np.array_equal(cache.keys(0), rounded[0][:, : PART - 20])
+    heard: list[tuple[Array, Array]] = []
+    other.listen(0, lambda keys, values: heard.append((keys.copy(), values.copy())))
+    other.fill(0, exact, random(*shape, seed=2))
+    other.listen(0, None)
+    other.fill(0, exact[:, ::-1], exact)
+    whole = QuantisedKv(1, plan.key_heads, plan.dim, CAPACITY, kind)
+    whole.append(0, exact[:, ::-1], exact)
+    whole.truncate(0, 0)
+    whole.append_parts(0, *(np.concatenate(x, axis=1) for x in zip(*heard, strict=True)))
+    assert whole.length(0) == whole.done(0) == 2 * PART
+    assert np.array_equal(whole.keys(0), np.concatenate(rounded, axis=1))
+    whole.truncate(0, 2 * PART - 30)
+    assert np.array_equal(whole.keys(0)[:, PART:], rounded[1][:, : PART - 30])
+    with pytest.raises(OffloadError, match="follow one that holds 226"):
+        whole.append_parts(0, *heard[0])
+    with pytest.raises(OffloadError, match="must be uint8"):
+        other.append_parts(0, heard[0][0], heard[0][1][..., :-1])
+    with pytest.raises(OffloadError, match="do not fit"):
+        other.append_parts(0, *(np.concatenate(x, axis=1) for x in zip(*heard, strict=True)))
+
+
+def test_what_rounding_costs_is_known_of_each_layer() -> None:
+    cache = QuantisedKv(2, 2, 32, CAPACITY, KvType.Q8)
+    assert cache.error_of(0) is None
+    cache.note_error(0, 0.25)
+    cache.note_error(0, 0.125)
+    assert (cache.error_of(0), cache.error_of(1), cache.error) == (0.25, None, 0.25)
+    cache.crop(0)
+    assert (cache.error_of(0), cache.error) == (None, 0.25)

@@ -362,6 +362,23 @@ def test_reused_prefixes_of_a_pack(alone: Alone, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_reused_prefixes_that_are_rounded(alone: Alone, tmp_path: Path) -> None:
+    """Blocks of two passes each, of several requests at once: the answers without a cache."""
+    beginning = alone.ids("The interpreter " * 60)[:64]
+    prompts = [beginning + alone.ids(text) for text in ("A", "What is a list?", "for x", "B")]
+    found = []
+    for directory in (None, tmp_path / "prompts"):
+        more = {"prompt_cache": directory, "prompt_cache_chunk": CHUNK} if directory else {}
+        model = open_streaming(kv="q8", kv_block_tokens=2 * CHUNK, **more)
+        results, stats = one_and_then_others(model, alone, prompts)
+        found.append([text for text, _ in results])
+        ends = [end for _, end in results]
+        reused = [end.reused_tokens for end in ends if isinstance(end, Ended)]
+        assert reused == ([0, 64, 64, 64] if directory else [0] * 4)
+    assert stats["prompt_cache"]["group"] == 2 * CHUNK
+    assert found[0] == found[1]
+
+
 def test_keys_and_values_that_stream_too(alone: Alone, tmp_path: Path) -> None:
     """Several requests, with room for a part of their keys and values in RAM."""
     model = open_streaming(kv_ram=600 * 1024, kv_block_tokens=16, disk=tmp_path)
