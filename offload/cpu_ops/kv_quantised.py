@@ -91,6 +91,13 @@ class QuantisedKv(KvCache):
         """To the end of the part."""
         return min(PART - self.row(layer), self.capacity - self._lengths[layer])
 
+    def make_room(self, layer: int, tokens: int = 1) -> int:
+        """As ``KvCache.make_room``. Whoever asks may write to the tail before the length says so,
+        and be interrupted."""
+        length = super().make_room(layer, tokens)
+        self._raw[layer] = None
+        return length
+
     def room(self, layer: int, tokens: int) -> tuple[Array, Array]:
         """As ``KvCache.room``, for ``at_once`` tokens at most."""
         self.make_room(layer, tokens)
@@ -104,7 +111,6 @@ class QuantisedKv(KvCache):
         """As ``KvCache.advance``; a part that is full is quantised."""
         self.room(layer, tokens)
         self._lengths[layer] += tokens
-        self._raw[layer] = None
         if self.row(layer) == PART:
             self._quantise(layer)
 
@@ -155,7 +161,6 @@ class QuantisedKv(KvCache):
             to[:, first : first + new.shape[1]] = new
         self._lengths[layer] += PART * keys.shape[1]
         self._done[layer] = self._lengths[layer]
-        self._raw[layer] = None
 
     def _parts(
         self, layout: BlockLayout, block: npt.NDArray[np.uint8], *, keys: bool

@@ -162,12 +162,29 @@ def test_what_is_cut_comes_back_as_far_as_it_is_known() -> None:
         cache.crop(length)
         assert cache.done(0) == length // PART * PART
         assert np.array_equal(cache.keys(0), rounded[:, :length])
+        # In two cuts as in one, wherever the first one ends: the tail may hold another part's.
+        for again in (length - 1, length - PART, 20):
+            if 0 <= again < length:
+                twice = cached(plan, KvType.Q8, tokens)
+                twice.crop(length)
+                twice.crop(again)
+                assert np.array_equal(twice.keys(0), rounded[:, :again]), (length, again)
     # Nothing has been stored since the part was full: what was there is there.
     cache = cached(plan, KvType.Q8, 2 * PART)
     exact, rounded = random(plan.key_heads, 2 * PART, plan.dim, seed=1), cache.keys(0)
     cache.crop(PART + 9)
     assert np.array_equal(cache.keys(0)[:, :PART], rounded[:, :PART])
     assert np.array_equal(cache.keys(0)[:, PART:], exact[:, PART : PART + 9])
+    # But of the part before it, and of one that something was about to be stored behind.
+    for between in (lambda c: c.crop(PART), lambda c: c.room(0, 1)[0].fill(7.0)):
+        cache = cached(plan, KvType.Q8, 2 * PART)
+        between(cache)
+        cache.crop(PART - 1)
+        assert np.array_equal(cache.keys(0), rounded[:, : PART - 1])
+    cache = cached(plan, KvType.Q8, 2 * PART)
+    cache.room(0, 1)[0].fill(7.0)  # and the pass is interrupted
+    cache.crop(PART + 9)
+    assert np.array_equal(cache.keys(0), rounded[:, : PART + 9])
 
 
 def test_bytes_and_refusals() -> None:
