@@ -147,9 +147,9 @@ class ExpertProxy:
 
     def _refuse(self, what: str) -> Any:
         raise UnsupportedModelError(
-            f"{self._name} is streamed expert by expert and {what} needs all experts at once "
-            f"(adapters of experts: offload finetune --method lora --lora-targets "
-            f"{self._name.rpartition('.')[2]})"
+            f"{self._name} is streamed expert by expert and {what} needs all experts at once; "
+            f'leave the model\'s experts implementation "eager" (adapters of experts: offload '
+            f"finetune --method lora --lora-targets {self._name.rpartition('.')[2]})"
         )
 
 
@@ -162,6 +162,19 @@ def routing(args: Any, kwargs: Any, group: ExpertGroup) -> list[int]:
             # Expert-parallel routing marks tokens of other ranks with index ``n_experts``.
             return [e for e in torch.unique(value).tolist() if 0 <= e < group.n_experts]
     return []
+
+
+def other_than_loop(group: ExpertGroup) -> str | None:
+    """Why a group of a model that is in memory already cannot come one by one, whatever its loop
+    can: the model was made to compute all experts at once, which rounds otherwise."""
+    config = getattr(group.module, "config", None)
+    chosen = getattr(config, "_experts_implementation", None)
+    if chosen in (None, "eager"):
+        return None
+    return (
+        f"the model's experts implementation is {chosen!r}, which takes all at once; with "
+        f"model.set_experts_implementation('eager') before they come one by one"
+    )
 
 
 def check_expert_loop(group: ExpertGroup) -> str | None:
@@ -251,5 +264,6 @@ __all__ = [
     "Progress",
     "check_expert_loop",
     "guess",
+    "other_than_loop",
     "routing",
 ]

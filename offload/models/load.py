@@ -23,7 +23,7 @@ from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models import host_products, kv_plan, prompt_plan
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
-from offload.models.experts import check_expert_loop
+from offload.models.experts import check_expert_loop, other_than_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
 from offload.models.hybrid import activation_bytes, split_rows
@@ -419,16 +419,21 @@ def drop_unloopable(result: Cut, notes: list[str]) -> None:
     bad = []
     for group in result.groups:
         kind = type(group.module)
-        if kind not in verdicts:
-            verdicts[kind] = check_expert_loop(group)
-        if verdicts[kind] is not None:
-            bad.append((group, verdicts[kind]))
+        why = other_than_loop(group)
+        if why is None:
+            if kind not in verdicts:
+                verdicts[kind] = check_expert_loop(group)
+            why = verdicts[kind]
+        if why is not None:
+            bad.append((group, why))
     if not bad:
         return
     from offload.models.units import demote
 
     demote(result, [group for group, _ in bad])
-    notes.append(f"experts are streamed by layer: {bad[0][1]}")
+    note = f"experts are streamed by layer: {bad[0][1]}"
+    if note not in notes:
+        notes.append(note)
 
 
 def try_head(

@@ -147,6 +147,34 @@ def test_same_bits_and_back(build: Build, device: str, tmp_path: Path) -> None:
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("kind", ["grouped_mm", "batched_mm", "eager"])
+def test_experts_computed_all_at_once(kind: str, device: str, tmp_path: Path) -> None:
+    """What transformers makes of a MoE in memory computes all experts in one product, which rounds
+    otherwise than its loop over experts: it keeps doing so."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, vocab_size=96,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    model.set_experts_implementation(kind)
+    ids = torch.arange(3, 16)[None]
+    with torch.no_grad():
+        want = model(ids).logits
+    budget = tight(model)
+    gpu = {"gpu": budget} if device == "sim" else {}
+    offload.wrap(model, ram=budget, disk=tmp_path, device=device, **gpu)
+    notes = [n for n in model.offload.notes if "experts" in n]
+    assert len(notes) == (kind != "eager")
+    assert all("set_experts_implementation('eager')" in n for n in notes)
+    assert model.offload.plan.streamed_bytes_per_pass > 0
+    assert torch.equal(model(ids).logits, want)
+    offload.unwrap(model)
+    assert torch.equal(model(ids).logits, want)
+
+
 def test_unwrap_gives_a_loaded_model_its_weights() -> None:
     from transformers import AutoModelForCausalLM
 
