@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,17 @@ class KvType(enum.Enum):
 
 PLAIN = (KvType.F32, KvType.BF16)
 """Kinds that keep rows as they are stored."""
+
+
+def refuse_copy() -> NoReturn:
+    """Raises OffloadError, for what ``copy.deepcopy`` and ``pickle`` ask of memory for keys and
+    values: a plan has counted it once, and kernels know it by its address."""
+    raise OffloadError(
+        "keys and values of a streamed model lie in memory that was planned for, and cannot be "
+        "copied or pickled; for texts that begin alike, load the model with prompt_cache=DIR, or "
+        "pass a transformers DynamicCache as past_key_values, which can be copied (not beside kv, "
+        "kv_ram or kv_keep)"
+    )
 
 
 def to_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -116,6 +127,10 @@ class KvCache:
             (k.__array_interface__["data"][0], v.__array_interface__["data"][0])
             for k, v in zip(self._keys, self._values, strict=True)
         ]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """See ``refuse_copy``: kernels would go on in this one's memory."""
+        refuse_copy()
 
     @property
     def rows(self) -> int:

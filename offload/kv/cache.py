@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 from transformers.cache_utils import (
@@ -24,6 +24,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from offload.cpu_ops.kv_cache import refuse_copy
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.kv.homes import upcoming
 from offload.kv.in_place import TierHandle, tag
@@ -77,6 +78,10 @@ class Life:
         self.live = True
         self.handed: TierHandle | None = None
         """What attention was given last."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """See ``refuse_copy``."""
+        refuse_copy()
 
     def check_live(self) -> None:
         """Raises OffloadError: another generation has taken the memory."""

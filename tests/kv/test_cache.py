@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from offload.cpu_ops.kv_cache import KvType
+from offload.cpu_ops.kv_quantised import make_kv
+from offload.errors import OffloadError
 from offload.kv.tiers import KvTiers
+from offload.models.lean_cache import LeanCache
 
 BLOCK = 4
 PROMPT, NEW = 21, 12
@@ -94,3 +100,25 @@ def test_same_bits_however_generated(family: str, tiny: Callable[..., Any], tmp_
         figures = kv.stats()
         assert figures["written_bytes"] > 0, "nothing was spilled: the test shows nothing"
         assert figures["read_bytes"] > 0
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_a_cache_is_not_copied(
+    how: Callable[[Any], Any], tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The way of transformers' own caches to go on twice from one prompt. Kernels know a cache by
+    its address: a copy's tokens would be stored in the original."""
+    model = tiny("llama")
+    with tiers(model, tmp_path, slots=4) as kv:
+        tiered = kv.new_cache()
+        with torch.no_grad():
+            before = model(prompt(), past_key_values=tiered).logits
+        with pytest.raises(OffloadError, match=r"cannot be\s+copied.*DynamicCache"):
+            how(tiered)
+        tiered.reset()
+        with torch.no_grad():
+            assert torch.equal(model(prompt(), past_key_values=tiered).logits, before)
+    kinds = [KvType.F32, KvType.BF16, KvType.Q8]
+    for lean in (LeanCache(make_kv(1, 1, 32, 8, kind)) for kind in kinds):
+        with pytest.raises(OffloadError, match=r"cannot be\s+copied.*DynamicCache"):
+            how(lean)
