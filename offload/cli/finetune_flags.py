@@ -228,7 +228,8 @@ OrderFlag = Annotated[
         "--order",
         help=_help(
             "Micro-batches layer by layer all together (weights are read once per step), or one "
-            "after the other. The result is the same.",
+            "after the other. The result is the same, but for how the sums of a weight in several "
+            "places (tied embeddings) are rounded.",
             "order",
         ),
     ),

@@ -1,14 +1,18 @@
 """What must be the same for a run to go on: its model, its data, and the settings that matter.
 
-Budgets, directories, the order of micro-batches and how often something is saved do not: they
-change no bit of the result.
+Budgets, directories and how often something is saved do not: they change no bit of the result. Nor
+does the order of micro-batches, unless a trained weight has several places: then the gradients of
+its places are summed in the order in which they are made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from typing import Any
+
+from torch import nn
 
 from offload.models.meta import MetaModel
 from offload.models.values_fingerprint import values_fingerprint
@@ -41,6 +45,8 @@ def identity_of(
     settings["grad_dtype"] = options.grad_dtype or (
         "fp32" if options.grad_accum > 1 else "of the weights"
     )
+    if options.grad_accum > 1 and in_several_places(meta.model, layout):
+        settings["order"] = options.order
     # Not there if no template asks for it.
     time = {} if data.prompt_time is None else {PROMPT_TIME: data.prompt_time}
     return {
@@ -52,6 +58,14 @@ def identity_of(
         **time,
         **{name: json.loads(json.dumps(value)) for name, value in settings.items()},
     }
+
+
+def in_several_places(model: nn.Module, layout: TrainLayout) -> bool:
+    """Whether a parameter that is trained belongs to more than one module (tied embeddings)."""
+    trained = {piece.param for block in layout.trained for piece in block.pieces}
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    shared = {i for i, n in Counter(id(p) for _, p in parameters).items() if n > 1}
+    return any(name in trained for name, parameter in parameters if id(parameter) in shared)
 
 
 def model_identity(meta: MetaModel) -> dict[str, str]:

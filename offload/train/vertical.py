@@ -5,7 +5,8 @@ any goes on. Here each micro-batch runs the model's own forward and backward, un
 of its own, and a baton decides who runs: at the door of the next unit a thread hands it on, and
 gets it back when all others stand before that door, too. Only the holder of the baton runs, so a
 model's code and torch's random generator see one thread at a time, and gradients of a unit are
-added in the order of micro-batches, as in the usual order.
+added in the order of micro-batches, as in the usual order. (A weight of several units, tied
+embeddings, gets all of one unit's before the other's: its sum may be rounded otherwise.)
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "tied": {"family": "llama", "tie_word_embeddings": True},
     "masters": {"family": "llama", "dtype": torch.float32},
-    "dropout": {"family": "gpt2"},
+    "dropout": {"family": "gpt2", "tie_word_embeddings": False},
+    "tied masters": {"family": "llama", "dtype": torch.float32, "tie_word_embeddings": True},
 }
 
 
@@ -134,6 +135,23 @@ def test_stopped_at_every_step(
         assert end.stopped == ("interrupted" if step < STEPS else "done")
         assert parts[-1].commits[-1] == step
     check(whole, parts, tmp_path / "whole" / "out", tmp_path / "parts" / "out")
+
+
+def test_the_order_of_a_weight_in_two_places(
+    models: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    """Tied embeddings: layer by layer the head's gradients of all micro-batches are summed before
+    the first one of the table comes, one after the other they alternate. A run keeps its order."""
+    more: dict[str, Any] = {"grad_accum": 3, "max_steps": 2}
+    options = options_for(models("tied masters"), data, tmp_path / "parts", **more)
+    train(options, stop_after=1)
+    with pytest.raises(OffloadError, match=r"(?s)order.*vertical"):
+        train(again(options, order="usual"))
+    second = train(again(options, ram=256 << 20), change=everything_on_disk)
+    assert list(second.losses) == [2]
+    whole = options_for(models("tied masters"), data, tmp_path / "whole", **more)
+    train(whole)
+    assert weights_of(tmp_path / "parts" / "out") == weights_of(tmp_path / "whole" / "out")
 
 
 def test_from_the_disk_at_once(models: Callable[[str], Path], data: Path, tmp_path: Path) -> None:
