@@ -78,7 +78,8 @@ def load(
             has computed before for the same first tokens, with the same model and settings, on the
             same kind of machine; ``model.offload.prompts.last`` says how much. Prompts are then
             read on a grid of ``prompt_cache_chunk`` tokens (an option; 256): the logits are those
-            of ``generate(prefill_chunk_size=256)``, whatever was found. With ``kv`` the rounded
+            of ``generate(prefill_chunk_size=256)``, whatever was found. For a prompt that comes
+            again whole no pass is made: its last logits are there, too. With ``kv`` the rounded
             bytes are kept; of 8 or 4 bits whole blocks, and what is found ends with one. While
             adapters or forward hooks are on its layers, or weights in memory have been changed
             (except through ``.data``), prompts are not reused, which is logged.

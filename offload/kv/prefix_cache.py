@@ -8,6 +8,9 @@
                 model(ids[begin : begin + chunk], past_key_values=cache)
     # then such passes over the rest, the last one of at least one token, and decoding
 
+The rest may be stored, too, with the logits that its pass gave (``recording_end``): of a prompt
+that comes again whole, nothing is left to compute (``restore_end``).
+
 A prompt is always read on the same grid of ``chunk`` tokens, whether a group comes from the disk or
 from passes, and the passes are the same to the bit: a product with other rows may round otherwise.
 So with and without stored groups every later number is the same.
@@ -29,7 +32,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from offload.kv.prefix_folder import STEP_NS, PrefixFolder, open_directory
 from offload.kv.prefix_format import (
     DamagedGroupError,
     Group,
+    end_name,
     finish,
     group_names,
     parse,
@@ -48,6 +52,7 @@ from offload.kv.prefix_format import (
 )
 from offload.kv.prefix_layers import Restorer, cached_tokens, check_layers, recording
 from offload.kv.prefix_slots import Slot, room_in
+from offload.kv.prefix_stats import PrefixStats, Reuse
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -55,37 +60,11 @@ log = logging.getLogger(__name__)
 SLOTS = 2
 """Buffers: one is filled while the other is on its way."""
 
+LOGITS = "logits"
+"""The part of a prompt's end that is no layer's; it is kept with the first."""
+
 WAIT_S = 120.0
 """So long a disk may take for one group before it is given up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reuse:
-    """What a prompt found. Times in seconds.
-
-    ``tokens``: that the cache holds now and no pass was made for, those included that it held
-    before (``kept``). ``saved_s``: what the passes took when they were made, less reading.
-    """
-
-    tokens: int = 0
-    kept: int = 0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    saved_s: float = 0.0
-    damaged: int = 0
-
-
-@dataclass(slots=True)
-class PrefixStats:
-    """Since it was opened; sizes in bytes, times in seconds."""
-
-    reused_tokens: int = 0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    saved_s: float = 0.0
-    damaged_groups: int = 0
-    written_groups: int = 0
-    written_bytes: int = 0
 
 
 class PrefixCache:
@@ -119,7 +98,7 @@ class PrefixCache:
         """
         check_limit(chunk, limit, group_bytes, math.lcm(chunk, grain))
         self.chunk, self.limit, self.group_bytes = chunk, limit, group_bytes
-        self.group = math.lcm(chunk, grain)
+        self.grain, self.group = grain, math.lcm(chunk, grain)
         """Tokens of a group: hits end on a multiple of it."""
         self.root = root_of({**facts, "chunk": chunk, "grain": grain})
         self.stats = PrefixStats()
@@ -192,8 +171,82 @@ class PrefixCache:
         stats.read_bytes += read
         stats.read_s += took
         stats.saved_s += reuse.saved_s
-        stats.damaged_groups += damaged
         return reuse
+
+    def restore_end(self, ids: Sequence[int], cache: Any) -> torch.Tensor | None:
+        """What is behind the last group of ``ids``, if this very prompt was read before.
+
+        Args:
+            ids: as given to ``restore``.
+            cache: holding the ``whole`` tokens of ``ids``.
+
+        Returns: logits ``[1, 1, V]`` of the last token, in the dtype that the model gave them;
+            ``cache`` holds all of ``ids`` then. None: nothing was found, and nothing was changed.
+
+        Raises:
+            ClosedError: it is closed.
+        """
+        self._check_open()
+        began = time.perf_counter()
+        at = self.whole(len(ids))
+        name = self._end_name(ids)
+        if not self._folder.holds(name) or (slot := self._take()) is None:
+            return None
+        future = self._thread.submit(self._read, slot, ids, name, at // self.group)
+        try:
+            slot, group = self._wait(future)
+        except DamagedGroupError as error:
+            self._lost(error)
+            return None
+        except _HungError as error:
+            self._give_up(str(error))
+            return None
+        try:
+            if group is None:
+                return None
+            parts = slot.parts(group)
+            if LOGITS not in parts.get(0, {}):
+                raise DamagedGroupError("it has no logits")
+            logits = parts[0][LOGITS].clone()
+            restorer = Restorer(cache, len(ids) - at)
+            restorer.add(parts, len(ids) - at)
+            restorer.finish()
+            read = slot.filled
+        except DamagedGroupError as error:
+            self._folder.drop(name)
+            self._lost(error)
+            return None
+        finally:
+            self._slots.put(slot)
+        self._folder.touch(name, self._end_used_ns(at))
+        took = time.perf_counter() - began
+        saved = max(0.0, group.compute_s - took)
+        before, stats = self.last, self.stats
+        self.last = dataclasses.replace(
+            before,
+            tokens=len(ids),
+            read_bytes=before.read_bytes + read,
+            read_s=before.read_s + took,
+            saved_s=before.saved_s + saved,
+        )
+        stats.reused_tokens += len(ids) - at
+        stats.read_bytes += read
+        stats.read_s += took
+        stats.saved_s += saved
+        return logits
+
+    def _lost(self, error: DamagedGroupError) -> None:
+        self.stats.damaged_groups += 1
+        self._say(f"the prompt cache is damaged, and this part is computed again: {error}")
+
+    def _end_name(self, ids: Sequence[int]) -> str:
+        at = self.whole(len(ids))
+        names = group_names(self.root, ids, self.group, at)
+        return end_name(names[-1] if names else self.root, ids[at:])
+
+    def _end_used_ns(self, at: int) -> int:
+        """It goes before the groups that it is of no use without."""
+        return self._used_ns - at // self.group * STEP_NS
 
     def _restore(
         self, ids: Sequence[int], names: Sequence[str], first: int, cache: Any
@@ -231,7 +284,7 @@ class PrefixCache:
                     self._slots.put(slot)
         except DamagedGroupError as error:
             damaged += 1
-            self._say(f"the prompt cache is damaged, and this part is computed again: {error}")
+            self._lost(error)
         except _HungError as error:
             self._give_up(str(error))
         finally:
@@ -287,18 +340,41 @@ class PrefixCache:
         if start % self.group or end > len(ids):
             raise ValueError(f"tokens {start} to {end} of {len(ids)} are not on the grid")
         name = group_names(self.root, ids, self.group, end)[-1]
+        with self._recording(name, ids, start, end, cache, self.chunk):
+            yield
+
+    @contextlib.contextmanager
+    def recording_end(
+        self, ids: Sequence[int], cache: Any
+    ) -> Iterator[Callable[[torch.Tensor], None]]:
+        """As ``recording``, around the one pass over what is behind the last group of ``ids``. The
+        logits after the last token, ``[1, 1, V]``, are to be given to what it yields.
+
+        Only with a ``grain`` of 1: what is behind the last block is not rounded yet.
+        """
+        self._check_open()
+        start, end = self.whole(len(ids)), len(ids)
+        with self._recording(self._end_name(ids), ids, start, end, cache, end - start) as slot:
+            yield (lambda logits: None) if slot is None else partial(slot.put, 0, LOGITS)
+
+    @contextlib.contextmanager
+    def _recording(
+        self, name: str, ids: Sequence[int], start: int, end: int, cache: Any, chunk: int
+    ) -> Iterator[Slot | None]:
+        """Around passes over ``ids[start:end]``, of ``chunk`` tokens each; yields where they are
+        put, None: nowhere."""
         slot = None
         if self._writes and not self._folder.holds(name):
             self._mine.add(name)
             slot = self._take()
         if slot is None:
-            yield
+            yield None
             return
         slot.clear()
         began = time.perf_counter()
         try:
-            with recording(cache, self.group, slot.put, self.chunk):
-                yield
+            with recording(cache, end - start, slot.put, chunk):
+                yield slot
         except UnsupportedModelError as error:
             self._slots.put(slot)
             self._give_up(f"this model's prompts cannot be stored: {error}")
@@ -314,7 +390,7 @@ class PrefixCache:
             pieces=tuple(slot.pieces),
             compute_s=time.perf_counter() - began,
         )
-        used_ns = self._used_ns - start // self.group * STEP_NS
+        used_ns = self._end_used_ns(start)
         self._written = [f for f in self._written if not f.done()]
         self._written.append(self._thread.submit(self._write, slot, group, used_ns))
 

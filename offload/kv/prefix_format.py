@@ -9,6 +9,9 @@ processor) has other names and is never found.
 File: the pieces (tensors, each at a multiple of 64 bytes), the footer as JSON, and a last page that
 says where the footer is. Both parts carry an XXH3. The tokens are stored as well: a reader compares
 them, so that what it takes never hangs on a hash alone.
+
+A prompt's last tokens, at least one, are no group: they fill none, and a model has to be asked for
+the logits behind them. What that pass leaves, those logits included, is a file of the same kind.
 """
 
 from __future__ import annotations
@@ -56,6 +59,15 @@ def group_names(root: str, tokens: Sequence[int], chunk: int, limit: int) -> lis
         name = digest.hexdigest()
         names.append(name)
     return names
+
+
+def end_name(before: str, tokens: Sequence[int]) -> str:
+    """The name of a prompt's *end*: the ``tokens`` behind its last group, called ``before`` (or the
+    root), with the logits after the last of them. No group has such a name."""
+    digest = hashlib.sha256(bytes.fromhex(before))
+    digest.update(b"end")
+    digest.update(struct.pack(f"<{len(tokens)}q", *tokens))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,7 @@ from typing import Any
 from torch import nn
 
 from offload.models.packed_modules import PackedLinear
-from offload.models.shadow import STANDS_IN
-
-_CAPTURES = "transformers.utils.output_capturing"
-"""Whose hooks stay inside a model once ``output_hidden_states`` or the like has been asked for, and
-most of the time do nothing."""
+from offload.models.shadow import CAPTURES, STANDS_IN
 
 
 class LayerWatch:
@@ -47,12 +43,12 @@ class LayerWatch:
 def _foreign(table: Mapping[int, Any]) -> int:
     """Hooks that may want something now."""
     captured = _captured_inside()
-    return sum(captured or getattr(h, "__module__", None) != _CAPTURES for h in table.values())
+    return sum(captured or getattr(h, "__module__", None) != CAPTURES for h in table.values())
 
 
 def _captured_inside() -> bool:
     """Whether transformers records more of this pass than what layers give to each other."""
-    collector = getattr(sys.modules.get(_CAPTURES), "_active_collector", None)
+    collector = getattr(sys.modules.get(CAPTURES), "_active_collector", None)
     if collector is None:
         return True  # it keeps that elsewhere: nothing is known
     wanted = collector.get() or {}

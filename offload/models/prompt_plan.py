@@ -27,6 +27,7 @@ from offload.kv.prefix_layers import check_config
 from offload.models.footprint import CachedLayer, Footprint
 from offload.models.meta import MetaModel
 from offload.models.options import Options, check_device
+from offload.models.shadow import CAPTURES
 from offload.units import format_bytes
 
 HARMLESS = frozenset({
@@ -104,8 +105,9 @@ class PromptPlan:
                 f"together, are kept"
             )
         return (
-            f"{passes}{kept} in {self.directory}, up to {format_bytes(self.limit)}; weights that "
-            f"stream are read once for each pass{self._useless}"
+            f"{passes}{kept} in {self.directory}, up to {format_bytes(self.limit)}"
+            + ("; one that comes again whole needs none" if self.grain == 1 else "")
+            + f"; weights that stream are read once for each pass{self._useless}"
         )
 
     @property
@@ -155,6 +157,8 @@ def plan_prompts(
     chunk, grain = options.prompt_cache_chunk, 1 if rounded is None else rounded.together
     group = math.lcm(chunk, grain)
     group_bytes = _group_bytes(footprint, group, chunk, tokens * options.batch, rounded)
+    if grain == 1:
+        group_bytes += _logits_bytes(meta)
     check_limit(chunk, options.prompt_cache_limit, group_bytes, group)
     return PromptPlan(
         directory=open_directory(options.prompt_cache).resolve(),
@@ -233,7 +237,7 @@ def marks(model: Any) -> dict[str, Any]:
     modules = list(model.modules())
     return {
         # Those on the model itself get no keys and values: a pass has ended.
-        "hooks": sum(len(m._forward_hooks) for m in modules[1:]),
+        "hooks": sum(_changes(hook) for m in modules[1:] for hook in m._forward_hooks.values()),
         "weights": [
             (id(p), p._version)
             for m in modules
@@ -241,6 +245,12 @@ def marks(model: Any) -> dict[str, Any]:
             if type(p) is torch.nn.Parameter and not p.is_inference()
         ],
     }
+
+
+def _changes(hook: Any) -> bool:
+    """Not those that transformers leaves on layers once somebody has asked for hidden states: they
+    only look."""
+    return getattr(hook, "__module__", "") != CAPTURES
 
 
 @functools.cache
@@ -299,6 +309,12 @@ def _group_bytes(
     each = chunk if rounded is None or rounded.together == 1 else min(chunk, rounded.tokens)
     pieces = 2 + 2 * (group // each)
     return align_up(payload) + footer_bytes(pieces * max(1, len(footprint.layers)), group)
+
+
+def _logits_bytes(meta: MetaModel) -> int:
+    """Of one token, that are kept with a prompt's end; packed models give them in float32."""
+    vocabulary = getattr(meta.model.config.get_text_config(), "vocab_size", 0) or 0
+    return align_up(4 * vocabulary)
 
 
 def _layer_bytes(layer: CachedLayer, tokens: int, rows: int, rounded: Rounded | None) -> int:

@@ -2,8 +2,9 @@
 
 A prompt of one sequence is brought into the cache on the grid of ``PrefixCache``: groups that are
 stored are read, the others are passes of ``chunk`` tokens that are stored on the way; ``generate``
-gets the cache with what is left of the prompt. The passes are those of transformers' own
-``prefill_chunk_size``: the same logits to the bit, with any number of groups from the disk.
+gets the cache with what is left of the prompt, of which the same holds (``prompt_end``). The passes
+are those of transformers' own ``prefill_chunk_size``: the same logits to the bit, with any number
+of groups from the disk.
 
 What is not one plain sequence (batches, padding, beams, drafts, embeddings as input) runs as if
 there were no prompt cache.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +26,7 @@ from offload.errors import UnsupportedModelError
 from offload.kv.generation import take_place
 from offload.kv.prefix_cache import PrefixCache, Reuse
 from offload.kv.prefix_layers import cached_tokens, crop_to
+from offload.models.prompt_end import PromptEnds
 from offload.models.prompt_plan import PromptPlan, live_facts, marks
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class PromptReuse:
             group_bytes=plan.group_bytes,
             grain=plan.grain,
         )
+        self.ends = PromptEnds(model, self.prefixes)
         self.last: Reuse | None = None
         """Of the last generation; None: it ran as without a prompt cache."""
 
@@ -83,10 +87,18 @@ class PromptReuse:
             cache = self._cache_for(args, kwargs)
             if cache is not None:
                 ids: Any = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+                fresh = kwargs.get("past_key_values") is None
                 self.last = self.fill(ids, cache)
                 kwargs["past_key_values"] = cache
+                if fresh:  # a conversation's next turn is another prompt each time
+                    self.ends.expect(cache, ids[0].tolist(), partial(self._setting, kwargs))
+                    try:
+                        return inner(*args, **kwargs)
+                    finally:
+                        self.last = self.prefixes.last
             return inner(*args, **kwargs)
 
+        self.ends.serve(on_detach)
         on_detach(take_place(model, generate))
 
     def new_cache(self) -> Any:
@@ -183,15 +195,7 @@ class PromptReuse:
             return False
 
     def _plain(self, ids: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-        asked = kwargs.get("generation_config")
-
-        def setting(name: str) -> Any:
-            for where in (kwargs, asked, self._model.generation_config):
-                value = where.get(name) if where is kwargs else getattr(where, name, None)
-                if value is not None:
-                    return value
-            return None
-
+        setting = partial(self._setting, kwargs)
         if any(setting(name) is not None for name in _OTHERS) or setting("use_cache") is False:
             return False
         if (setting("num_beams") or 1) != 1 or (setting("num_return_sequences") or 1) != 1:
@@ -215,6 +219,14 @@ class PromptReuse:
             logger.warning("prompts are not reused: %s changed since the model was opened", changed)
             return False
         return True
+
+    def _setting(self, kwargs: Mapping[str, Any], name: str) -> Any:
+        """Of a call of ``generate``, as it will understand it."""
+        for where in (kwargs, kwargs.get("generation_config"), self._model.generation_config):
+            value = where.get(name) if where is kwargs else getattr(where, name, None)
+            if value is not None:
+                return value
+        return None
 
     def close(self) -> None:
         """Finish writing. Idempotent."""

@@ -8,6 +8,10 @@ from typing import Any
 STANDS_IN = "stands_in"
 """An attribute of a forward, true of those that do what their module's own does."""
 
+CAPTURES = "transformers.utils.output_capturing"
+"""Whose hooks stay inside a model once ``output_hidden_states`` or the like has been asked for, and
+most of the time do nothing."""
+
 
 def shadow(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Have ``owner.name`` be ``value``. Returns what puts back what the instance had of that name,
@@ -27,4 +31,4 @@ def shadow(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-__all__ = ["STANDS_IN", "shadow"]
+__all__ = ["CAPTURES", "STANDS_IN", "shadow"]

@@ -24,7 +24,8 @@ from offload.models.prompt_plan import HARMLESS
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_moe"
 CHUNK, NEW = 32, 6
-IDS = torch.randint(3, 2000, (1, 5 * CHUNK + 9), generator=torch.Generator().manual_seed(4))
+ALL = 5 * CHUNK + 9
+IDS = torch.randint(3, 2000, (1, ALL), generator=torch.Generator().manual_seed(4))
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def test_the_logits_of_transformers_on_the_same_grid(reference: Any, tmp_path: P
     with loaded(tmp_path) as model:
         check_equal(generate(model), want)
         last = model.offload.prompts.last
-        assert last.tokens == 5 * CHUNK
+        assert last.tokens == ALL
         assert last.read_bytes > 0
         tail = torch.cat([IDS[:, : 2 * CHUNK + 7], IDS[:, 90:130]], 1)
         check_equal(generate(model, tail), generate(reference, tail, prefill_chunk_size=CHUNK))
@@ -79,12 +80,12 @@ def test_the_logits_of_transformers_on_the_same_grid(reference: Any, tmp_path: P
         check_equal(
             drawn, generate(reference, do_sample=True, temperature=0.9, prefill_chunk_size=CHUNK)
         )
-        assert model.offload.stats()["prompt_cache"]["reused_tokens"] == 12 * CHUNK
+        assert model.offload.stats()["prompt_cache"]["reused_tokens"] == 2 * ALL + 2 * CHUNK
     # Blocks on two tiers and streamed weights: the same numbers, so the same files.
     for more in ({"kv_ram": "640KiB"}, {"ram": "40MiB"}):
         with loaded(tmp_path, **more) as model:
             check_equal(generate(model), want)
-            assert model.offload.prompts.last.tokens == 5 * CHUNK, more
+            assert model.offload.prompts.last.tokens == ALL, more
 
 
 def test_what_is_not_one_plain_sequence_goes_its_own_way(reference: Any, tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_what_is_not_one_plain_sequence_goes_its_own_way(reference: Any, tmp_pat
         held = model.offload.new_cache()
         check_equal(generate(model, past_key_values=held), generate(reference))
         generate(model)
-        assert model.offload.prompts.last.tokens == 5 * CHUNK
+        assert model.offload.prompts.last.tokens == ALL
 
 
 def test_a_model_that_is_changed_is_not_served_from_the_disk(
@@ -124,7 +125,7 @@ def test_a_model_that_is_changed_is_not_served_from_the_disk(
         assert "modules changed" in caplog.text
         del model.model.layers[0].extra
         generate(model)
-        assert model.offload.prompts.last.tokens == 5 * CHUNK
+        assert model.offload.prompts.last.tokens == ALL
         layer = model.model.layers[1]
         handle = layer.register_forward_hook(lambda _, __, output: output)  # as steering does
         generate(model)
@@ -136,7 +137,7 @@ def test_a_model_that_is_changed_is_not_served_from_the_disk(
         assert (model.offload.prompts.last, "weights changed" in caplog.text) == (None, True)
         norm.weight = kept
         generate(model)
-        assert model.offload.prompts.last.tokens == 5 * CHUNK
+        assert model.offload.prompts.last.tokens == ALL
         with torch.no_grad():
             norm.weight.mul_(1)
         generate(model)
@@ -181,7 +182,7 @@ def test_packed_weights_and_their_decode_kernels(tmp_path: Path) -> None:
 
     first, none = run()
     again, all_of_it = run()
-    assert (none, all_of_it) == (0, 5 * CHUNK)
+    assert (none, all_of_it) == (0, ALL)
     check_equal(again, first)
     with loaded(tmp_path / "p", packed, kv_ram="1536KiB") as model:
         generate(model)
@@ -198,11 +199,59 @@ def test_attention_over_blocks(tmp_path: Path) -> None:
         with loaded(tmp_path, attention="offload", kv_ram=budget) as model:
             found.append(generate(model))
             reused = model.offload.prompts.last.tokens
-        assert reused == (0 if len(found) == 1 else 5 * CHUNK)
+        assert reused == (0 if len(found) == 1 else ALL)
         check_equal(found[-1], found[0])
     with loaded(tmp_path, kv_ram="640KiB") as model:
         generate(model)
         assert model.offload.prompts.last.tokens == 0, "torch's attention rounds otherwise"
+
+
+@pytest.mark.parametrize("rest", [1, CHUNK - 1, CHUNK])
+def test_the_end_of_a_prompt(
+    reference: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, rest: int
+) -> None:
+    """Of a prompt that comes again whole nothing is computed, whatever fills its last group."""
+    ids = IDS[:, : 2 * CHUNK + rest]
+    want = generate(reference, ids, prefill_chunk_size=CHUNK)
+    passes = 0
+
+    def count(_: Any, args: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    with loaded(tmp_path) as model:
+        check_equal(generate(model, ids), want)
+        model.get_input_embeddings().register_forward_pre_hook(count)
+        check_equal(generate(model, ids), want)
+        assert (model.offload.prompts.last.tokens, passes) == (ids.shape[1], NEW - 1)
+        # Whoever wants more than logits, or has put something around the model's forward, gets it.
+        passes = 0
+        more = generate(model, ids, output_hidden_states=True)
+        check_equal(more, want)
+        assert (len(more.hidden_states), passes) == (NEW, NEW)
+        assert model.offload.prompts.last.tokens == 2 * CHUNK
+        handle = model.register_forward_hook(
+            lambda _, __, out: setattr(out, "logits", -out.logits) or out
+        )
+        negative = generate(model, ids)
+        assert torch.equal(negative.logits[0], -want.logits[0])
+        handle.remove()
+        # What follows the prompt is another prompt: its end is not this one's.
+        longer = torch.cat([ids, want.sequences[:, -3:]], 1)
+        check_equal(generate(model, longer), generate(reference, longer, prefill_chunk_size=CHUNK))
+        assert model.offload.prompts.last.tokens == 2 * CHUNK
+        prefixes = model.offload.prompts.prefixes
+        prefixes.flush()
+        end = prefixes._folder.path / f"{prefixes._end_name(ids[0].tolist())}.kv"
+    # Half of a file.
+    end.write_bytes(end.read_bytes()[: end.stat().st_size // 2 // 4096 * 4096])
+    with loaded(tmp_path) as model, caplog.at_level(logging.WARNING, "offload"):
+        check_equal(generate(model, ids), want)
+        assert model.offload.prompts.last.tokens == 2 * CHUNK
+        assert "damaged" in caplog.text
+        model.offload.prompts.prefixes.flush()
+        check_equal(generate(model, ids), want)
+        assert model.offload.prompts.last.tokens == ids.shape[1]
 
 
 def test_conversations_go_on_where_they_were(reference: Any, tmp_path: Path) -> None:
