@@ -118,7 +118,10 @@ class SimStream:
         """See ``Stream``. Raises ClosedError."""
         after = sim_event(event)
         with self._changed:
-            self._submit(_Op(self._shared.clock.now(), after=after))
+            self._check_open()
+            # What is over, and without an error, ended before whatever is queued behind it begins.
+            if not after.done() or after.error is not None:
+                self._submit(_Op(self._shared.clock.now(), after=after))
             if self._shared.races is not None:
                 self._shared.races.acquire(self.name, after.stamp)
 

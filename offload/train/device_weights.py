@@ -24,11 +24,15 @@ from offload.train.device_plan import DevicePlacement
 from offload.train.device_values import Copy, DeviceValues, Recipe, as_it_lies
 from offload.train.layout import TrainLayout
 from offload.train.marks import Marks
-from offload.train.order import UseOrder
+from offload.train.order import NOW, UseOrder
 from offload.train.weights import Entry, Shared, Weights
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+EXPERTS_AHEAD, EXPERTS_RISING = 8, 2
+"""Uses of experts that are looked ahead at, and their copies under way at a time: one that the link
+is at, and one behind it."""
 
 
 @dataclass(slots=True)
@@ -99,6 +103,9 @@ class DeviceWeights:
         self._marks = marks
         self._recipes = recipes
         place = placement
+        self._fused = frozenset(
+            b for u in place.units for ids in layout.units[u].experts.values() for b in ids
+        )
         self._units = self._pool("weights", place.slots, place.slot_bytes, place.unpacked_bytes)
         self._experts = self._pool(
             "experts", place.expert_slots, place.expert_bytes, place.unpacked_expert_bytes
@@ -132,7 +139,7 @@ class DeviceWeights:
                 entries = self._weights.acquire_all(blocks)
                 cargo = self._use(pool, blocks)
                 if cargo is None:
-                    cargo = self._raise(pool, blocks, entries, -1, users=1)
+                    cargo = self._raise(pool, blocks, entries, NOW, users=1)
                 else:  # copied ahead while these were waited for
                     self._let_go(blocks)
             elif cargo.stale:
@@ -187,10 +194,11 @@ class DeviceWeights:
         """Whether the block's current weights are there, or on their way."""
         if self.head is not None and self.head.has(block):
             return True
+        if (block,) in self._experts.cargos:
+            return True
         return any(
             block in blocks and block not in cargo.stale
-            for pool in self._pools()
-            for blocks, cargo in pool.cargos.items()
+            for blocks, cargo in self._units.cargos.items()
         )
 
     def forget(self, blocks: Iterable[int]) -> None:
@@ -209,10 +217,12 @@ class DeviceWeights:
                     self._drop_some(cargo, gone.intersection(key))
 
     def pump(self) -> None:
-        """Begin to copy what is needed next and is in RAM, as far as there is room for it. One at a
-        time: a unit's arguments that compute waits for come behind it."""
+        """Begin to copy what is needed next and is in RAM, as far as there is room for it. Experts
+        of the unit that runs come first. Units one at a time: the next one's arguments, which
+        compute waits for, come behind it."""
         if self._closed or self._shared.closed or self._shared.error is not None:
             return
+        self._pump_experts()
         for distance, unit in self._order.upcoming():
             if self.rising:
                 return
@@ -235,16 +245,32 @@ class DeviceWeights:
                 return
             self._raise(self._units, blocks, entries, distance)
 
+    def _pump_experts(self) -> None:
+        pool = self._experts
+        if not (pool.free or pool.cargos):
+            return
+        for block, distance in self._weights.experts_soon(EXPERTS_AHEAD):
+            if self.rising >= EXPERTS_RISING:
+                return
+            if (block,) in pool.cargos or block not in self._fused:
+                continue
+            if not self._can_take(pool, distance):
+                return
+            entries = self._weights.hold_ready((block,))
+            if entries is None:
+                return
+            self._raise(pool, (block,), entries, distance)
+
     # -- inside, with the lock held ----------------------------------------------------------
 
     def _pools(self) -> tuple[_Pool, _Pool]:
         return self._units, self._experts
 
     def _distance(self, blocks: tuple[int, ...]) -> int:
-        return min(self._order.distance(u) for b in blocks for u in self._layout.users[b])
+        return min(self._weights.next_use(b) for b in blocks)
 
     def _victim(self, pool: _Pool, distance: int) -> tuple[int, ...] | None:
-        """What is needed last, and later than ``distance`` (-1: whatever it is)."""
+        """What is needed last, and later than ``distance`` (``NOW``: whatever it is)."""
         idle = [(self._distance(key), key) for key, c in pool.cargos.items() if not c.users]
         if not idle:
             return None
@@ -264,7 +290,8 @@ class DeviceWeights:
             if victim is None:
                 self._let_go(blocks)
                 return None
-            self._drop(pool, victim)
+            # What takes its place may be smaller: then the rest of it is worthless.
+            self._drop(pool, victim, keep=self._room_of(victim) == self._room_of(blocks))
         slot = pool.free.pop()
         self._order_slot(slot)
         at, copies = slot.region.offset, []
@@ -319,10 +346,15 @@ class DeviceWeights:
         for block in blocks:
             self._weights.release(block)
 
-    def _drop(self, pool: _Pool, key: tuple[int, ...]) -> None:
+    def _room_of(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._layout.blocks[b].nbytes for b in blocks)
+
+    def _drop(self, pool: _Pool, key: tuple[int, ...], *, keep: bool = False) -> None:
+        """``keep``: the bytes are overwritten at once, all of them."""
         cargo = pool.cargos.pop(key)
         cargo.slot.guards = cargo.guards
-        self._device.discard(cargo.slot.region, cargo.guards)
+        if not keep:
+            self._device.discard(cargo.slot.region, cargo.guards)
         pool.free.append(cargo.slot)
 
     def _drop_some(self, cargo: _Cargo, blocks: set[int]) -> None:

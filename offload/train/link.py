@@ -306,6 +306,8 @@ class _Replay:
         self._come: dict[int, float] = {}
         """Trained expert in a slot -> how likely it has come since its update."""
         self.times: dict[int, list[float]] = {}
+        self.risen_first: dict[int, list[float]] = {}
+        """Of these, of fused experts, while the unit runs, or runs again: before it goes back."""
 
     def nbytes(self, blocks: Collection[int], phase: int) -> float:
         """Of these, that went up in the last step."""
@@ -318,13 +320,14 @@ class _Replay:
             for unit in (self._layout.units[turn.unit],)
             for b in (*unit.blocks, *(e for ids in unit.experts.values() for e in ids))
         }
+        self.risen_first = {b: [0.0, 0.0] for b in self.times}
         for i, turn in enumerate(self._turns):
             unit = self._layout.units[turn.unit]
             self._acquire(turn, unit)
             self._ahead(i, turn)
-            for _ in range(self._visits):
+            for visit in range(self._visits):
                 for ids in unit.experts.values():
-                    self._run_experts(turn, ids)
+                    self._run_experts(turn, ids, again=visit + 1 < self._visits)
             if turn.last:
                 self._update(unit)
 
@@ -357,21 +360,47 @@ class _Replay:
                 return
             self._acquire(_Turn(turn.unit, turn.phase, turn.last, (victim or (0, -1),)), unit)
 
-    def _run_experts(self, turn: _Turn, ids: Sequence[int]) -> None:
+    def _run_experts(self, turn: _Turn, ids: Sequence[int], *, again: bool) -> None:
+        """``again``: another micro-batch comes behind this one."""
         # Backward runs the layer again, and goes back through it.
-        order = ids if turn.phase == FORWARD else [*ids, *reversed(ids)]
-        for b in order:
+        order = [*ids] if turn.phase == FORWARD else [*ids, *reversed(ids)]
+        uses: dict[int, list[int]] = {b: [] for b in ids}
+        for i, b in enumerate([*order, *ids] if again else order):
+            uses[b].append(i)
+        for i, b in enumerate(order):
             share = self._routed.get(b, 1.0)
             if not self._experts.has(turn.unit, b):
-                gone = self._experts.put(turn.unit, b, turn.farthest)
-                if gone is not None:
-                    del self._come[gone]
+                self._make_room(turn, uses, i)
+                self._experts.put(turn.unit, b, ())
                 self.times[b][turn.phase] += share
+                if i < len(ids):
+                    self.risen_first[b][turn.phase] += share
                 self._come[b] = share if self._layout.blocks[b].trained else 1.0
             elif turn.phase == FORWARD:  # in backward it is what forward was routed to
                 missing = share * (1.0 - self._come[b])
                 self.times[b][FORWARD] += missing
+                self.risen_first[b][FORWARD] += missing
                 self._come[b] += missing
+
+    def _make_room(self, turn: _Turn, uses: Mapping[int, Sequence[int]], now: int) -> None:
+        """Drop the expert that is used last, of all that the unit which runs does not ask for any
+        more, or else of those that it does."""
+        if self._experts.free:
+            return
+        there = self._experts.there
+        mine = there.get(turn.unit, [])
+        through = [b for b in mine if b not in uses or uses[b][-1] < now]
+        for _, unit in turn.farthest:
+            some = through if unit == turn.unit else there.get(unit, [])
+            if some:
+                break
+        else:
+            some = [max(mine, key=lambda b: (next(i for i in uses[b] if i >= now), b))]
+        gone = some[-1]
+        owner = turn.unit if gone in mine else unit
+        there[owner].remove(gone)
+        self._experts.free += 1
+        del self._come[gone]
 
     def _update(self, unit: TrainUnit) -> None:
         trained = [self._layout.blocks[b].trained for b in unit.blocks]

@@ -105,6 +105,10 @@ class Agenda:
         """What is still expected."""
         return self._blocks[self._position :]
 
+    def soon(self, count: int) -> list[int]:
+        """The first ``count`` of what is still expected."""
+        return self._blocks[self._position : self._position + count]
+
     def _next(self, block: int) -> int | None:
         places = self._places.get(block)
         if places is None:

@@ -221,7 +221,7 @@ class Weights:
                 shared.check()
                 entry = self._entries.get(block)
                 if entry is None:
-                    distance = self._next_use(block, default=0)
+                    distance = self.next_use(block, default=0)
                     if self._room(block, NOW if must else distance):
                         if not must:
                             entry = self._add(block)
@@ -338,6 +338,25 @@ class Weights:
                 return
             self._load(block, PREFETCH)
 
+    def experts_soon(self, count: int) -> Iterator[tuple[int, int]]:
+        """(block, how far away) of the next ``count`` experts, in order: those that the unit which
+        runs will ask for, then the next units' where they are worth it before they are routed to."""
+        left = count
+        for block in self._agenda.soon(count):
+            distance = self._agenda.distance(block)
+            if distance is not None:
+                yield block, distance
+                left -= 1
+        if not self._experts_too:
+            return
+        for distance, unit in self.order.upcoming():
+            if distance >= 2 or left <= 0:
+                return
+            for ids in self.layout.units[unit].experts.values():
+                for block in ids[:left]:
+                    yield block, distance
+                left -= len(ids)
+
     def _upcoming(self) -> Iterator[tuple[int, int]]:
         """(block, how far away) of what is needed next, in order."""
         for i, block in enumerate(self._agenda.rest()):
@@ -396,9 +415,10 @@ class Weights:
     def _distance(self, block: int) -> int:
         if self.above is not None and self.above.has(block):
             return NEVER  # computed with where it has been copied to
-        return self._next_use(block)
+        return self.next_use(block)
 
-    def _next_use(self, block: int, default: int = NEVER) -> int:
+    def next_use(self, block: int, default: int = NEVER) -> int:
+        """How far away the block's next use is."""
         soon = self._agenda.distance(block)
         if soon is not None:
             return soon

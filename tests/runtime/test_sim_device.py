@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,22 @@ def test_a_copy_starts_after_the_event_its_stream_waits_for() -> None:
         device.d2h.wait(device.copy(slot, region, device.h2d))
         device.copy(region, slot, device.d2h).wait(30)
         assert clock.now() == pytest.approx(2.0)
+
+
+def test_what_is_over_is_not_waited_for() -> None:
+    """It keeps no stream's thread busy; what failed is, for it breaks what comes behind it."""
+    with SimDevice(1 << 20, seed=None) as device:
+        h2d: Any = device.h2d
+        before = device.signal("host")
+        submitted: list[Any] = []
+        submit = h2d._submit
+        h2d._submit = lambda op: (submitted.append(op), submit(op))
+        h2d.wait(before)
+        assert not submitted
+        before.error = OSError("made up")
+        h2d.wait(before)
+        assert submitted
+        before.error = None
 
 
 def test_memory_is_poisoned_until_written() -> None:

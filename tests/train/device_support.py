@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engine_support import engine_of, placements
 from lora_support import adapted_engine, pinned
 
 from offload.runtime.cuda_device import CudaDevice
-from offload.runtime.device import Device
+from offload.runtime.device import Device, Event
 from offload.runtime.sim_device import SimDevice
 from offload.runtime.sim_event import SimEvent
 from offload.train import card_values
@@ -134,20 +134,34 @@ def adapters_on_device(
 
 
 def races_without(
-    who: str, caller: str, monkeypatch: pytest.MonkeyPatch, run: Callable[[Device], None]
-) -> tuple[str, ...]:
+    who: str, caller: str, monkeypatch: pytest.MonkeyPatch, run: Callable[[Device], None],
+    memory: str = "",
+) -> tuple[str, ...]:  # fmt: skip
     """The races that ``run`` has where ``who`` (a stream, or the host) does not wait in the
     functions of the package named ``caller``.
 
     ``who`` "guards": a slot is free when its copy is over; "copied": updates know of no copy (that
-    ``caller`` makes, if one is named).
+    ``caller`` makes, if one is named). ``memory``: only for slots in the memory of that name.
     """
     skipped = []
 
+    def in_it(names: Mapping[str, Any]) -> bool:
+        slot = names["slot"] if "slot" in names else names["cargo"].slot
+        return bool(slot.region.memory.name == memory)
+
+    def guards(cargo: _Cargo) -> tuple[Event, ...]:
+        if memory and not in_it({"cargo": cargo}):
+            return kept(cargo)
+        return (cargo.ready,)
+
+    kept = cast(Any, _Cargo.guards).fget
+
     def unless_called_by(wait: Any) -> Any:
         def maybe(*args: Any) -> None:
-            code = sys._getframe(1).f_code
-            if code.co_name == caller and Path(code.co_filename).parent.name == "train":
+            frame = sys._getframe(1)
+            code = frame.f_code
+            mine = code.co_name == caller and Path(code.co_filename).parent.name == "train"
+            if mine and (not memory or in_it(frame.f_locals)):
                 skipped.append(caller)
             else:
                 wait(*args)
@@ -158,7 +172,7 @@ def races_without(
     if who == "host":
         monkeypatch.setattr(SimEvent, "wait", unless_called_by(SimEvent.wait))
     elif who == "guards":
-        monkeypatch.setattr(_Cargo, "guards", property(lambda cargo: (cargo.ready,)))
+        monkeypatch.setattr(_Cargo, "guards", property(guards))
     elif who == "copied":
         copied = unless_called_by(Marks.copied) if caller else lambda *_: None
         monkeypatch.setattr(Marks, "copied", copied)

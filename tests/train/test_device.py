@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from offload.runtime.device import Device
 from offload.runtime.sim_device import SimDevice
 from offload.train.checks import check_device
 from offload.train.device_plan import DevicePlacement
+from offload.train.device_weights import DeviceWeights
 from offload.train.preparing import prepare
 from offload.train.visits import Visits
 
@@ -199,6 +201,51 @@ def test_every_wait_is_needed(
             train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=2)
 
     assert races_without(who, caller, monkeypatch, run)
+
+
+@pytest.mark.parametrize(
+    ("who", "caller"),
+    [
+        ("h2d", "_copy"),  # an expert in RAM is read from the disk, or updated
+        ("h2d", "_order_slot"),  # compute has used the expert that was in the slot
+        ("compute", "_acquire"),  # an expert that is copied ahead has come
+        ("guards", ""),  # a slot's last use counts, not only its copy
+    ],
+)
+def test_experts_that_go_up_ahead_wait_too(
+    tiny: Any, who: str, caller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny("qwen3_moe")
+
+    def run(device: Device) -> None:
+        with engine_on_device(directory, "disk", "some", make=lambda _: device) as (engine, _):
+            train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=2)
+
+    found = races_without(who, caller, monkeypatch, run, "experts")
+    assert any("'experts'" in race for race in found), found
+
+
+@pytest.mark.parametrize("room", ["all", "some", "least"])
+def test_experts_go_up_before_they_are_used(
+    tiny: Any, room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another one is used, as far as there are slots."""
+    directory = tiny("qwen3_moe")
+    begun: Counter[str] = Counter()
+    begin = DeviceWeights._raise
+
+    def counted(weights: Any, pool: Any, *given: Any, **how: Any) -> Any:
+        found = begin(weights, pool, *given, **how)
+        if pool is weights._experts:
+            begun["when asked for" if how.get("users") else "ahead"] += 1
+            begun["beside another"] += len(pool.cargos) > 1
+        return found
+
+    monkeypatch.setattr(DeviceWeights, "_raise", counted)
+    with engine_on_device(directory, "ram", room) as (engine, _):
+        train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=2)
+    assert begun["ahead"] > begun["when asked for"]
+    assert bool(begun["beside another"]) == (room != "least")
 
 
 def visits_on(device: Device, **more: int) -> Visits:
