@@ -84,6 +84,7 @@ def measure(args: argparse.Namespace, size: int, ram: str, hardware: Any) -> dic
     from offload.batch.generation import generate
 
     context = args.prompt + args.new
+    gc.freeze()  # as the command line does: searches for garbage leave out what was imported
     model = offload.load(
         args.model, ram=ram, disk=args.disk, prompt_tokens=args.prompt, context=context,
         sequences=size, pass_rows=size * args.prompt, hardware=hardware,

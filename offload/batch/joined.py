@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from functools import partial
@@ -77,6 +78,10 @@ class Joins:
                 setattr(forward, STANDS_IN, True)
                 self._undo.append(shadow(module, "forward", forward))
         handle: Any = getattr(model, "offload", None)
+        attachment = getattr(handle, "attachment", None)
+        if attachment is not None:
+            attachment.join_head = partial(self._slice, blocks)
+            self._undo.append(partial(setattr, attachment, "join_head", None))
         lean = getattr(handle, "lean", None)
         if lean is not None and lean.joins:
             lean.join = join
@@ -96,6 +101,18 @@ class Joins:
         found: torch.Tensor | None = self._join(product, input)
         return inner(input) if found is None else found
 
+    def _slice(
+        self,
+        blocks: dict[tuple[Any, ...], int | None],
+        name: str,
+        row: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """A row's product with a slice of the head; None: it is multiplied alone."""
+        found: torch.Tensor | None = self._join(SliceProduct(name, weight, bias, blocks), row)
+        return found
+
 
 class LinearProduct:
     """A linear layer's."""
@@ -113,6 +130,9 @@ class LinearProduct:
         self.name = name
         self._module: Any = module
         self._blocks, self._is_head = blocks, is_head
+        self._tried: tuple[Any, Any, tuple[int, int], int | None] | None = None
+        """Of the weights that were there last: a reference to them and to their bias, threads and
+        address, and how their products are joined. All sequences ask about the same ones."""
 
     def multiply(self, rows: Listing[torch.Tensor]) -> list[torch.Tensor]:
         """Each of ``rows`` [..., K] (one row) through a layer whose weights are there."""
@@ -120,48 +140,121 @@ class LinearProduct:
         if len(rows) > 1 and type(module) is nn.Linear:
             block = self._block()
             if block is not None:
-                from offload.cpu_ops.row_products import multiply_rows
-
-                x_TK = torch.cat([row.reshape(1, -1) for row in rows])
-                out = multiply_rows(x_TK, module.weight.detach(), block, module.bias)
-                return _split(out, rows)
+                return _joined(rows, module.weight, module.bias, block)
         elif len(rows) > 1:
-            return _split(module.rows(torch.cat([row.reshape(1, -1) for row in rows])), rows)
+            return _split(module.rows(_together(rows)), rows)
         inner = type(module).forward
         return [inner(module, row) for row in rows]
 
     def takes(self, row: torch.Tensor) -> bool:
         """Whether a product is one of a single row, and worth waiting for."""
-        module, x = self._module, row
-        if torch.is_grad_enabled() or x.shape[-1] != x.numel():
-            return False
+        module = self._module
         if type(module) is not nn.Linear:
-            return module.product is None  # what computes it elsewhere takes no rows of several
-        # The kernel reads bytes: what torch would convert first, or refuse, is not for it.
-        if x.dtype != module.weight.dtype or torch.is_autocast_enabled("cpu"):
-            return False
-        return self._block() is not None
+            # What computes it elsewhere takes no rows of several.
+            single = not torch.is_grad_enabled() and row.shape[-1] == row.numel()
+            return single and module.product is None
+        weight: Any = module._parameters["weight"]
+        return _is_single(row, weight) and self._block() is not None
 
     def at_once(self, sequences: int) -> int:
         """Rows that are multiplied together."""
         if self._is_head:
             return sequences
-        each = 4 * (self._module.in_features + self._module.out_features)
-        return max(1, sequences * JOINED_BYTES // each)
+        return _at_once(sequences, self._module.in_features, self._module.out_features)
 
     def _block(self) -> int | None:
         """How the layer's products are joined; tried when the first of its shape is there."""
-        weight, bias = self._module.weight, self._module.bias
-        at = weight.data_ptr() % _LINE
-        dtypes = weight.dtype, None if bias is None else bias.dtype
-        kind = (*weight.shape, *dtypes, weight.is_contiguous(), at, torch.get_num_threads())
-        if kind not in self._blocks:
-            from offload.cpu_ops.row_products import find_block
+        parameters, threads = self._module._parameters, torch.get_num_threads()
+        weight, bias, tried = parameters["weight"], parameters["bias"], self._tried
+        if tried is not None:
+            same = tried[0]() is weight and tried[2] == (threads, weight.data_ptr())
+            if same and (None if tried[1] is None else tried[1]()) is bias:
+                return tried[3]
+        found = _block_of(weight, bias, self._blocks)
+        kept = None if bias is None else weakref.ref(bias)
+        self._tried = weakref.ref(weight), kept, (threads, weight.data_ptr()), found
+        return found
 
-            found = find_block(weight.detach(), None if bias is None else bias.detach())
-            self._blocks[kind] = found
-            logger.debug("products of single rows %s: block %s", kind, found)
-        return self._blocks[kind]
+
+class SliceProduct:
+    """A slice's of an LM head, whose weights are there."""
+
+    def __init__(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        blocks: dict[tuple[Any, ...], int | None],
+    ) -> None:
+        """``blocks``: as ``LinearProduct``."""
+        self.name = name
+        self._weight, self._bias, self._blocks = weight, bias, blocks
+
+    def multiply(self, rows: Listing[torch.Tensor]) -> list[torch.Tensor]:
+        """Each of ``rows`` [..., K] (one row) times the slice."""
+        block = _block_of(self._weight, self._bias, self._blocks)
+        if len(rows) > 1 and block is not None:
+            return _joined(rows, self._weight, self._bias, block)
+        return [nn.functional.linear(row, self._weight, self._bias) for row in rows]
+
+    def takes(self, row: torch.Tensor) -> bool:
+        """Whether a product is one of a single row, and worth waiting for."""
+        weight = self._weight
+        return _is_single(row, weight) and _block_of(weight, self._bias, self._blocks) is not None
+
+    def at_once(self, sequences: int) -> int:
+        """Rows that are multiplied together: of a slice, they are not yet the logits that the plan
+        has room for."""
+        return _at_once(sequences, self._weight.shape[1], self._weight.shape[0])
+
+
+def _is_single(row: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product is of one row, as it lies: the kernel reads bytes, and what torch would
+    convert first, or refuse, is not for it."""
+    return (
+        not torch.is_grad_enabled()
+        and row.shape[-1] == row.numel()
+        and row.dtype == weight.dtype
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _at_once(sequences: int, columns: int, rows: int) -> int:
+    return max(1, sequences * JOINED_BYTES // (4 * (columns + rows)))
+
+
+def _block_of(
+    weight: torch.Tensor, bias: torch.Tensor | None, blocks: dict[tuple[Any, ...], int | None]
+) -> int | None:
+    """How products with these weights are joined; tried with the first of a kind, and kept in
+    ``blocks``."""
+    at = weight.data_ptr() % _LINE
+    dtypes = weight.dtype, None if bias is None else bias.dtype
+    kind = (*weight.shape, *dtypes, weight.is_contiguous(), at, torch.get_num_threads())
+    if kind not in blocks:
+        from offload.cpu_ops.row_products import find_block
+
+        found = find_block(weight.detach(), None if bias is None else bias.detach())
+        blocks[kind] = found
+        logger.debug("products of single rows %s: block %s", kind, found)
+    return blocks[kind]
+
+
+def _joined(
+    rows: Listing[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, block: int
+) -> list[torch.Tensor]:
+    from offload.cpu_ops.row_products import multiply_rows
+
+    return _split(multiply_rows(_together(rows), weight.detach(), block, bias), rows)
+
+
+def _together(rows: Listing[torch.Tensor]) -> torch.Tensor:
+    """[T, K] of single rows [..., K]; in one call where they are alike, as there is one for each
+    layer of each sequence."""
+    first = rows[0].shape
+    if len(first) > 1 and all(row.shape == first for row in rows):
+        return torch.cat(list(rows)).view(len(rows), -1)
+    return torch.cat([row.reshape(1, -1) for row in rows])
 
 
 def _is_plain(module: nn.Module, forward: Any) -> bool:
@@ -200,10 +293,13 @@ def _split(out_TN: torch.Tensor, rows: Listing[torch.Tensor]) -> list[torch.Tens
     """Each row by itself, and where a tensor of its own would begin: in float32, what comes next
     may be added up in another order elsewhere."""
     apart = out_TN.shape[1] * out_TN.element_size() % _LINE != 0
+    first, dtype = rows[0].shape, out_TN.dtype
+    if not apart and all(row.shape == first and row.dtype == dtype for row in rows):
+        return list(out_TN.view(len(rows), *first[:-1], -1).unbind(0))
     return [
         (one.clone() if apart else one).view(*row.shape[:-1], -1).to(row.dtype)
         for one, row in zip(out_TN, rows, strict=True)
     ]
 
 
-__all__ = ["JOINED_BYTES", "Joins", "can_join"]
+__all__ = ["JOINED_BYTES", "Joins", "LinearProduct", "SliceProduct", "can_join"]

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Undo = Callable[[], Any]
+JoinHead = Callable[..., torch.Tensor | None]
+"""``join(name, row, weight, bias=None)``: the row's product, or None."""
 
 
 class Attachment:
@@ -79,6 +81,9 @@ class Attachment:
         self._own_hooks: dict[int, set[int]] = {}
         """Numbers of hooks, by the identity of the module that they are on."""
         self._sessions: list[ExpertSession] = []
+        self.join_head: JoinHead | None = None
+        """Asked for a single row's product with a slice of the head, while several sequences run in
+        turns; None: it is multiplied alone."""
         self.turn = Turn(self._let_go)
         """Of the thread that runs the model."""
         pinned = plan.tiers[plan.compute_tier].pinned
@@ -303,6 +308,7 @@ class Attachment:
                 weight = views[param.name].requires_grad_(param.tensor.requires_grad)
                 return F.linear(x, weight, *beside)
 
+            join = self.join_head
             for (a, b), block, step, streamed in parts:
                 beside = () if bias is None else (bias[a:b],)
                 below = host is not None and block in host.blocks
@@ -312,7 +318,9 @@ class Attachment:
                     if host is not None and below:
                         part = host.linear(block, product, (x, *beside), b - a)
                     else:
-                        part = product(executor.views(block), x, *beside)
+                        views = executor.views(block)
+                        joined = None if join is None else join(step, x, views[param.name], *beside)
+                        part = product(views, x, *beside) if joined is None else joined
                     if out is None:  # under autocast of another dtype than the input
                         out = part.new_empty((*x.shape[:-1], vocabulary))
                     out[..., a:b] = part

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from batch_support import CASES, Case, all_alone, opened
+from families import randomise
 
 from offload.batch.conductor import Cancelled, Conductor
-from offload.batch.joined import LinearProduct
+from offload.batch.joined import LinearProduct, SliceProduct
 from offload.batch.order import Order
 from offload.batch.sequence import Sequence
 from offload.cpu_ops import row_products
 from offload.errors import ClosedError, OffloadError, StoreError
+from offload.models import units
 
 Checkpoint = Callable[[str], Path]
 
@@ -65,6 +67,49 @@ def test_each_gets_the_tokens_it_gets_alone(
         assert bool(streams) == (ram != "1GiB")
         rows = conductor.counters.rows * 4096 * 2
         assert read <= streams * (conductor.counters.passes + 1) + rows
+
+
+def test_slices_of_the_head_are_multiplied_together(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slice is read once, and multiplied once for all who decode, with each one's logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(checkpoint("qwen3"), vocab_size=256)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    randomise(made)
+    made.save_pretrained(tmp_path)
+    monkeypatch.setattr(units, "HEAD_SLICE_BYTES", 2**14)
+    multiply, together = SliceProduct.multiply, list[tuple[str, int]]()
+
+    def counted(self: SliceProduct, rows: Any) -> Any:
+        together.append((self.name, len(rows)))
+        return multiply(self, rows)
+
+    monkeypatch.setattr(SliceProduct, "multiply", counted)
+
+    def logits(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
+        how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": []}
+        how |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+        return torch.cat(model.generate(torch.tensor([ids]), **how).logits)
+
+    with opened(tmp_path, "2MiB") as model:
+        head = model.offload.attachment.cut.head
+        assert head is not None
+        assert [b - a for a, b in head.rows] == [64] * 4
+        alone = [logits(model, case.ids) for case in CASES]
+        assert together == []
+        with Conductor(model) as conductor:
+            running = [conductor.start(lambda c=c: logits(model, c.ids)) for c in CASES]
+            conductor.run()
+        assert model.offload.attachment.join_head is None
+    for sequence, want in zip(running, alone, strict=True):
+        assert sequence.error is None
+        assert torch.equal(sequence.result, want)
+    if row_products.find_block(torch.randn(64, 128).bfloat16()) is not None:
+        found = {name for name, _ in together}
+        assert found == {f"lm_head#{i}" for i in range(4)}
+        assert together.count(("lm_head#0", len(CASES))) == 4
 
 
 def test_an_order_is_learnt_from_those_who_leave_stops_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.batch.joined import Joins, LinearProduct
+from offload.batch.joined import Joins, LinearProduct, SliceProduct
 from offload.cpu_ops import row_products
 
 
@@ -51,6 +51,35 @@ def test_what_torch_would_not_multiply_as_it_lies_is_not_joined() -> None:
     assert not upright.takes(row.repeat(2, 1)), "a prompt"
     with torch.autocast("cpu", torch.bfloat16):
         assert not upright.takes(row)
+
+
+def test_weights_are_looked_at_again_when_they_are_others() -> None:
+    """All sequences ask about the same ones, so the answer is kept as long as those are there."""
+    plain = layer(torch.ones(64, 64, dtype=torch.bfloat16))
+    product, row = LinearProduct("a", plain, {}), torch.ones(1, 1, 64, dtype=torch.bfloat16)
+    assert product.takes(row)
+    assert product.takes(row)
+    plain.weight = nn.Parameter(plain.weight.clone().T, requires_grad=False)
+    assert not product.takes(row)
+    plain.weight = nn.Parameter(plain.weight.clone(memory_format=torch.contiguous_format), False)
+    assert product.takes(row)
+    plain.weight.data = plain.weight.data.clone().T
+    assert not product.takes(row)
+
+
+def test_rows_of_other_shapes_are_joined_as_well() -> None:
+    weight = torch.randn(64, 64).bfloat16()
+    rows = [torch.randn(*shape, 64).bfloat16() for shape in ((1, 1), (1,), (1, 1, 1), ())]
+    product = SliceProduct("head#0", weight, None, {})
+    assert all(product.takes(row) for row in rows)
+    for some in (rows, rows[:1] * 3, rows[-1:] * 3):
+        for found, row in zip(product.multiply(some), some, strict=True):
+            want = nn.functional.linear(row, weight)
+            assert found.shape == want.shape
+            torch.testing.assert_close(found, want)
+    assert not product.takes(torch.ones(2, 64, dtype=torch.bfloat16))
+    assert product.at_once(16) >= 16
+    assert SliceProduct("head#0", torch.ones(100_000, 4), None, {}).at_once(16) == 2
 
 
 def test_logits_of_all_are_computed_together() -> None:
