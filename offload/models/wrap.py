@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from offload.blocks import DTYPE_BYTES, TENSOR_ALIGN, Tier
-from offload.errors import ClosedError, OffloadError, UnsupportedModelError
+from offload.errors import ClosedError, OffloadError, PlanError, UnsupportedModelError
 from offload.io.engines import make_engine
 from offload.io.memory import Staging
 from offload.io.pack import PackStore
@@ -82,9 +83,8 @@ def wrap(
     baseline = current_rss()
     kept, notes = _keep(model)
     fits_whole = cut(model, stream_head=False, keep=kept)
-    chosen, plan, head_rows = _plan(model, fits_whole, options, activations, kept, notes)
-    largest = max((s.slot_nbytes for s in chosen.blocks.values()), default=4096)
-    staging = Staging(*staging_shape(options, largest, plan.budgets[Tier.RAM]))
+    chosen, plan, head_rows, shape = _plan(model, fits_whole, options, activations, kept, notes)
+    staging = Staging(*shape)
     engine = make_engine(queue_depth=options.queue_depth)
     pack: PackStore | None = None
     try:
@@ -211,7 +211,8 @@ def _plan(
     activations: int,
     kept: set[int],
     notes: list[str],
-) -> tuple[Cut, Plan, frozenset[int] | None]:
+) -> tuple[Cut, Plan, frozenset[int] | None, tuple[int, int]]:
+    """The last: chunks of staging and their bytes."""
     ram = options.ram if options.ram is not None else int(available_ram() * 0.5)
     drop_unloopable(whole, notes)
     on_device = budget(options.choice, options.gpu, ram)
@@ -220,8 +221,8 @@ def _plan(
     if on_device is not None:
         budgets[top] = on_device
     largest = max((s.slot_nbytes for s in whole.blocks.values()), default=4096)
-    chunks, chunk = staging_shape(options, largest, ram)
-    reserves: dict[Tier, dict[str, int]] = {Tier.RAM: {"I/O staging": chunks * chunk}}
+    shape = staging_shape(options, largest, ram)
+    reserves: dict[Tier, dict[str, int]] = {Tier.RAM: {"I/O staging": math.prod(shape)}}
     reserves.setdefault(top, {})["activations"] = activations
     total = sum(s.slot_nbytes for s in whole.blocks.values())
     chosen, head_rows = whole, None
@@ -248,7 +249,16 @@ def _plan(
         expert_policy=policy,
         hot=hot,
     )
-    return chosen, make_plan(request), head_rows
+    try:
+        return chosen, make_plan(request), head_rows, shape
+    except PlanError:
+        # A share of a larger budget is more than the least: what a smaller one was told would do
+        # has to do.
+        least = staging_shape(options, largest, 0)
+        if least == shape:
+            raise
+    reserves[Tier.RAM]["I/O staging"] = math.prod(least)
+    return chosen, make_plan(request), head_rows, least
 
 
 def _spill(chosen: Cut, pack: PackStore, progress: Progress | None) -> None:

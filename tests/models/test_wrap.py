@@ -21,6 +21,7 @@ from left_threads import threads_left
 from torch import nn
 
 import offload
+from offload.blocks import Tier
 from offload.errors import ClosedError, OffloadError, PlanError, StoreError, UnsupportedModelError
 
 Build = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
@@ -173,6 +174,19 @@ def test_experts_computed_all_at_once(kind: str, device: str, tmp_path: Path) ->
     assert torch.equal(model(ids).logits, want)
     offload.unwrap(model)
     assert torch.equal(model(ids).logits, want)
+
+
+def test_the_least_that_an_error_names_is_enough(tmp_path: Path) -> None:
+    layers = [nn.Linear(2048, 1024), nn.Linear(1024, 2048)] * 3
+    model, x = nn.Sequential(*map(copy.deepcopy, layers)).eval(), torch.randn(2, 2048)
+    want = model(x)
+    for ram in (1, 2**20, 6 * 2**20):
+        with pytest.raises(PlanError) as error:
+            offload.wrap(model, ram=ram, disk=tmp_path)
+        least = int(str(error.value).split("at least ")[1].split()[0])
+    offload.wrap(model, ram=least, disk=tmp_path)
+    assert torch.equal(model(x), want)
+    assert model.offload.plan.resident_bytes(Tier.RAM) <= least
 
 
 def test_unwrap_gives_a_loaded_model_its_weights() -> None:
