@@ -8,6 +8,7 @@ does not lie in the slots itself.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import threading
@@ -184,6 +185,11 @@ def apart(value: Any, memory: int) -> Any:
         if all(a is b for a, b in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            if (new := apart(old, memory)) is not old:
+                object.__setattr__(value, field.name, new)  # a frozen one, too
     return value
 
 

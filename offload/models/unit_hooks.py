@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.errors import OffloadError, UnsupportedModelError
@@ -65,6 +66,8 @@ class UnitHooks:
         self._tickets: dict[object, tuple[int, tuple[str, ...]]] = {}
         self._bound = 0  # the ticket whose views are in place
         self._memory = 0  # where all views lie
+        self._modules, self._looked = modules, False
+        self._lent: list[tuple[int, int]] = []  # addresses of the first run's views
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Wait for the blocks and put their views in place.
@@ -104,6 +107,12 @@ class UnitHooks:
             for parameters, attr, block, name in self._watched
             if block in views
         ]
+        if not self._looked:
+            self._lent = [
+                (view.data_ptr(), view.data_ptr() + view.nbytes)
+                for block in views.values()
+                for view in block.values()
+            ]
         if not self._memory:
             lie = [view.untyped_storage() for block in views.values() for view in block.values()]
             self._memory = lie[0].data_ptr() if lie else 0
@@ -122,6 +131,9 @@ class UnitHooks:
         name = self._changed() if self._bound == entered[0] and output is not None else None
         found = apart(output, self._memory)
         self._end(road, entered)
+        if not self._looked and output is not None:
+            self._looked = True
+            self._check_kept()
         if name is not None:
             self._spoiled.append(
                 f"{self._unit.name} changes its own {name} while it runs; weights that come and go "
@@ -175,6 +187,35 @@ class UnitHooks:
         ):
             if parameters.get(attr) is not stand_in:
                 raise OffloadError(replaced(name))
+
+    def _check_kept(self) -> None:
+        """After the first run: has a module kept a view of a weight for the next ones? Then there
+        will be other bytes.
+
+        Raises:
+            UnsupportedModelError: it has.
+        """
+        for module in self._modules:
+            own = {k: v for k, v in module.__dict__.items() if k not in ("_parameters", "_modules")}
+            for name, value in (*own.items(), *module._buffers.items()):
+                inside = value.values() if isinstance(value, dict) else value
+                some = inside if isinstance(value, (dict, list, tuple)) else (value,)
+                if not any(self._is_lent(one) for one in some):
+                    continue
+                self._spoiled.append(
+                    f"{self._unit.name} keeps a part of its weights in the attribute {name} of a "
+                    f"{type(module).__name__}, where there will be others' bytes later; weights "
+                    f"that come and go cannot be kept. Raise the budget until all stay in memory, "
+                    f"or run this model as it is (offload.unwrap)"
+                )
+                raise UnsupportedModelError(self._spoiled[0])
+
+    def _is_lent(self, value: Any) -> bool:
+        """Whether it is a tensor in the slots of this unit's weights, of its first run."""
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
+            return False
+        at = value.data_ptr()
+        return any(first <= at < end for first, end in self._lent)
 
     def _changed(self) -> str | None:
         """A parameter that the forward has written to, or replaced."""

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +453,79 @@ def test_a_layer_that_changes_its_own_weight(kind: type[nn.Linear], tmp_path: Pa
                 model(x)
         offload.unwrap(model)
         assert model(x).isfinite().all()
+
+
+class Keeps(nn.Linear):
+    """As some attention code keeps a transposed weight, or a slice of one, for later calls."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(512, 512)
+        self.how = how
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            view = self.weight.t()
+            self.kept = {"view": view, "list": [view], "dict": {"w": view}, "copy": view * 1.0}[
+                self.how
+            ]
+        kept = self.kept
+        if isinstance(kept, dict):
+            kept = kept["w"]
+        return x @ (kept[0] if isinstance(kept, list) else kept)
+
+
+@pytest.mark.parametrize("how", ["view", "list", "dict", "copy"])
+def test_a_layer_that_keeps_its_weight(how: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(*(Keeps(how) for _ in range(6))), torch.randn(3, 512)
+    model.requires_grad_(False)
+    want = model(x)
+    for layer in model:
+        layer.kept = None
+    offload.wrap(model, ram=tight(model), disk=tmp_path)
+    if how == "copy":
+        assert torch.equal(model(x), want)
+        assert torch.equal(model(x), want)
+        return
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="attribute kept of a Keeps"):
+            model(x)
+    for layer in model:
+        layer.kept = None
+    offload.unwrap(model)
+    assert torch.equal(model(x), want)
+
+
+@dataclass(frozen=True)
+class Result:
+    hidden: torch.Tensor
+    weight: torch.Tensor
+
+
+class Shows(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Result(super().forward(x), self.weight[:2])
+
+
+def test_a_dataclass_with_a_weight_in_it(tmp_path: Path) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Shows(512, 512) for _ in range(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = []
+            for layer in self.layers:
+                result = layer(x)
+                x = result.hidden
+                weights.append(result.weight)
+            return x + torch.cat(weights).sum(0)
+
+    model, x = Whole().requires_grad_(False), torch.randn(3, 512)
+    want = model(x)
+    offload.wrap(model, ram=tight(model), disk=tmp_path)
+    assert torch.equal(model(x), want)
+    assert torch.equal(model(x), want)
 
 
 def test_an_embedding_that_renormalises(tmp_path: Path) -> None:
