@@ -340,7 +340,7 @@ class Weights:
 
     def experts_soon(self, count: int) -> Iterator[tuple[int, int]]:
         """(block, how far away) of the next ``count`` experts, in order: those that the unit which
-        runs will ask for, then the next units' where they are worth it before they are routed to."""
+        runs will ask for, then the next units' where that is worth it before their routing."""
         left = count
         for block in self._agenda.soon(count):
             distance = self._agenda.distance(block)
