@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine_support import TILE, placements
 from equivalence import reference
+from families import write
 
 from offload.models.meta import build
 from offload.train.dropin import DropinOptions, choose_trained, lay_out, open_trainable
@@ -65,3 +67,49 @@ def close(ours: Any, wanted: Any, tolerance: float = 1e-5) -> bool:
         torch.allclose(p.detach().clone(), named[n], rtol=0, atol=tolerance)
         for n, p in ours.named_parameters()
     )
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def loop(model: Any, optimizer: Any, *, steps: int = 3, accumulate: int = 1, clip: float = 0.5,
+         foreach: bool | None = None) -> list[float]:  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
+    out, data = [], iter(batches(steps * accumulate))
+    for _ in range(steps):
+        for _ in range(accumulate):
+            ids = next(data)
+            torch.manual_seed(3)  # of dropout
+            loss = model(input_ids=ids, labels=ids).loss
+            (loss / accumulate).backward()
+            out.append(float(loss.detach()))
+        if clip:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=foreach)
+            out.append(float(norm))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return out
+
+
+EPS = 1e-5
+"""Large enough for gradients that are nothing but rounding (of a key's bias) to do nothing."""
+
+
+def maker(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A maker of tiny checkpoints, each made once."""
+    made: dict[Any, Path] = {}
+
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **how: Any) -> Path:
+        key = (family, dtype, *sorted(how.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("tiny") / family
+            write(family, made[key], dtype, **how)
+        return made[key]
+
+    return make
