@@ -39,6 +39,7 @@ class Reader:
         self.model, self.prompts, self.make = model, prompts, make
         self.passes = 0
         self.reuse = Reuse()
+        self.ends = False
 
     def _pass(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
         self.passes += 1
@@ -59,10 +60,22 @@ class Reader:
                 with self.prompts.recording(tokens, at, cache):
                     self._pass(tokens[at : at + CHUNK], cache)
             self.prompts.flush()
-        found = [self._pass(tokens[end:], cache)]
+        found = [self._last(tokens, end, cache)]
         for _ in range(new):
             found.append(self._pass([int(found[-1][-1].argmax())], cache))
         return torch.cat(found)
+
+    def _last(self, tokens: Sequence[int], end: int, cache: Any) -> torch.Tensor:
+        if self.prompts is None or not self.ends:
+            return self._pass(tokens[end:], cache)
+        stored = self.prompts.restore_end(tokens, cache)
+        if stored is not None:
+            return stored[0]
+        with self.prompts.recording_end(tokens, cache) as put:
+            logits = self._pass(tokens[end:], cache)
+            put(logits[None, -1:])
+        self.prompts.flush()
+        return logits
 
 
 def opened(
@@ -114,6 +127,28 @@ def test_every_kind_of_layer_comes_back_exactly(
         want = plain.logits(tokens)
         assert torch.equal(reader.logits(tokens), want), (len(tokens), shared)
         assert reader.reuse.tokens == shared * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("family", "rest"), [*((f, 3) for f in FAMILIES), (FAMILIES[0], 1), (FAMILIES[0], CHUNK)]
+)
+def test_the_end_of_a_prompt_comes_back_exactly(
+    family: str, rest: int, tiny: Callable[..., Any], prompts: PrefixCache
+) -> None:
+    model = tiny(family)
+    make = lambda: DynamicCache(config=model.config)  # noqa: E731
+    plain, reader = Reader(model, None, make), Reader(model, prompts, make)
+    reader.ends = True
+    prompt = ids(2 * CHUNK + rest)
+    want = plain.logits(prompt)
+    assert torch.equal(reader.logits(prompt), want)
+    assert len(files(prompts)) == 3
+    assert torch.equal(reader.logits(prompt), want[rest - 1 :])
+    assert reader.passes == 3, "only what comes behind the prompt"
+    assert prompts.last.tokens == len(prompt)
+    other = [*prompt[:-1], prompt[-1] % 90 + 4]
+    assert torch.equal(reader.logits(other), plain.logits(other))
+    assert reader.passes == 1 + 3
 
 
 def test_blocks_on_two_tiers(
