@@ -23,6 +23,7 @@ from offload.train.device_head import DeviceHead
 from offload.train.device_plan import DevicePlacement
 from offload.train.device_values import Copy, DeviceValues, Recipe, as_it_lies
 from offload.train.layout import TrainLayout
+from offload.train.link import EXPERTS_AHEAD
 from offload.train.marks import Marks
 from offload.train.order import NOW, UseOrder
 from offload.train.weights import Entry, Shared, Weights
@@ -30,9 +31,8 @@ from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-EXPERTS_AHEAD, EXPERTS_RISING = 8, 2
-"""Uses of experts that are looked ahead at, and their copies under way at a time: one that the link
-is at, and one behind it."""
+EXPERTS_RISING = 2
+"""Copies of experts under way at a time: one that the link is at, and one behind it."""
 
 
 @dataclass(slots=True)

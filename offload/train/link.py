@@ -20,6 +20,9 @@ from offload.train.layout import TrainLayout, TrainUnit
 
 FORWARD, BACKWARD = 0, 1
 
+EXPERTS_AHEAD = 8
+"""Uses of experts that are looked ahead at: ``device_weights``'s."""
+
 STEPS = 2
 """Replayed: the first leaves on the device what later steps find there."""
 
@@ -54,7 +57,11 @@ class UnitLink:
     weights: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Up, ahead of their use."""
     experts: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Up, when they are asked for."""
+    """Up while it runs, each ahead of its use."""
+    experts_again: float = 0.0
+    """Of these, in backward while it runs again, before it goes back."""
+    first_experts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Of these, what nothing is computed beside: the first one, once it has been routed to."""
     arguments: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Up: what it is called with; in backward the gradients of what it returned, too."""
     results: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -122,8 +129,13 @@ def link_of(
         found = out[unit.index] = UnitLink()
         for phase in (FORWARD, BACKWARD):
             found.weights[phase] = replay.nbytes(unit.blocks, phase)
-            fused = (b for ids in unit.experts.values() for b in ids)
-            found.experts[phase] = replay.nbytes(list(fused), phase)
+            fused = [b for ids in unit.experts.values() for b in ids]
+            found.experts[phase] = replay.nbytes(fused, phase)
+            one = max((layout.blocks[b].nbytes for b in fused), default=0)
+            found.first_experts[phase] = min(
+                replay.nbytes_first(fused, phase), float(one * micro_batches)
+            )
+        found.experts_again = replay.nbytes_first(fused, BACKWARD)
         found.arguments = [micro_batches * n for n in flow.up(unit.index)]
         found.results = [micro_batches * n for n in flow.down(unit.index)]
         found.kept = micro_batches * flow.kept(unit.index)
@@ -313,6 +325,10 @@ class _Replay:
         """Of these, that went up in the last step."""
         return sum(self.times[b][phase] * self._layout.blocks[b].nbytes for b in blocks)
 
+    def nbytes_first(self, blocks: Collection[int], phase: int) -> float:
+        """Of these, that went up before the unit went back through itself."""
+        return sum(self.risen_first[b][phase] * self._layout.blocks[b].nbytes for b in blocks)
+
     def step(self) -> None:
         self.times = {
             b: [0.0, 0.0]
@@ -367,40 +383,59 @@ class _Replay:
         uses: dict[int, list[int]] = {b: [] for b in ids}
         for i, b in enumerate([*order, *ids] if again else order):
             uses[b].append(i)
-        for i, b in enumerate(order):
-            share = self._routed.get(b, 1.0)
-            if not self._experts.has(turn.unit, b):
-                self._make_room(turn, uses, i)
-                self._experts.put(turn.unit, b, ())
-                self.times[b][turn.phase] += share
-                if i < len(ids):
-                    self.risen_first[b][turn.phase] += share
-                self._come[b] = share if self._layout.blocks[b].trained else 1.0
-            elif turn.phase == FORWARD:  # in backward it is what forward was routed to
-                missing = share * (1.0 - self._come[b])
-                self.times[b][FORWARD] += missing
-                self.risen_first[b][FORWARD] += missing
-                self._come[b] += missing
+        for i in range(len(order)):
+            self._come_up(turn, uses, ids, i, i, order[i])
+            # While it is used others go up ahead, in the place of what is used later than they are.
+            for j in range(i + 1, min(len(order), i + EXPERTS_AHEAD + 1)):
+                if not self._come_up(turn, uses, ids, i, j, order[j]):
+                    break
 
-    def _make_room(self, turn: _Turn, uses: Mapping[int, Sequence[int]], now: int) -> None:
-        """Drop the expert that is used last, of all that the unit which runs does not ask for any
-        more, or else of those that it does."""
+    def _come_up(
+        self, turn: _Turn, uses: Mapping[int, Sequence[int]], ids: Sequence[int], now: int,
+        use: int, b: int,
+    ) -> bool:  # fmt: skip
+        """An expert goes up for its ``use`` of the visit, which is at ``now``; False: no room."""
+        share = self._routed.get(b, 1.0)
+        if not self._experts.has(turn.unit, b):
+            if not self._make_room(turn, uses, now, use):
+                return False
+            self._experts.put(turn.unit, b, ())
+            self.times[b][turn.phase] += share
+            if use < len(ids):
+                self.risen_first[b][turn.phase] += share
+            self._come[b] = share if self._layout.blocks[b].trained else 1.0
+        elif turn.phase == FORWARD and use == now:  # in backward it is what forward was routed to
+            missing = share * (1.0 - self._come[b])
+            self.times[b][FORWARD] += missing
+            self.risen_first[b][FORWARD] += missing
+            self._come[b] += missing
+        return True
+
+    def _make_room(
+        self, turn: _Turn, uses: Mapping[int, Sequence[int]], now: int, use: int
+    ) -> bool:
+        """Drop the expert that is used last: of all that the unit which runs does not ask for any
+        more, or else of those that it asks for behind ``use``; not what it uses ``now``."""
         if self._experts.free:
-            return
+            return True
         there = self._experts.there
         mine = there.get(turn.unit, [])
-        through = [b for b in mine if b not in uses or uses[b][-1] < now]
-        for _, unit in turn.farthest:
-            some = through if unit == turn.unit else there.get(unit, [])
+        later = {b: next((i for i in uses.get(b, ()) if i >= now), -1) for b in mine}
+        through = [b for b in mine if later[b] < 0]
+        for _, owner in turn.farthest:
+            some = through if owner == turn.unit else there.get(owner, [])
             if some:
+                gone = some[-1]
                 break
         else:
-            some = [max(mine, key=lambda b: (next(i for i in uses[b] if i >= now), b))]
-        gone = some[-1]
-        owner = turn.unit if gone in mine else unit
+            when, gone = max(((i, b) for b, i in later.items() if i > now), default=(-1, -1))
+            owner = turn.unit
+            if when <= use:
+                return False
         there[owner].remove(gone)
         self._experts.free += 1
         del self._come[gone]
+        return True
 
     def _update(self, unit: TrainUnit) -> None:
         trained = [self._layout.blocks[b].trained for b in unit.blocks]

@@ -7,10 +7,11 @@ for its update of the step before, so a step begins with what the disk needs for
 both lanes work each is slower than alone: they share cores and memory (``Beside``, measured).
 
 With a device two more: the link up and the link down. Weights go up ahead, one unit at a time, as
-far as there are slots; a unit's arguments, and experts, go up while nothing computes, behind what
-is on its way; results come down before the next unit begins, but for those that it finds on the
-device, which come down beside it, and gradients beside the backward that
-makes them, which ends when all have come. A head's slices go up beside the loss that they are for.
+far as there are slots; a unit's arguments, and the first of its experts, go up while nothing
+computes, behind what is on its way, other experts beside the unit, which ends when all have come;
+results come down before the next unit begins, but for those that it finds on the device, which come
+down beside it, and gradients beside the backward that makes them, which ends when all have come. A
+head's slices go up beside the loss that they are for.
 
 Pure: seconds in, seconds out.
 """
@@ -65,8 +66,10 @@ class UnitSeconds:
     """Copying back, while the next unit computes, what it finds on the device: for its backward."""
     gradients_down: float = 0.0
     """Copying gradients back beside backward."""
+    slices_forward: float = 0.0
+    """Copying to the device beside forward what that asks for piece by piece."""
     slices_up: float = 0.0
-    """Copying to the device beside backward what that asks for piece by piece."""
+    """The same beside backward."""
     states_up: float = 0.0
     """Copying states to the device that updates some of them, and back."""
     states_down: float = 0.0
@@ -138,8 +141,9 @@ FETCHES = ("fetch forward", "fetch backward")
 def _through(phase: str, step: int, unit: int) -> tuple[Name, ...]:
     """What ends a unit's run: it has computed, and what it leaves behind has come down."""
     names: tuple[Name, ...] = ((phase, step, unit), (f"leave {phase}", step, unit))
-    beside: tuple[Name, ...] = ("gradients", step, unit), ("slices", step, unit)
-    return (*names, *beside) if phase == BACKWARD else names
+    slices: Name = f"slices {phase}", step, unit
+    gradients: Name = "gradients", step, unit
+    return (*names, slices, gradients) if phase == BACKWARD else (*names, slices)
 
 
 def _updated(step: int, unit: int) -> list[Name]:
@@ -184,6 +188,9 @@ class _Lanes:
         self._device(FORWARD, k, u, needs, slot, unit.up_forward, unit.enter_forward)
         self.compute.append(_Task((FORWARD, k, u), unit.forward, tuple(needs)))
         self._leave(FORWARD, k, u, unit.leave_forward)
+        if unit.slices_forward:
+            slices: Name = f"slices {FORWARD}", k, u
+            self.entering.append(_Task(slices, unit.slices_forward, tuple(needs)))
         if unit.kept_down:
             kept: Name = "kept", k, u
             self.falling.append(_Task(kept, unit.kept_down, ((FORWARD, k, u),)))
@@ -212,7 +219,8 @@ class _Lanes:
             task = _Task(("gradients", k, u), unit.gradients_down, tuple(needs))
             self.falling.append(task)
         if unit.slices_up:
-            self.entering.append(_Task(("slices", k, u), unit.slices_up, tuple(needs)))
+            slices: Name = f"slices {BACKWARD}", k, u
+            self.entering.append(_Task(slices, unit.slices_up, tuple(needs)))
         self.fetches.append(_Task(("fetch backward", k, u), unit.fetch_backward, (read,)))
 
     def _device(
@@ -292,7 +300,7 @@ class _Lane:
 def _run(lanes: _Lanes, beside: Beside, reading: Beside) -> dict[Name, float]:
     """When each task ends."""
     every = [_Lane([deque(queue) for queue in queues]) for queues in lanes.queues]
-    compute, disk, _, down = every
+    compute, disk, up, down = every
     # What a step needs of one that is not simulated, or that takes no copies, is there.
     left = {task.name for lane in every for queue in lane.queues for task in queue}
     ends: dict[Name, float] = {}
@@ -305,8 +313,13 @@ def _run(lanes: _Lanes, beside: Beside, reading: Beside) -> dict[Name, float]:
                 lane.name, lane.left = task.name, task.seconds
                 return
 
-    # What the last unit leaves comes down behind it; whatever else is left is a later step's.
-    while any(lane.name is not None or any(lane.queues) for lane in (compute, down)):
+    # What the last unit leaves comes down behind it, and what it still asks for goes up; whatever
+    # else is left is a later step's.
+    while (
+        any(lane.name is not None or any(lane.queues) for lane in (compute, down))
+        or up.queues[0]
+        or up.name is not None
+    ):
         for lane in every:
             if lane.name is None:
                 begin(lane)

@@ -137,6 +137,7 @@ def predict(
     seconds = pace(
         units, deferred=clipping, beside=rates.beside, reading=rates.fetch_beside,
         ahead=max(1, int(ring // max(1.0, *at_once)) - 1), gradient_limit=place.gradient_bytes,
+        slots=1 if place.device is None else place.device.slots,
     )  # fmt: skip
     kept = sum(rates.units.get(unit, (0.0, 0.0))[0] for unit in place.kept)
     away = None if place.device is None else place.device.updates
@@ -247,13 +248,18 @@ def _on_link(unit: UnitSeconds, link: UnitLink | None, rates: StepRates) -> Unit
     """With the copies of a unit that runs on a device."""
     if link is None:
         return unit
-    enter = [(a + b) / rates.up for a, b in zip(link.arguments, link.experts, strict=True)]
+    enter = [(a + b) / rates.up for a, b in zip(link.arguments, link.first_experts, strict=True)]
+    rest = [(a - b) / rates.up for a, b in zip(link.experts, link.first_experts, strict=True)]
+    # While a unit runs again there is less to compute beside its experts than all of backward.
+    again = max(0.0, (link.experts_again - link.first_experts[1]) / rates.up - unit.forward)
     leave, last = link.results, link.last_gradient
     return replace(
         unit, up_forward=link.weights[0] / rates.up, up_backward=link.weights[1] / rates.up,
-        enter_forward=enter[0], enter_backward=enter[1], leave_forward=leave[0] / rates.down,
+        enter_forward=enter[0], enter_backward=enter[1] + again,
+        leave_forward=leave[0] / rates.down, slices_forward=rest[0],
         kept_down=link.kept / rates.down, leave_backward=(leave[1] + last) / rates.down,
-        gradients_down=(link.gradients - last) / rates.down, slices_up=link.slices / rates.up,
+        gradients_down=(link.gradients - last) / rates.down,
+        slices_up=link.slices / rates.up + rest[1] - again,
     )  # fmt: skip
 
 

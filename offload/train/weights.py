@@ -111,7 +111,9 @@ class Weights:
         self._updating = -1
         """The block whose update is under way: its memory stays."""
         self._loading = 0
-        self._experts_too = False
+        self._experts_too = self._every_expert = False
+        self._routed = False
+        """What is expected has been routed to, and not only guessed."""
         self._pinning = False
         self._awaiting = 0
         """Threads that wait instead of computing."""
@@ -277,6 +279,7 @@ class Weights:
         with self._shared.changed:
             self.order.enter(unit)
             if self._experts_too:
+                self._routed = False
                 mine = [b for ids in self.layout.units[unit].experts.values() for b in ids]
                 self._agenda.put_first([*mine, *mine[::-1]] if backward else mine, mine)
 
@@ -286,6 +289,7 @@ class Weights:
         room."""
         with self._shared.changed:
             self._agenda.put_first(blocks, instead)
+            self._routed = True
             self.pump()
 
     def reached(self, block: int) -> None:
@@ -340,14 +344,16 @@ class Weights:
 
     def experts_soon(self, count: int) -> Iterator[tuple[int, int]]:
         """(block, how far away) of the next ``count`` experts, in order: those that the unit which
-        runs will ask for, then the next units' where that is worth it before their routing."""
+        runs will ask for, then the next units' where all are routed to."""
+        if not (self._routed or self._every_expert):
+            return
         left = count
         for block in self._agenda.soon(count):
             distance = self._agenda.distance(block)
             if distance is not None:
                 yield block, distance
                 left -= 1
-        if not self._experts_too:
+        if not self._every_expert:
             return
         for distance, unit in self.order.upcoming():
             if distance >= 2 or left <= 0:
@@ -373,9 +379,11 @@ class Weights:
                     for block in ids:
                         yield block, distance
 
-    def expect_experts(self, all_of_them: bool) -> None:
-        """Whether a unit's experts are worth reading before they are routed to."""
-        self._experts_too = all_of_them
+    def expect_experts(self, routed: int, count: int) -> None:
+        """A unit has routed to ``routed`` of its ``count`` experts: from half of them on all are
+        worth reading before they are routed to, and if that were all, copying to a device."""
+        self._experts_too = 2 * routed >= count
+        self._every_expert = routed == count
 
     def _room(self, block: int, distance: int) -> bool:
         """Make room by dropping what is needed later than ``distance`` (``NOW``: anything)."""

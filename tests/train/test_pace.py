@@ -119,6 +119,12 @@ def test_gradients_come_down_beside_their_backward() -> None:
     assert step(on_link(gradients_down=5.0)) == pytest.approx((4.0, 20.0))
 
 
+def test_experts_go_up_beside_the_unit_that_asks_for_them() -> None:
+    """The next unit begins when all of them have come and been used."""
+    assert step(on_link(slices_forward=0.9, slices_up=2.9)) == pytest.approx((4.0, 12.0))
+    assert step(on_link(slices_forward=2.0, slices_up=5.0)) == pytest.approx((8.0, 20.0))
+
+
 def test_what_backward_needs_comes_down_beside_the_next_unit() -> None:
     assert step(on_link(kept_down=0.75)) == pytest.approx(step(on_link()))
 

@@ -131,7 +131,7 @@ def test_routed_experts_are_read_no_more_often_than_they_must_be(room: int) -> N
     layout = SimpleNamespace(blocks=blocks, users=[[i // 8] for i in range(16)], units=units)
     order, source = UseOrder(3), AtOnce()
     weights_ = Weights(cast(TrainLayout, layout), order, source, Shared(), room * PAGE, pinned=())
-    weights_.expect_experts(True)
+    weights_.expect_experts(4, 4)
     back = [ids + ids[::-1] for ids in experts]
     visits = [experts[0], experts[1], [], back[1], back[0]]
     steps = 4
