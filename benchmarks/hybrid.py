@@ -3,8 +3,9 @@
     python benchmarks/hybrid.py
 
 Each layer routes to four experts: two lie in slots of the simulated device, two in RAM, and every
-one takes a known time wherever it is computed. The ideal layer takes as long as one site's two; one
-site after the other takes both. The same plan on the simulator's virtual clock is the prediction.
+one takes a known time wherever it is computed, as measured before. The ideal layer takes as long as
+one site's two; one site after the other takes both. The same plan on the simulator's virtual clock
+is the prediction.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch
 from common import facts, record, settings
+from simulate import rate, timed, touched, work
 
 from offload.blocks import BlockKind, Tier, layout
 from offload.io.stores import MemoryStore
 from offload.runtime.executor import Executor
 from offload.runtime.sim_device import SimDevice
 from offload.scheduler.costs import CostModel
-from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware, Rate
+from offload.scheduler.hardware import FLOP_PER_S, Hardware
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan
 from offload.scheduler.simulate import simulate
@@ -39,10 +41,11 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--expert-ms", type=float, default=10.0)
-    parser.add_argument("--passes", type=int, default=6)
+    parser.add_argument("--passes", type=int, default=20)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    plan, costs = plan_of(args.layers, args.expert_ms / 1e3)
+    expert_s = timed(args.expert_ms, 100) / 1e3  # sleeping for so long really takes here
+    plan, costs = plan_of(args.layers, expert_s)
 
     def routing(number: int, group: str) -> list[str]:
         return [f"{group}#{e}" for e in range(4)]
@@ -50,7 +53,7 @@ def main() -> None:
     predicted = simulate(plan, costs, passes=args.passes, skip=2, routing=routing)
     times = run(plan, args.expert_ms / 1e3, args.passes)
     measured = statistics.median(times[2:])
-    ideal = args.layers * 2 * args.expert_ms / 1e3
+    ideal = args.layers * 2 * expert_s
     result = {
         "benchmark": "hybrid",
         "facts": facts(),
@@ -109,11 +112,13 @@ def run(plan: Plan, expert_s: float, passes: int) -> list[float]:
     """Seconds of each pass on real threads."""
     contents = {b: bytes(s.nbytes) for b, s in plan.blocks.items()}
     store = MemoryStore(plan.blocks.values(), contents)
-    device = SimDevice(plan.budgets[Tier.DEVICE], seed=None, poison=False, check_races=False)
+    device = touched(
+        SimDevice(plan.budgets[Tier.DEVICE], seed=None, poison=False, check_races=False)
+    )
     x = torch.zeros(WIDTH)
 
-    def work(views: Any) -> torch.Tensor:
-        wait(expert_s)
+    def compute(views: Any) -> torch.Tensor:
+        work(expert_s)
         return x
 
     executor = Executor(plan, store, device)
@@ -135,10 +140,10 @@ def run(plan: Plan, expert_s: float, passes: int) -> list[float]:
                 if schedule is None or len(schedule.cpu) != 2:
                     raise SystemExit(f"not two and two: {schedule}")
                 for b in schedule.cpu:
-                    executor.on_cpu(b, work, (WIDTH,), torch.float32)
+                    executor.on_cpu(b, compute, (WIDTH,), torch.float32)
                 for b in schedule.device:
                     executor.acquire(b)
-                    wait(expert_s)
+                    work(expert_s)
                     executor.release(b)
                 for b in schedule.cpu:
                     executor.from_cpu(b)
@@ -147,17 +152,6 @@ def run(plan: Plan, expert_s: float, passes: int) -> list[float]:
     finally:
         executor.close()
     return times
-
-
-def rate(value: float, unit: str = BYTES_PER_S) -> Rate:
-    return Rate(median=value, low=value, high=value, n=1, unit=unit)
-
-
-def wait(seconds: float) -> None:
-    """Time that passes without the processor."""
-    end = time.perf_counter() + seconds
-    while (left := end - time.perf_counter()) > 0:
-        time.sleep(left)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
@@ -10,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.scheduler.split import COUNTS, INVEST, Job, Place, Schedule, SplitCosts, _play, split
+from offload.scheduler.split import (
+    COUNTS,
+    INVEST,
+    Job,
+    Place,
+    Schedule,
+    SplitCosts,
+    _play,
+    _split,
+    split,
+)
 
 
 def costs(
@@ -130,6 +141,19 @@ def test_the_order_of_asking_does_not_matter(
     again = list(asked)
     rng.shuffle(again)
     assert split(again, by) == split(asked, by)
+
+
+@settings(max_examples=100, deadline=None)
+@given(some_jobs, some_costs, st.booleans(), st.randoms(use_true_random=False))
+def test_what_is_remembered_is_what_these_names_would_get(
+    asked: list[Job], by: SplitCosts, cpu: bool, rng: random.Random
+) -> None:
+    """Also where another layer's experts, by other names, have been split before."""
+    names = rng.sample(["a", "a1", "b", "g#10", "g#9", "x", "y.3"], len(asked))
+    named = [dataclasses.replace(job, expert=name) for job, name in zip(asked, names, strict=True)]
+    split([dataclasses.replace(job, expert=f"z{job.expert}") for job in asked], by, cpu=cpu)
+    want = _split(sorted(named, key=lambda j: (-j.tokens, j.expert)), by, cpu)
+    assert split(named, by, cpu=cpu) == want
 
 
 def test_costs_between_counts_and_beyond() -> None:
