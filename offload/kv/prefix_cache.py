@@ -356,6 +356,8 @@ class PrefixCache:
         start, end = self.whole(len(ids)), len(ids)
         with self._recording(self._end_name(ids), ids, start, end, cache, end - start) as slot:
             yield (lambda logits: None) if slot is None else partial(slot.put, 0, LOGITS)
+            if slot is not None and not any(piece.part == LOGITS for piece in slot.pieces):
+                raise UnsupportedModelError("its passes give no logits")
 
     @contextlib.contextmanager
     def _recording(

@@ -72,7 +72,8 @@ class PromptEnds:
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
             with self._prefixes.recording_end(tokens, cache) as put:
                 out = inner(ids, settings, kwargs, *more, **rest)
-                put(out.logits[:, -1:])
+                if (found := getattr(out, "logits", None)) is not None:
+                    put(found[:, -1:])
                 return out
 
         return prefill
