@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 
 def take_place(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
     """Have ``model.generate`` be ``generate``; returns what puts everything back.
 
-    A checkpoint's wish for a kind of cache of its own is set aside meanwhile.
+    A checkpoint's wish for a kind of cache of its own is set aside meanwhile. ``generate`` gets all
+    arguments but the prompt by name (``by_name``).
     """
     before = model.__dict__.get("generate")
     settings = getattr(model, "generation_config", None)
     wish = getattr(settings, "cache_implementation", None)
     if settings is not None:
         settings.cache_implementation = None
-    model.__dict__["generate"] = generate
+    model.__dict__["generate"] = by_name(model, generate)
 
     def undo() -> None:
         model.__dict__.pop("generate", None)
@@ -28,4 +31,20 @@ def take_place(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
     return undo
 
 
-__all__ = ["take_place"]
+def by_name(model: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """``generate``, given every argument but the first by its name in ``model``'s own, so that a
+    ``generation_config`` is found however the caller passes it."""
+    kinds = inspect.signature(type(model).generate).parameters.values()
+    names = [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD][1:]  # without self
+
+    @wraps(generate)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names[1:], args[1:], strict=False))
+        if len(args) > len(names) or given.keys() & kwargs.keys():
+            return generate(*args, **kwargs)  # Python says what is wrong with it
+        return generate(*args[:1], **given, **kwargs)
+
+    return called
+
+
+__all__ = ["by_name", "take_place"]

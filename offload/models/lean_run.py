@@ -35,6 +35,7 @@ from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
 from offload.io.pack_manifest import Layout
+from offload.kv.generation import by_name
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_detect import Lean, detect
@@ -236,7 +237,7 @@ class LeanRun:
         self._all_layers = RowLayers("all layers", self._steps, 0)
         self._turn = attachment.turn
         before = model.__dict__.get("generate")
-        model.__dict__["generate"] = partial(self._generate, model.generate)
+        model.__dict__["generate"] = by_name(model, partial(self._generate, model.generate))
         attachment.on_detach(partial(_restore, model, "generate", before))
 
     def new_cache(self) -> LeanCache:

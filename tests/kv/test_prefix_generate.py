@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import offload
 from offload.errors import OffloadError
@@ -111,6 +111,30 @@ def test_what_is_not_one_plain_sequence_goes_its_own_way(reference: Any, tmp_pat
         check_equal(generate(model, past_key_values=held), generate(reference))
         generate(model)
         assert model.offload.prompts.last.tokens == ALL
+
+
+def test_settings_are_found_without_their_name(reference: Any, tmp_path: Path) -> None:
+    """``generate(ids, config)`` is what ``generate(ids, generation_config=config)`` is."""
+
+    def settings(**how: Any) -> GenerationConfig:
+        blank: Any = GenerationConfig  # untyped
+        greedy = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        config: GenerationConfig = blank(**greedy, **how)
+        return config
+
+    more = settings(output_hidden_states=True, return_dict_in_generate=True)
+    with loaded(tmp_path) as model:
+        generate(model)
+        for config in (settings(num_beams=2), settings(use_cache=False)):
+            assert torch.equal(model.generate(IDS, config), reference.generate(IDS, config))
+            assert model.offload.prompts.last is None
+        assert len(model.generate(IDS, more).hidden_states) == NEW
+        with pytest.raises(TypeError, match="multiple values"):
+            model.generate(IDS, more, generation_config=more)
+    with loaded(None, kv_ram="640KiB") as model:
+        static = settings(cache_implementation="static")
+        with pytest.raises(OffloadError, match="past the KV budget"):
+            model.generate(IDS, static)
 
 
 def test_a_model_that_is_changed_is_not_served_from_the_disk(
