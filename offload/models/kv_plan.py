@@ -1,4 +1,4 @@
-"""How much of a model's keys and values is kept in RAM, and what that means for plan and speed."""
+"""How much of a model's keys and values is kept in RAM, and what that means for a plan."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ from offload.models.footprint import Footprint, decode_peak
 from offload.models.options import Options, check_device
 from offload.models.prompt_plan import Rounded
 from offload.models.recipes import spill_directory
-from offload.scheduler.bounds import COMPUTE, READ
-from offload.scheduler.costs import CostModel, Pick
-from offload.scheduler.plan import Plan
 from offload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -454,49 +451,6 @@ def least(need: KvNeed) -> KvPlan:
 def with_spare(need: KvNeed, plan: KvPlan, spare: int) -> KvPlan:
     """As ``plan``, which is the least that ``need`` takes, with up to ``spare`` bytes more."""
     return need.within(plan.ram_bytes + max(0, spare))
-
-
-def predicted(plan: Plan, kv: KvPlan, costs: CostModel | None) -> Plan:
-    """The plan's speed with the reads and copies of keys and values at the end of the context.
-
-    Reads share the disk with streamed weights; copies (RAM to the gathered layer) are the computing
-    thread's own time, and so is reading where blocks are attended to in place.
-    """
-    moved = kv.need.token_bytes * kv.need.context * kv.need.sequences
-    return _slower(plan, costs, kv.disk_bytes_per_token, lambda c: c.memcpy_s(moved))
-
-
-def attended(plan: Plan, nbytes: float, costs: CostModel | None) -> Plan:
-    """The plan's speed where kernels that compute whole layers go over ``nbytes`` of keys and
-    values for a token at the end of the context."""
-    return _slower(plan, costs, 0, lambda c: c.attend_s(nbytes))
-
-
-def _slower(
-    plan: Plan, costs: CostModel | None, read: int, compute_s: Callable[[CostModel], float]
-) -> Plan:
-    """With so many bytes more from the disk, and so much more to compute, for a token."""
-    if costs is None or plan.predicted_pass_s is None:
-        return plan
-    lane_s = dict(plan.lane_s)
-    lane_s[READ] = lane_s.get(READ, 0.0) + costs.read_busy_s(read)
-    lane_s[COMPUTE] = lane_s.get(COMPUTE, 0.0) + compute_s(costs)
-
-    def pass_s(before: float, costs: CostModel) -> float:
-        weights_s = plan.lane_s.get(READ, 0.0)
-        return max(before + compute_s(costs), weights_s + costs.read_busy_s(read))
-
-    found = plan.predicted_pass_s
-    times = sorted(
-        pass_s(t, costs.at(p))
-        for t, p in zip((found.low, found.mid, found.high), Pick, strict=True)
-    )
-    return dataclasses.replace(
-        plan,
-        lane_s=lane_s,
-        bound_pass_s=max(lane_s.values()),
-        predicted_pass_s=dataclasses.replace(found, low=times[0], mid=times[1], high=times[2]),
-    )
 
 
 def _last_token_bytes(model: Any, context: int, sequences: int) -> int:

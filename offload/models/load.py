@@ -21,7 +21,7 @@ from offload.errors import OffloadError, PlanError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
-from offload.models import host_products, kv_plan, prompt_plan
+from offload.models import host_products, kv_plan, kv_speed, prompt_plan
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.experts import check_expert_loop, other_than_loop
 from offload.models.footprint import Footprint, measure
@@ -121,7 +121,7 @@ class Prepared:
         kv = kv_plan.beside(self.kv_alone, self.options)
         self.request = self.ask(ram)
         if kv is not None:
-            plan = kv_plan.predicted(plan, kv, self.request.costs)
+            plan = kv_speed.predicted(plan, kv, self.request.costs)
             self.notes = [kv.note(self.options) if n == before else n for n in self.notes]
         else:
             plan = self._attended(plan)
@@ -346,7 +346,7 @@ def plan_model(
         plan = plan_within(ask, ram, directory.name)
     together = kv_plan.beside(kv, options)
     if together is not None:
-        plan = kv_plan.predicted(plan, together, ask(ram).costs)
+        plan = kv_speed.predicted(plan, together, ask(ram).costs)
         notes.append(together.note(options))
     if prompts is not None:
         notes.append(prompts.note)

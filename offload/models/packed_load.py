@@ -27,7 +27,7 @@ from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_k
 from offload.errors import OffloadError, PlanError
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.kv.coarse import rounded_bytes
-from offload.models import card_attention, fast_check, host_products, kv_plan
+from offload.models import card_attention, fast_check, host_products, kv_plan, kv_speed
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import measure
 from offload.models.hybrid import ROWS, check_shareable
@@ -202,7 +202,7 @@ def rounded_by(lean: LeanModel) -> Rounded | None:
 def attended(plan: Plan, lean: LeanModel, options: Options, costs: CostModel | None) -> Plan:
     """The plan's speed at the end of the context, where lean layers keep keys and values."""
     context = max(options.context, options.prompt_tokens or 0)
-    return kv_plan.attended(plan, lean.attended_bytes(context), costs)
+    return kv_speed.attended(plan, lean.attended_bytes(context), costs)
 
 
 def pack_kernels(pack: PackedModel) -> list[Kernel]:
@@ -373,7 +373,7 @@ def plan_packed(
         plan = plan_within(ask, ram, name)
     together = kv_plan.beside(kv, options)
     if together is not None:
-        plan = kv_plan.predicted(plan, together, ask(ram).costs)
+        plan = kv_speed.predicted(plan, together, ask(ram).costs)
         notes.append(together.note(options))
     else:
         plan = attended(plan, decoder, options, ask(ram).costs)
