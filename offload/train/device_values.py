@@ -59,10 +59,16 @@ def typed_storage(
     storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """As ``typed``, over a storage."""
-    with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        sizes = tuple(shape)
-        return empty.set_(storage, offset // dtype.itemsize, sizes, row_major(sizes))
+    sizes = tuple(shape)
+    strides = row_major(sizes)
+    # This runs several times for each use of an expert, and entering a mode costs more than it: it
+    # is left only where it is on. A tensor just made requires no gradient, in whichever mode.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=dtype, device=storage.device)
+            return empty.set_(storage, offset // dtype.itemsize, sizes, strides)
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset // dtype.itemsize, sizes, strides)
 
 
 def as_it_lies(block: Block, memory: Memory, offset: int) -> Copy:

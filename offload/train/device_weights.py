@@ -51,6 +51,8 @@ class _Cargo:
     """As they lie there."""
     ready: Event
     """All that is in it has come."""
+    used: Region
+    """The bytes of the slot up to the end of what is in it."""
     users: int = 0
     left: Event | None = None
     """The end of its last use."""
@@ -106,6 +108,7 @@ class DeviceWeights:
         self._fused = frozenset(
             b for u in place.units for ids in layout.units[u].experts.values() for b in ids
         )
+        self._blocks = {u: tuple(layout.units[u].blocks) for u in place.units}
         self._units = self._pool("weights", place.slots, place.slot_bytes, place.unpacked_bytes)
         self._experts = self._pool(
             "experts", place.expert_slots, place.expert_bytes, place.unpacked_expert_bytes
@@ -125,7 +128,7 @@ class DeviceWeights:
 
     def acquire(self, unit: int) -> list[Copy]:
         """The current weights of a unit, until ``release``. Waits for their pending updates."""
-        return self._acquire(self._units, tuple(self._layout.units[unit].blocks))
+        return self._acquire(self._units, self._blocks[unit])
 
     def acquire_expert(self, block: int) -> Copy:
         """As ``acquire``, of one fused expert."""
@@ -159,7 +162,7 @@ class DeviceWeights:
                 )
         # Without the lock: copies before this one end with a callback that takes it.
         self._device.compute.wait(cargo.ready)
-        self._device.touch("compute", self._used(cargo), "r")
+        self._device.touch("compute", cargo.used, "r")
         return pool.values.take(cargo.copies)
 
     def _use(self, pool: _Pool, blocks: tuple[int, ...]) -> _Cargo | None:
@@ -171,7 +174,7 @@ class DeviceWeights:
         return cargo
 
     def release(self, unit: int) -> None:
-        self._release(self._units, tuple(self._layout.units[unit].blocks))
+        self._release(self._units, self._blocks[unit])
 
     def release_expert(self, block: int) -> None:
         self._release(self._experts, (block,))
@@ -180,7 +183,7 @@ class DeviceWeights:
         with self._shared.changed:
             cargo = pool.cargos[blocks]
         pool.values.give()
-        self._device.touch("compute", self._used(cargo), "r")  # until now
+        self._device.touch("compute", cargo.used, "r")  # until now
         left = self._device.compute.record()
         with self._shared.changed:
             cargo.users -= 1
@@ -223,12 +226,14 @@ class DeviceWeights:
         if self._closed or self._shared.closed or self._shared.error is not None:
             return
         self._pump_experts()
+        if self.rising or self._all_there():
+            return
         for distance, unit in self._order.upcoming():
             if self.rising:
                 return
-            blocks = tuple(self._layout.units[unit].blocks)
             if unit not in self.placement.units:
                 continue
+            blocks = self._blocks[unit]
             there = self._units.cargos.get(blocks)
             if there is not None:
                 if not there.stale:
@@ -245,21 +250,31 @@ class DeviceWeights:
                 return
             self._raise(self._units, blocks, entries, distance)
 
+    def _all_there(self) -> bool:
+        """Whether no unit is to come: so it is all the time where each has its slot, and every use
+        of an expert asks."""
+        cargos = self._units.cargos
+        return len(cargos) == len(self._blocks) and not any(c.stale for c in cargos.values())
+
     def _pump_experts(self) -> None:
         pool = self._experts
         if not (pool.free or pool.cargos):
             return
-        for block, distance in self._weights.experts_soon(EXPERTS_AHEAD):
+        if self.rising >= EXPERTS_RISING:
+            return
+        for block, distance in self._weights.experts_soon(EXPERTS_AHEAD, self._expert_there):
             if self.rising >= EXPERTS_RISING:
                 return
-            if (block,) in pool.cargos or block not in self._fused:
-                continue
             if not self._can_take(pool, distance):
                 return
             entries = self._weights.hold_ready((block,))
             if entries is None:
                 return
             self._raise(pool, (block,), entries, distance)
+
+    def _expert_there(self, block: int) -> bool:
+        """Whether there is nothing to copy: it is there, on its way, or never will be."""
+        return (block,) in self._experts.cargos or block not in self._fused
 
     # -- inside, with the lock held ----------------------------------------------------------
 
@@ -271,6 +286,9 @@ class DeviceWeights:
 
     def _victim(self, pool: _Pool, distance: int) -> tuple[int, ...] | None:
         """What is needed last, and later than ``distance`` (``NOW``: whatever it is)."""
+        if pool is self._experts:
+            found = self._weights.farthest(k for (k,), c in pool.cargos.items() if not c.users)
+            return (found[1],) if found is not None and found[0] > distance else None
         idle = [(self._distance(key), key) for key, c in pool.cargos.items() if not c.users]
         if not idle:
             return None
@@ -294,11 +312,14 @@ class DeviceWeights:
             self._drop(pool, victim, keep=self._room_of(victim) == self._room_of(blocks))
         slot = pool.free.pop()
         self._order_slot(slot)
-        at, copies = slot.region.offset, []
+        at, end, copies = slot.region.offset, slot.region.offset, []
         for entry in entries:
             copies.append(as_it_lies(entry.block, slot.region.memory, at))
+            end = at + entry.block.nbytes
             at += align_up(entry.block.nbytes)
-        cargo = pool.cargos[blocks] = _Cargo(slot, copies, self._copy(slot, copies, entries), users)
+        used = Region(slot.region.memory, slot.region.offset, end - slot.region.offset)
+        ready = self._copy(slot, copies, entries)
+        cargo = pool.cargos[blocks] = _Cargo(slot, copies, ready, used, users)
         self._hold_until(cargo.ready, entries)
         return cargo
 
@@ -362,12 +383,6 @@ class DeviceWeights:
             if copy.block.index in blocks - cargo.stale:
                 self._device.discard(region, cargo.guards)
         cargo.stale |= blocks
-
-    def _used(self, cargo: _Cargo) -> Region:
-        """The bytes of a slot up to the end of what is in it."""
-        region = cargo.slot.region
-        nbytes = sum(align_up(c.block.nbytes) for c in cargo.copies[:-1])
-        return Region(region.memory, region.offset, nbytes + cargo.copies[-1].block.nbytes)
 
     def close(self) -> None:
         """Wait for the copies under way, which read RAM."""

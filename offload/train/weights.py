@@ -342,17 +342,19 @@ class Weights:
                 return
             self._load(block, PREFETCH)
 
-    def experts_soon(self, count: int) -> Iterator[tuple[int, int]]:
+    def experts_soon(
+        self, count: int, there: Callable[[int], bool] = lambda block: False
+    ) -> Iterator[tuple[int, int]]:
         """(block, how far away) of the next ``count`` experts, in order: those that the unit which
-        runs will ask for, then the next units' where all are routed to."""
+        runs will ask for, then the next units' where all are routed to. Those ``there`` are
+        counted, and left out: every use of an expert asks, and nearly all are."""
         if not (self._routed or self._every_expert):
             return
         left = count
         for block in self._agenda.soon(count):
-            distance = self._agenda.distance(block)
-            if distance is not None:
+            left -= 1
+            if not there(block) and (distance := self._agenda.distance(block)) is not None:
                 yield block, distance
-                left -= 1
         if not self._every_expert:
             return
         for distance, unit in self.order.upcoming():
@@ -360,7 +362,8 @@ class Weights:
                 return
             for ids in self.layout.units[unit].experts.values():
                 for block in ids[:left]:
-                    yield block, distance
+                    if not there(block):
+                        yield block, distance
                 left -= len(ids)
 
     def _upcoming(self) -> Iterator[tuple[int, int]]:
@@ -431,6 +434,24 @@ class Weights:
         if soon is not None:
             return soon
         return min((self.order.distance(u) for u in self.layout.users[block]), default=default)
+
+    def farthest(self, blocks: Iterable[int]) -> tuple[int, int] | None:
+        """(how far away, block) of what is needed last of these, as the greatest ``next_use`` and
+        then block says; None: of none. Asked for every copy up, of all experts on a device."""
+        agenda, order, users = self._agenda, self.order, self.layout.users
+        units: dict[int, int] = {}
+        found: tuple[int, int] | None = None
+        for block in blocks:
+            when = agenda.distance(block)
+            if when is None:
+                when = NEVER
+                for unit in users[block]:
+                    if unit not in units:  # its experts are many
+                        units[unit] = order.distance(unit)
+                    when = min(when, units[unit])
+            if found is None or (when, block) > found:
+                found = when, block
+        return found
 
     def _add(self, block: int) -> Entry:
         spec = self.layout.blocks[block]

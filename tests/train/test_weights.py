@@ -75,6 +75,28 @@ def test_room_that_comes_while_another_block_is_read(weights: tuple[Weights, Rea
         assert [entry.block.index for entry in both.result(60)] == [0, 1]
 
 
+def test_what_is_needed_last_of_many(weights: tuple[Weights, Reads]) -> None:
+    ram, _ = weights
+    assert ram.farthest([]) is None
+    for agenda in ([], [2], [1, 0, 2, 1], [2, 1, 0]):
+        ram.expect(agenda, instead=range(3))
+        for some in ([0], [0, 1], [1, 0, 2], [2, 1]):
+            assert ram.farthest(some) == max((ram.next_use(b), b) for b in some)
+
+
+def test_what_is_there_counts_as_an_expert_that_comes_soon(weights: tuple[Weights, Reads]) -> None:
+    ram, reads = weights
+    ram.expect([1, 0, 2, 1])
+    try:
+        soon = list(ram.experts_soon(3))
+        assert [block for block, _ in soon] == [1, 0, 2]
+        assert list(ram.experts_soon(3, lambda block: block == 0)) == [soon[0], soon[2]]
+        assert list(ram.experts_soon(1, lambda block: block == 1)) == []
+    finally:
+        for block in list(reads.begun):
+            reads.end(block)
+
+
 def test_no_room_that_could_ever_come_is_said(weights: tuple[Weights, Reads]) -> None:
     weights_, reads = weights
     with ThreadPoolExecutor(1) as pool:
