@@ -265,12 +265,13 @@ class DeviceWeights:
         for block, distance in self._weights.experts_soon(EXPERTS_AHEAD, self._expert_there):
             if self.rising >= EXPERTS_RISING:
                 return
-            if not self._can_take(pool, distance):
+            victim = None if pool.free else self._victim(pool, distance)
+            if victim is None and not pool.free:
                 return
             entries = self._weights.hold_ready((block,))
             if entries is None:
                 return
-            self._raise(pool, (block,), entries, distance)
+            self._raise(pool, (block,), entries, distance, victim=victim)
 
     def _expert_there(self, block: int) -> bool:
         """Whether there is nothing to copy: it is there, on its way, or never will be."""
@@ -300,11 +301,12 @@ class DeviceWeights:
 
     def _raise(
         self, pool: _Pool, blocks: tuple[int, ...], entries: list[Entry], distance: int,
-        users: int = 0,
+        users: int = 0, victim: tuple[int, ...] | None = None,
     ) -> _Cargo | None:  # fmt: skip
-        """Begin to copy blocks, which are held in RAM until they are there."""
+        """Begin to copy blocks, which are held in RAM until they are there. ``victim``: what makes
+        room, if it has just been found."""
         if not pool.free:
-            victim = self._victim(pool, distance)
+            victim = victim or self._victim(pool, distance)
             if victim is None:
                 self._let_go(blocks)
                 return None
