@@ -163,7 +163,7 @@ def _whole(line: dict[str, Any], name: str, least: int, default: int | None) -> 
     value: int | None = _get(
         line,
         name,
-        f"a whole number, {least} or more",
+        f"a whole number, {least} or more and below 2**63",
         lambda v: _is_whole(v) and least <= v < 2**63,
     )
     return default if value is None else value

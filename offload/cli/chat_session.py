@@ -205,7 +205,8 @@ def _report(
         if (said := resident_note(prepared.plan, end)) is not None:
             console.note(said)
     if (recorded := prepared.options.record_routing) is not None:
-        console.note(f"what every token was routed to is in {recorded}", "routing")
+        computed = "" if prepared.options.prompt_cache is None else " that was computed"
+        console.note(f"what every token{computed} was routed to is in {recorded}", "routing")
     threads = torch.get_num_threads()
     output.write_json(
         wish.json_file,

@@ -48,8 +48,9 @@ class Run:
 
     @property
     def prefill_tok_s(self) -> float | None:
+        """Of the tokens that were computed; None if there were none."""
         read = self.prompt_tokens - self.reused_tokens
-        return read / self.ttft_s if self.ttft_s else None
+        return read / self.ttft_s if self.ttft_s and read else None
 
     @property
     def decode_steps(self) -> int:

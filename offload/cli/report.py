@@ -39,10 +39,8 @@ def stats_line(run: Run, prepared: Prepared) -> str:
     end, plan = run.at_end, prepared.plan
     parts = [f"load {end['load_s']:.2f} s"]
     if run.ttft_s is not None:
-        parts += [
-            f"TTFT {run.ttft_s:.2f} s",
-            f"prompt {rate_text(run.prefill_tok_s)} ({tokens_text(run.prompt_tokens)})",
-        ]
+        read = rate_text(run.prefill_tok_s) if run.prefill_tok_s else "from the prompt cache"
+        parts += [f"TTFT {run.ttft_s:.2f} s", f"prompt {read} ({tokens_text(run.prompt_tokens)})"]
     parts.append(f"decode {rate_text(run.decode_tok_s)} ({tokens_text(len(run.token_ids))})")
     parts += streaming_parts(run, plan)
     parts += kv_parts(run)

@@ -206,7 +206,8 @@ def _report(
         _show("\n", lambda: None)
     console.note(report.stats_line(run, prepared), "stats")
     if (recorded := prepared.options.record_routing) is not None:
-        console.note(f"what every token was routed to is in {recorded}", "routing")
+        computed = "" if prepared.options.prompt_cache is None else " that was computed"
+        console.note(f"what every token{computed} was routed to is in {recorded}", "routing")
     if (said := report.resident_note(prepared.plan, run.at_end)) is not None:
         console.note(said)
     output.write_json(

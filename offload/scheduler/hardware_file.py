@@ -8,7 +8,8 @@ a figure comes from.
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from collections.abc import Collection, Mapping
 
 from offload.errors import OffloadError
@@ -53,16 +54,19 @@ def parse(data: object, where: str) -> Hardware:
         for name in (*_RATES, *_MAYBE_RATES):
             if name in _RATES or d.get(name) is not None:
                 _check_rate(d[name], name, BYTES_PER_S)
+        for name in _WHOLE:
+            _check_size(d[name], name)
         _check_tables(d, "")
         if d.get("card") is not None:
             card = _object(d["card"], "card")
             _check_fields(card, "card.", need=_CARD, may=("launch_s",))
             _check_rate(card["read"], "card.read", BYTES_PER_S)
             _check_tables(card, "card.")
+            _check_size(card["memory_bytes"], "card.memory_bytes")
             if d.get("h2d") is None or d.get("d2h") is None:
                 raise ValueError("h2d and d2h are missing: a card is reached by copies")
         return Hardware.from_json({k: v for k, v in d.items() if k != "version"})
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise OffloadError(
             f"{where} is no hardware file: {error}; 'offload probe --json FILE' writes one"
         ) from error
@@ -95,11 +99,16 @@ def _check_rate(data: object, name: str, unit: str) -> None:
     for key in ("low", "median", "high"):
         value = rate[key]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{name}.{key} must be a number, got {value!r}")
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}.{key} must be positive, got {value!r}")
+            raise ValueError(f"{name}.{key} must be a number, got {reprlib.repr(value)}")
+        if not 0 < value <= sys.float_info.max:
+            raise ValueError(f"{name}.{key} must be positive, got {reprlib.repr(value)}")
     if rate["unit"] != unit:
         raise ValueError(f"{name}.unit must be {unit}, got {rate['unit']!r}")
+
+
+def _check_size(value: object, name: str) -> None:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{name} must be below 2**63, got {reprlib.repr(value)}")
 
 
 def _object(data: object, name: str) -> Mapping[str, object]:

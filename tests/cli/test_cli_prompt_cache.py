@@ -46,7 +46,9 @@ def test_a_second_run_reads_only_the_rest(cli: Cli, tmp_path: Path) -> None:
     again = run(cli, *words)
     assert again.out == first.out
     assert f"{found['prompt_tokens']} of {found['prompt_tokens']} tokens reused" in again.err
+    assert f"prompt from the prompt cache ({found['prompt_tokens']} tokens)" in again.err
     tokens = found["prompt_tokens"]
+    assert json.loads(figures.read_text())["prefill_tok_s"] is None, "nothing was computed"
     found = json.loads(figures.read_text())["prompt_cache"]
     assert found["tokens"] == tokens
     assert found["read_bytes"] == sum(p.stat().st_size for p in stored(directory))
