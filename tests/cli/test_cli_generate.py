@@ -73,7 +73,7 @@ def test_text_is_transformers_own_while_weights_stream(
     assert 0 < run["decode_disk_read_bytes"] < run["disk_read_bytes"]
     assert run["ram_budget_bytes"] == ram
     # In a process that has run other tests its heap moves by some MiB; processes of their own are
-    # held to theirs in test_cli_kernels, test_cli_chat and test_kv_beside.
+    # held to theirs in test_cli_chat and test_kv_beside.
     assert run["peak_rss_bytes"] - run["baseline_rss_bytes"] <= ram + 8 * MIB
     assert run["ttft_s"] > 0
     assert run["decode_tok_s"] == pytest.approx((len(want) - 1) / run["decode_s"])
