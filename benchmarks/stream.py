@@ -176,7 +176,7 @@ def measure(
         "in_cgroup": limited,
         "ssd_before_bytes_per_s": before,
         "ssd_after_bytes_per_s": after,
-        "machine": [together(m) for m in machine],
+        "machine": [m and [together(one) for one in m] for m in machine],
         "disk_bytes_per_token": decode_bytes,
         "bound_bytes_per_token": bound_bytes,
         "cache_share": tier["slots"] / experts if experts and tier["slots"] else None,
@@ -220,38 +220,40 @@ def together(hardware: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if hardware is None else {name: hardware[name] for name in names}
 
 
-def conditions(args: argparse.Namespace, model: Path) -> dict[str, Any] | None:
-    """The machine as it is now, as ``offload generate`` measures it before it plans."""
+def conditions(args: argparse.Namespace, model: Path) -> list[dict[str, Any] | None] | None:
+    """The machine now, and with one thread fewer, as ``offload generate`` measures it first."""
     code = """
 import json, sys, torch
 from pathlib import Path
 model, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
 from offload.cli.planning import find_hardware, on_these_files
-print(json.dumps(on_these_files(find_hardware(Path(model)), Path(model)).to_json()))
+found = on_these_files(find_hardware(Path(model)), Path(model))
+print(json.dumps([None if one is None else one.to_json() for one in found]))
 """
-    found: dict[str, Any] | None = in_process(code, [str(model), args.threads])
+    found: list[dict[str, Any] | None] | None = in_process(code, [str(model), args.threads])
     return found
 
 
 def predict(
-    args: argparse.Namespace, model: Path, budget: int, hardware: dict[str, Any]
+    args: argparse.Namespace, model: Path, budget: int, machine: list[dict[str, Any] | None]
 ) -> float | None:
-    """Tokens per second that the plan predicts on ``hardware``."""
+    """Tokens per second that the plan predicts on a machine of ``conditions``."""
     code = """
 import json, sys, torch
 from pathlib import Path
-model, budget, hardware, prompt, tokens, threads = json.loads(sys.argv[1])
+model, budget, machine, prompt, tokens, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
 from offload.models.load import Options, prepare
 from offload.runtime.guess_cache import recall
 from offload.scheduler.hardware import Hardware
-plan = prepare(Path(model), Options(ram=budget, hardware=Hardware.from_json(hardware),
+now, fewer = (None if one is None else Hardware.from_json(one) for one in machine)
+plan = prepare(Path(model), Options(ram=budget, hardware=now, fewer=fewer,
                                     guess_precision=recall(model),
                                     prompt_tokens=prompt, context=prompt + tokens)).plan
 print(1 / plan.predicted_pass_s.mid)
 """
-    job = [str(model), budget, hardware, args.prompt_tokens, args.tokens, args.threads]
+    job = [str(model), budget, machine, args.prompt_tokens, args.tokens, args.threads]
     found: float | None = in_process(code, job)
     return found
 

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from offload.runtime.choice import with_card
 from offload.runtime.guess_cache import recall
 from offload.runtime.hardware_cache import load_cached, save
 from offload.runtime.probe import probe
-from offload.runtime.probe_together import measure
+from offload.runtime.probe_together import measure, measure_fewer
 from offload.scheduler.forecast import Forecast, prefill
 from offload.scheduler.hardware import Hardware
 
@@ -204,9 +205,12 @@ def make_plan(
         hardware = find_hardware(directory)
         if hardware is not None and is_pack(directory) and options.choice.kind != "cuda":
             options.hardware = with_card(options.choice, hardware)
-            options.sample = sample_pack
+            options.sample = partial(sample_pack, fewer=_may_be_fewer(directory, options))
         elif hardware is not None:
-            options.hardware = with_card(options.choice, on_these_files(hardware, directory))
+            now, options.fewer = on_these_files(
+                hardware, directory, fewer=_may_be_fewer(directory, options)
+            )
+            options.hardware = with_card(options.choice, now)
         options.guess_precision = recall(directory)
     with compiling_notice() as compiling:
         prepared = prepare(directory, options, compiling)
@@ -249,31 +253,52 @@ def find_model(model: str, quant: str | None, kernels: str | None = None) -> Pat
         )
 
 
-def on_these_files(hardware: Hardware, directory: Path) -> Hardware:
-    """The same machine as it is now: the read rate of the checkpoint's own files, the rate of
-    products with matrices of its dtype, and what is left of either beside the other."""
+def _may_be_fewer(directory: Path, options: Options) -> bool:
+    """Whether one thread fewer than torch's may be better for a token: something is streamed, and
+    the CPU computes."""
+    nbytes = sum(file.stat().st_size for file in weight_files(directory))
+    return options.choice.kind == "cpu" and nbytes > ram_budget(options)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Those of a checkpoint or a pack that hold its weights."""
+    pattern = "bundle-*.bin" if is_pack(directory) else "*.safetensors"
+    return sorted(file for file in directory.glob(pattern) if file.is_file())
+
+
+def on_these_files(
+    hardware: Hardware, directory: Path, *, fewer: bool = True
+) -> tuple[Hardware, Hardware | None]:
+    """The same machine as it is now, and (``fewer``) with one thread fewer: the read rate of the
+    checkpoint's own files, the rate of products with matrices of its dtype, and what is left of
+    either beside the other."""
     packed = is_pack(directory)  # that a card computes: the CPU's kernels are not there
-    files = sorted(directory.glob("bundle-*.bin" if packed else "*.safetensors"))
+    files = weight_files(directory)
     try:
         with signals_wait():
             dtype = "bfloat16" if packed else main_dtype(files)
             found = measure(files, dtype)
+            less = measure_fewer(files, dtype) if fewer else None
     except OffloadError as error:
         logger.info("the checkpoint's files are not sampled: %s", error)
-        return hardware
-    return hardware if found is None else found.on(hardware, dtype)
+        return hardware, None
+    if found is None:
+        return hardware, None
+    return found.on(hardware, dtype), None if less is None else less.on(hardware, dtype)
 
 
-def sample_pack(hardware: Hardware, pack: Any) -> Hardware:
+def sample_pack(
+    hardware: Hardware, pack: Any, *, fewer: bool = True
+) -> tuple[Hardware, Hardware | None]:
     """As ``on_these_files``, for a pack whose kernels are there."""
     from offload.models.packed_probe import on_this_pack
 
     try:
         with signals_wait():
-            return on_this_pack(hardware, pack)
+            return on_this_pack(hardware, pack, fewer=fewer)
     except OffloadError as error:
         logger.info("the pack's files are not sampled: %s", error)
-        return hardware
+        return hardware, None
 
 
 def main_dtype(files: Sequence[Path]) -> str:

@@ -183,6 +183,7 @@ def figures(run: Run) -> dict[str, Any]:
         "decode_payload_read_bytes": int(run.during_decode("payload_read_bytes")),
         "decode_h2d_bytes": int(run.during_decode("h2d_bytes")),
         "decode_stall_s": run.during_decode("stall_s"),
+        "fewer_threads": run.at_end["fewer_threads"],
         "token_ids": run.token_ids,
         "text": run.text,
         "kv": run.at_end.get("kv"),

@@ -12,6 +12,7 @@ from offload.models.attach import Attachment
 from offload.runtime.executor import WATCHDOG_S, Executor
 from offload.runtime.rss import peak_rss
 from offload.scheduler.plan import Plan
+from offload.scheduler.team import Team
 
 if TYPE_CHECKING:
     from offload.kv.tiers import KvTiers
@@ -50,6 +51,8 @@ class OffloadHandle:
     kernel_error: KernelError | None = None
     lean: LeanRun | None = None
     """What runs a packed model's tokens through layers without their modules."""
+    team: Team | None = None
+    """Which number of threads computes a token, where another than torch's may."""
 
     def new_cache(self) -> Any:
         """An empty KV cache for one sequence, to be given as ``past_key_values``; of a packed model
@@ -72,13 +75,14 @@ class OffloadHandle:
     def stats(self) -> dict[str, Any]:
         """Figures since the model was loaded. Sizes in bytes, times in seconds.
 
-        ``hit_rate`` is None for a model without streamed experts. ``stall_s`` is the time that
-        the computing thread waited for data. ``guessed`` experts were read (and
-        then count as misses) or copied up to a device before they were routed to,
-        ``guessed_right`` of them then were. ``host_waits``: how often it waited for the device, by
-        what for. ``cpu_experts``, ``cpu_products``: uses of experts, and of dense weights, that the
-        CPU computed beside a device. ``device_peak_bytes``: a card's, everything that torch had
-        allocated there; None where its memory is the CPU's.
+        ``hit_rate`` is None for a model without streamed experts. ``stall_s`` is the time that the
+        computing thread waited for data. ``guessed`` experts were read (and then count as misses)
+        or copied up to a device before they were routed to, ``guessed_right`` of them then were.
+        ``host_waits``: how often it waited for the device, by what for. ``fewer_threads``: whether
+        tokens are computed with one thread fewer than torch has, which leaves a core to those that
+        read; None: that is not tried. ``cpu_experts``, ``cpu_products``: uses of experts, and of
+        dense weights, that the CPU computed beside a device. ``device_peak_bytes``: a card's,
+        everything that torch had allocated there; None where its memory is the CPU's.
         """
         stats = self.executor.stats
         budget = self.plan.budgets.get(Tier.RAM)
@@ -96,6 +100,7 @@ class OffloadHandle:
             "guessed": stats.guessed,
             "guessed_right": stats.guessed_right,
             "stall_s": stats.stall_s,
+            "fewer_threads": None if self.team is None else self.team.fewer,
             "baseline_rss_bytes": self.baseline_rss,
             "peak_rss_bytes": peak_rss(),
             "ram_budget_bytes": budget,

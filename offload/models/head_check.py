@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
+
+from offload.runtime.known import Known
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +123,10 @@ def verified_rows(
         job["device"] = device
         where = card_name(device)
     key = json.dumps({**job, "torch": torch.__version__, "cpu": where}, sort_keys=True)
-    cache = _load()
-    if key in cache:
-        return frozenset(cache[key])
+    known = Known("head_slices.json")
+    found = known.get(key)
+    if isinstance(found, list):
+        return frozenset(found)
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, json.dumps(job)],
@@ -144,30 +144,5 @@ def verified_rows(
             *stderr,
         )
         return frozenset()
-    _save({**cache, key: good})
+    known.put(key, good)
     return frozenset(good)
-
-
-def _file() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "offload" / "head_slices.json"
-
-
-def _load() -> dict[str, list[int]]:
-    try:
-        value = json.loads(_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _save(value: dict[str, list[int]]) -> None:
-    file = _file()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as out:
-            json.dump(value, out)
-        os.replace(name, file)
-    except OSError as error:
-        logger.info("the result is not cached: %s", error)

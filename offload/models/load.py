@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ from offload.models.recipes import (
 )
 from offload.models.request import expert_top_k, matrices, request_of, reserves_of
 from offload.models.split import fine_units
+from offload.models.team_check import products_of
+from offload.models.teams import TeamPlan, plan_team
 from offload.models.toy import Warm, warm_card, warm_up
 from offload.models.units import Cut, cut
 from offload.models.workspace import WHOLE, limit_kernels, workspace_for
@@ -65,6 +68,7 @@ from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import keep_small_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
 from offload.units import format_bytes
@@ -99,6 +103,8 @@ class Prepared:
     prompts: PromptPlan | None = None
     """The prompt cache, if there is one."""
     kernel_error: KernelError | None = None
+    team: TeamPlan | None = None
+    """Who computes a token, where that is not always all threads."""
 
     @property
     def minimum(self) -> Mapping[Tier, int]:
@@ -125,6 +131,9 @@ class Prepared:
             self.notes = [kv.note(self.options) if n == before else n for n in self.notes]
         else:
             plan = self._attended(plan)
+        if self.team is not None:  # of a pass with one token of one sequence
+            self.notes = [note for note in self.notes if note != self.team.note]
+            self.team = None
         self.plan, self.kv = self._aligned(plan), kv
 
     def kv_json(self) -> dict[str, Any] | None:
@@ -350,6 +359,13 @@ def plan_model(
         notes.append(together.note(options))
     if prompts is not None:
         notes.append(prompts.note)
+
+    def finished(plan: Plan, costs: CostModel | None) -> Plan:
+        return plan if together is None else kv_speed.predicted(plan, together, costs)
+
+    products = partial(products_of, meta.model, chosen, options.context)
+    plan, team, said = plan_team(plan, ask(ram), options, products, finished)
+    notes += said
     plan = align_pins(plan, chosen, recipes)
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
@@ -375,6 +391,7 @@ def plan_model(
         kv=together,
         kv_alone=kv,
         prompts=prompts,
+        team=team,
     )
 
 

@@ -26,6 +26,7 @@ from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, sp
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.sampling import check_tokens
 from offload.models.shadow import shadow
+from offload.models.teams import serve_team
 from offload.models.units import HeadSlices
 from offload.runtime import choice
 from offload.runtime.collected import when_collected
@@ -131,6 +132,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
         notes=(*prepared.notes, *device.notes),
     )
     serve_caches(prepared, model, handle)
+    serve_team(prepared.team, model, handle)
     model.__dict__["offload"] = handle
     when_collected(model, executor.close)
     if recorder is not None:

@@ -63,12 +63,14 @@ class Options:
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     request_bytes: int = DEFAULT_REQUEST_BYTES
     hardware: Hardware | None = None
+    fewer: Hardware | None = None
+    """The rates with one thread fewer, to plan with the faster of the two; None: not measured."""
     elsewhere: bool = False
     """Whether ``hardware`` is another machine, and nothing will run here: its card, if the plan has
     three tiers, is what computes."""
-    sample: Callable[[Hardware, Any], Hardware] | None = None
-    """What makes of ``hardware`` the rates of this moment for a pack (a ``PackedModel``); called as
-    soon as its kernels are compiled."""
+    sample: Callable[[Hardware, Any], tuple[Hardware, Hardware | None]] | None = None
+    """What makes of ``hardware`` the rates of this moment for a pack (a ``PackedModel``), with
+    torch's threads and with one fewer; called as soon as its kernels are compiled."""
     hybrid: bool | None = None
     """Whether the CPU computes a part: experts while the device computes others, and at decode with
     dense weights that stay in RAM because moving them would cost more. None: no."""

@@ -60,6 +60,7 @@ from offload.models.params import Param
 from offload.models.prompt_plan import Rounded, plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import expert_top_k, request_of
+from offload.models.teams import plan_team
 from offload.models.toy import Warm, warm_card, warm_up
 from offload.models.units import unit_modules
 from offload.runtime import choice
@@ -159,7 +160,7 @@ def prepare_packed(
         more = [accumulate_kernel("f32")] if options.hybrid and pack.experts else []
         compile_ahead([*pack_kernels(pack), *lean_kernels(lean), *more], compiling)
         if kind != "cuda" and options.sample is not None and options.hardware is not None:
-            options.hardware = options.sample(options.hardware, pack)
+            options.hardware, options.fewer = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)
     family = model_class(config)
     warm_card(options.choice, config, family, torch.float32)
@@ -377,6 +378,16 @@ def plan_packed(
         notes.append(together.note(options))
     else:
         plan = attended(plan, decoder, options, ask(ram).costs)
+
+    def finished(plan: Plan, costs: CostModel | None) -> Plan:
+        if together is not None:
+            return kv_speed.predicted(plan, together, costs)
+        return attended(plan, decoder, options, costs)
+
+    team = None
+    if decoder.layers:  # all of them our kernels, whose bits do not depend on threads
+        plan, team, said = plan_team(plan, ask(ram), options, None, finished)
+        notes += said
     if decoder.kv is not KvType.F32:
         notes.append(f"keys and values are kept in {decoder.kv.words}, which is lossy")
     if prompts is not None:
@@ -403,6 +414,7 @@ def plan_packed(
         pack=pack,
         resident=resident,
         lean=decoder,
+        team=team,
     )
 
 

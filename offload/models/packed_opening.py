@@ -41,6 +41,7 @@ from offload.models.packed_reserves import MOST_TOGETHER, ROWS_BYTES
 from offload.models.recipes import RoutedStore
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.shadow import shadow
+from offload.models.teams import serve_team
 from offload.models.units import RowEmbedding
 from offload.runtime.collected import when_collected
 from offload.runtime.device import Device
@@ -201,6 +202,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         lean=run,
     )
     serve_caches(prepared, model, handle)
+    serve_team(prepared.team, model, handle, kernels=True)
     model.__dict__["offload"] = handle
     when_collected(model, executor.close)
     if recorder is not None:

@@ -14,10 +14,11 @@ import numpy as np
 from offload.cpu_ops.formats import Format, get_format
 from offload.cpu_ops.kernels import gemm, gemv
 from offload.cpu_ops.packing import packed_bytes
+from offload.cpu_ops.threads import setup
 from offload.io.pack_manifest import Kind, Layout
 from offload.models.pack_reader import PackedModel
 from offload.runtime.memory import HostMemory
-from offload.runtime.probe_together import SIZES, measure
+from offload.runtime.probe_together import SIZES, Together, measure, measure_fewer
 from offload.scheduler.costs import PACKED
 from offload.scheduler.hardware import FLOP_PER_S, Hardware, Rate
 
@@ -73,9 +74,12 @@ def main_format(pack: PackedModel) -> Format | None:
     return get_format(counts.most_common(1)[0][0]) if counts else None
 
 
-def on_this_pack(hardware: Hardware, pack: PackedModel) -> Hardware:
-    """The same machine as it is now: the read rate of the pack's own files, the rate of products
-    with its weights, and what is left of either beside the other. The kernel is there.
+def on_this_pack(
+    hardware: Hardware, pack: PackedModel, *, fewer: bool = True
+) -> tuple[Hardware, Hardware | None]:
+    """The same machine as it is now, and (``fewer``) with one thread fewer: the read rate of the
+    pack's own files, the rate of products with its weights, and what is left of either beside the
+    other. The kernel is there.
 
     Raises:
         StoreError: a file cannot be read.
@@ -83,13 +87,19 @@ def on_this_pack(hardware: Hardware, pack: PackedModel) -> Hardware:
     fmt = main_format(pack)
     files = sorted(pack.path.glob("bundle-*.bin"))
     if fmt is None:
-        return hardware
-    found = measure(files, PACKED, partial(PackedProducts, fmt=fmt))
+        return hardware, None
+    products = partial(PackedProducts, fmt=fmt)
+    found = measure(files, PACKED, products)
     if found is None:
-        return hardware
-    # A product that begins where the last one ends, in the same parallel region, costs its bytes.
-    here = replace(found, product_s=0.0).on(hardware, PACKED)
-    return replace(here, matmul={**here.matmul, PACKED: many_tokens(fmt)})
+        return hardware, None
+    less = measure_fewer(files, PACKED, products, setup) if fewer else None
+    many = {**hardware.matmul, PACKED: many_tokens(fmt)}
+
+    def on(found: Together) -> Hardware:
+        # A product that begins where the last one ends, in the same region, costs its bytes.
+        return replace(replace(found, product_s=0.0).on(hardware, PACKED), matmul=many)
+
+    return on(found), None if less is None else on(less)
 
 
 def many_tokens(fmt: Format) -> Rate:

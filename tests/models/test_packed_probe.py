@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_packed_run import packed
 
+from offload.cpu_ops import threads as kernel_threads
 from offload.cpu_ops.formats import FORMATS
 from offload.models.load import prepare
 from offload.models.options import Options
@@ -67,24 +69,36 @@ def test_a_pack_too_short_to_measure_keeps_the_machines_rates(
     tmp_path: Path, hardware: Hardware
 ) -> None:
     _, pack_dir = packed("llama", tmp_path, "q8")
-    assert on_this_pack(hardware, PackedModel.open(pack_dir)) is hardware
+    now, fewer = on_this_pack(hardware, PackedModel.open(pack_dir))
+    assert now is hardware
+    assert fewer is None
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 def test_rates_of_a_long_pack(
-    tmp_path: Path, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+    threads: int, tmp_path: Path, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch.set_num_threads(threads)
+    kernel_threads.setup(threads)
+    monkeypatch.setattr(probe_together, "ENTER_S", 0.02)
+    monkeypatch.setattr(probe_together, "BOTH_S", 0.05)
     monkeypatch.setattr(probe_together, "AREA_BYTES", 20 << 20)
     monkeypatch.setattr(probe_together, "ROUNDS", 2)
     _, pack_dir = packed("llama", tmp_path, "q8")
     pack = PackedModel.open(pack_dir)
     with (pack_dir / "bundle-99.bin").open("wb") as file:
         file.truncate(257 << 20)
-    found = on_this_pack(hardware, pack)
-    assert found.gemv[PACKED].n == 2
-    assert found.product_s == 0
-    assert found.gemv["bfloat16"] == hardware.gemv["bfloat16"]
-    assert found.matmul[PACKED].low > 0
-    assert found.matmul["bfloat16"] == hardware.matmul["bfloat16"]
+    now, fewer = on_this_pack(hardware, pack)
+    assert (fewer is None) is (threads == 1)
+    for found in filter(None, (now, fewer)):
+        assert found.gemv[PACKED].n == 2
+        assert found.product_s == 0
+        assert found.gemv["bfloat16"] == hardware.gemv["bfloat16"]
+        assert found.matmul[PACKED].low > 0
+        assert found.matmul["bfloat16"] == hardware.matmul["bfloat16"]
+    assert torch.get_num_threads() == kernel_threads.count() == threads
+    torch.set_num_threads(1)
+    kernel_threads.setup(1)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
@@ -119,13 +133,10 @@ def test_predictions_go_by_the_sampled_rate(
 
         def sample(
             hardware: Hardware, pack: PackedModel, bytes_per_s: float = bytes_per_s
-        ) -> Hardware:
+        ) -> tuple[Hardware, Hardware | None]:
             asked.append(pack.path)
-            return replace(
-                hardware,
-                gemv={**hardware.gemv, PACKED: rate(bytes_per_s)},
-                product_s=0.0,
-            )
+            gemv = {**hardware.gemv, PACKED: rate(bytes_per_s)}
+            return replace(hardware, gemv=gemv, product_s=0.0), None
 
         options = Options(ram=2**30, context=16, hardware=hardware, sample=sample)
         prepared = prepare(pack_dir, options)
@@ -146,7 +157,7 @@ def test_keys_and_values_at_the_end_of_the_context(hardware: Hardware, tmp_path:
         for context in (64, 64 + 1000):
             options = Options(
                 ram=2**28, context=context, prompt_tokens=16, hardware=slow, kv=kind,
-                sample=lambda hardware, _: hardware,
+                sample=lambda hardware, _: (hardware, None),
             )  # fmt: skip
             prepared = prepare(pack_dir, options)
             predicted, config = prepared.plan.predicted_pass_s, prepared.meta.model.config

@@ -11,7 +11,7 @@ from offload.cli.planning import main_dtype
 from offload.errors import StoreError
 from offload.io.safetensors import read_header
 from offload.runtime import probe_together
-from offload.runtime.probe_together import measure
+from offload.runtime.probe_together import measure, measure_fewer
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,8 @@ def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shares_and_rates(long_file: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(probe_together, "AREA_BYTES", 32 << 20)
     monkeypatch.setattr(probe_together, "ROUNDS", 2)
+    monkeypatch.setattr(probe_together, "ENTER_S", 0.02)
+    monkeypatch.setattr(probe_together, "BOTH_S", 0.05)
     found = measure([long_file], dtype)
     assert found is not None
     assert 0 < found.read_beside <= 1
@@ -33,6 +35,76 @@ def test_shares_and_rates(long_file: Path, monkeypatch: pytest.MonkeyPatch, dtyp
     assert found.product_s >= 0
     assert 2 <= found.read.n <= probe_together.MOST_ROUNDS
     assert found.gemv.low > 0
+
+
+class Burst:
+    """One read of a made-up disk, that ends by its clock."""
+
+    def __init__(self, ends: float) -> None:
+        self.ends = ends
+
+
+class Reads:
+    """``Bursts`` that take 4 ms of a clock at first, and 16 ms after 0.1 s of it."""
+
+    def __init__(self, products: Disturbed) -> None:
+        self.products = products
+
+    def _takes(self) -> float:
+        return 4e-3 if self.products.clock < 0.1 else 16e-3
+
+    def begin(self) -> Burst:
+        return Burst(self.products.clock + self._takes())
+
+    def finish(self, burst: Burst) -> float:
+        return 1 / self._takes()
+
+
+def test_both_are_looked_at_when_they_have_run_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the disk and the products do once a ration is used up, and small products like large
+    ones."""
+    products = Disturbed(slow=-1)
+    monkeypatch.setattr(probe_together.time, "perf_counter", lambda: products.clock)
+    monkeypatch.setattr(Burst, "done", lambda self: products.clock >= self.ends, raising=False)
+    rate, seconds = probe_together._both(Reads(products), products)  # type: ignore[arg-type]
+    assert rate == pytest.approx(1 / 16e-3)
+    assert seconds == pytest.approx(2e-3 + 10 * 0.2e-3)
+    assert products.clock >= probe_together.ENTER_S + probe_together.BOTH_S
+
+
+def test_one_thread_fewer(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured with so many, and nothing has changed afterwards, even if it fails."""
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    told: list[int] = []
+
+    def noted(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+
+    monkeypatch.setattr(probe_together, "measure", noted)
+    try:
+        torch.set_num_threads(3)
+        assert measure_fewer([long_file], "float32", also=told.append) is None
+        assert seen == [2]
+        assert told == [2, 3]
+        assert torch.get_num_threads() == 3
+
+        def fails(*_: object) -> None:
+            raise StoreError("gone")
+
+        monkeypatch.setattr(probe_together, "measure", fails)
+        with pytest.raises(StoreError, match="gone"):
+            measure_fewer([long_file], "float32", also=told.append)
+        assert told == [2, 3, 2, 3]
+        assert torch.get_num_threads() == 3
+
+        torch.set_num_threads(1)
+        assert measure_fewer([long_file], "float32") is None
+        assert seen == [2]
+    finally:
+        torch.set_num_threads(before)
 
 
 class Disturbed:
