@@ -66,6 +66,8 @@ LOGITS = "logits"
 WAIT_S = 120.0
 """So long a disk may take for one group before it is given up."""
 
+_HUNG = f"the prompt cache's disk takes more than {WAIT_S:.0f} s; it is not used"
+
 
 class PrefixCache:
     """Groups of a model's keys and values in a directory. For one computing thread at a time; any
@@ -112,7 +114,8 @@ class PrefixCache:
         for _ in range(SLOTS):
             self._slots.put(Slot(group_bytes))
         self._thread = Workers(1, "prompt-cache", finish=True)
-        self._written: list[Future[None]] = []
+        self._written: dict[str, Future[None]] = {}
+        """By name: on their way to the disk."""
         self._used_ns = 0
         self._mine: set[str] = set()
 
@@ -153,6 +156,7 @@ class PrefixCache:
         began = time.perf_counter()
         names = group_names(self.root, ids, self.group, self.whole(len(ids)))
         self._begin_use(names)
+        self._arrive(names)
         first = kept // self.group
         with torch.no_grad():
             found, damaged, read, compute_s = self._restore(ids, names, first, cache)
@@ -190,6 +194,7 @@ class PrefixCache:
         began = time.perf_counter()
         at = self.whole(len(ids))
         name = self._end_name(ids)
+        self._arrive([name])
         if not self._folder.holds(name) or (slot := self._take()) is None:
             return None
         future = self._thread.submit(self._read, slot, ids, name, at // self.group)
@@ -393,8 +398,8 @@ class PrefixCache:
             compute_s=time.perf_counter() - began,
         )
         used_ns = self._end_used_ns(start)
-        self._written = [f for f in self._written if not f.done()]
-        self._written.append(self._thread.submit(self._write, slot, group, used_ns))
+        self._written = {n: f for n, f in self._written.items() if not f.done()}
+        self._written[name] = self._thread.submit(self._write, slot, group, used_ns)
 
     def _write(self, slot: Slot, group: Group, used_ns: int) -> None:
         """On the thread. Never raises: nobody waits for it."""
@@ -427,12 +432,23 @@ class PrefixCache:
         self._used_ns = max(self._used_ns + STEP_NS, time.time_ns())
         self._mine = set(names)
 
+    def _arrive(self, names: Sequence[str]) -> None:
+        """Wait for those that are still being written: a write is sooner done than the passes."""
+        for name in names:
+            if (future := self._written.get(name)) is None:
+                continue
+            try:
+                future.result(timeout=WAIT_S)
+            except TimeoutError:
+                self._give_up(_HUNG)
+                return
+
     def _take(self) -> Slot | None:
         """A buffer that nothing uses; None: the disk hangs."""
         try:
             return self._slots.get(timeout=WAIT_S)
         except queue.Empty:
-            self._give_up(f"the prompt cache's disk takes more than {WAIT_S:.0f} s; it is not used")
+            self._give_up(_HUNG)
             return None
 
     def _wait(self, future: Future[tuple[Slot, Group | None]]) -> tuple[Slot, Group | None]:
@@ -440,15 +456,13 @@ class PrefixCache:
             return future.result(timeout=WAIT_S)
         except TimeoutError:
             future.add_done_callback(self._return)
-            raise _HungError(
-                f"the prompt cache's disk takes more than {WAIT_S:.0f} s; it is not used"
-            ) from None
+            raise _HungError(_HUNG) from None
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk, or was given up."""
-        for future in self._written:
+        for future in self._written.values():
             future.result()
-        self._written = []
+        self._written = {}
 
     def to_json(self) -> dict[str, Any]:
         """Figures since it was opened."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,36 @@ def test_the_end_of_a_prompt_comes_back_exactly(
     other = [*prompt[:-1], prompt[-1] % 90 + 4]
     assert torch.equal(reader.logits(other), plain.logits(other))
     assert reader.passes == 1 + 3
+
+
+def test_what_is_being_written_is_waited_for(
+    tiny: Callable[..., Any], prompts: PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt comes while groups and the end of the one before are on their way."""
+    model = tiny("llama")
+    make = lambda: DynamicCache(config=model.config)  # noqa: E731
+    reader, asked = Reader(model, prompts, make), threading.Event()
+    reader.ends = True
+    prompt = ids(CHUNK + 3)
+    publish, submit = prompts._folder.publish, prompts._thread.submit
+
+    def slow(*args: Any) -> None:
+        assert asked.wait(60)
+        publish(*args)
+
+    def watched(work: Any, *args: Any) -> Any:
+        future = submit(work, *args)
+        result = future.result
+        future.result = lambda timeout=None: asked.set() or result(timeout)
+        return future
+
+    monkeypatch.setattr(prompts._folder, "publish", slow)
+    monkeypatch.setattr(prompts._thread, "submit", watched)
+    monkeypatch.setattr(prompts, "flush", lambda: None)
+    want = reader.logits(prompt)
+    assert not asked.is_set()
+    assert torch.equal(reader.logits(prompt), want[2:])
+    assert reader.passes == 3, "only what comes behind the prompt"
 
 
 def test_blocks_on_two_tiers(
