@@ -82,10 +82,12 @@ class PromptEnds:
         return bool(getattr(self._model.config.get_text_config(), name, False))
 
     def _around_forward(self) -> tuple[object, ...]:
-        """What a program may have put around the whole model's forward, which has to run then."""
+        """What a program may have put around the whole model's forward, which has to run then. Our
+        own hooks are no reason: by them sequences wait for each other's passes."""
         model = self._model
-        return (
-            len(model._forward_hooks),
-            len(model._forward_pre_hooks),
-            model.__dict__.get("forward"),
-        )
+        hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+        return (sum(not _is_ours(hook) for hook in hooks), model.__dict__.get("forward"))
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("offload.")

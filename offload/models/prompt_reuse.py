@@ -74,8 +74,13 @@ class PromptReuse:
             grain=plan.grain,
         )
         self.ends = PromptEnds(model, self.prefixes)
-        self.last: Reuse | None = None
-        """Of the last generation; None: it ran as without a prompt cache."""
+        self._used = False
+
+    @property
+    def last(self) -> Reuse | None:
+        """Of the generation that began last, complete when its first token is there; None: it runs
+        as without a prompt cache."""
+        return self.prefixes.last if self._used else None
 
     def serve(self, on_detach: Callable[[Callable[[], None]], None]) -> None:
         """Have ``model.generate`` look here first; ``on_detach`` is called with what undoes it."""
@@ -83,19 +88,19 @@ class PromptReuse:
         self._marks = marks(model)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            self.last = None
+            self._used = False
             cache = self._cache_for(args, kwargs)
             if cache is not None:
                 ids: Any = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-                fresh = kwargs.get("past_key_values") is None
-                self.last = self.fill(ids, cache)
+                tokens = ids[0].tolist()
+                # A conversation that goes on in its cache is another prompt at each turn; and of
+                # one that fits one pass nothing is stored, by whichever road it comes.
+                whole = not self._exact.get(cache) and len(tokens) > self.prefixes.chunk
+                self.fill(ids, cache)
+                self._used = True
                 kwargs["past_key_values"] = cache
-                if fresh:  # a conversation's next turn is another prompt each time
-                    self.ends.expect(cache, ids[0].tolist(), partial(self._setting, kwargs))
-                    try:
-                        return inner(*args, **kwargs)
-                    finally:
-                        self.last = self.prefixes.last
+                if whole:
+                    self.ends.expect(cache, tokens, partial(self._setting, kwargs))
             return inner(*args, **kwargs)
 
         self.ends.serve(on_detach)

@@ -133,8 +133,13 @@ def test_prompts_with_one_beginning_read_it_once(
     assert main(batch) == 0
     cached = json.loads(report.read_text())["end"]["prompt_cache"]
     assert cached["reused_tokens"] >= 2 * (len(shared) // 16 * 16)
-    capsys.readouterr()
     found = answers(target)
+    again = words(model, source, tmp_path / "again", "--json", report, *more, tmp_path / "p")
+    assert main(again) == 0
+    assert answers(tmp_path / "again") == found
+    cached = json.loads(report.read_text())["end"]["prompt_cache"]
+    assert cached["reused_tokens"] == sum(answer["prompt_tokens"] for answer in found.values())
+    capsys.readouterr()
     for index, text in enumerate(prompts[:2]):
         single = ["generate", "-m", model, "-p", text, "--no-predict", "-t", 1, "-n", 12, *more]
         assert main([str(word) for word in (*single, tmp_path / "single")]) == 0

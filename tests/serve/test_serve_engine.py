@@ -336,6 +336,51 @@ def test_a_shared_beginning_is_read_once(alone: Alone, tmp_path: Path) -> None:
     assert stats["prompt_cache"]["written_groups"] >= 4
 
 
+def test_a_prompt_that_comes_again_whole(alone: Alone, tmp_path: Path) -> None:
+    """Nothing of it is computed: its end is kept, too, and the answers stay the same, beside others
+    and sampled."""
+    prompts = [
+        (alone.ids(text) * 9)[:n] for text, n in zip(TEXTS, (2 * CHUNK, 70, 1, 41), strict=True)
+    ]
+    how: list[dict[str, Any]] = [{}, {"seed": 7, "temperature": 0.9}]
+    wishes = [
+        Sampling() if not one else Sampling(temp=one["temperature"], seed=one["seed"])
+        for one in how
+    ]
+    for _ in range(2):  # the second time from the files alone
+        model = open_streaming(prompt_cache=tmp_path / "prompts", prompt_cache_chunk=CHUNK)
+        engine = make_engine(model, alone.tokenizer)
+        computed: list[int] = []
+        model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, args, to=computed: to.append(args[0].shape[1])
+        )
+        engine.start()
+        found, reused, passes = [], [], []
+        try:
+            for wish in wishes:
+                listeners = [Listener(engine, request(ids, 6, sampling=wish)) for ids in prompts]
+                for listener in listeners:
+                    text, end = listener.result()
+                    assert isinstance(end, Ended)
+                    found.append(text)
+                    reused.append(end.reused_tokens)
+                model.offload.prompts.prefixes.flush()
+                passes.append(sum(n for n in computed if n > 1))
+                computed.clear()
+        finally:
+            stats = engine.stats()
+            engine.close()
+            model.offload.close()
+        want = [alone.answer(ids, 6, **one) for one in how for ids in prompts]
+        assert found == want
+        whole = [2 * CHUNK, 70, 0, 41]  # one that fits a pass is not kept
+        assert reused[4:] == whole
+        assert passes[1] == 0
+    assert reused[:4] == whole
+    assert passes[0] == 0
+    assert stats["tokens"]["prompt"] == 2, "the one that fits a pass"
+
+
 def test_reused_prefixes_of_a_pack(alone: Alone, tmp_path: Path) -> None:
     """Whose decode kernels keep keys and values themselves, each request's apart: what a request
     finds on the disk is not read again, and changes no answer."""
