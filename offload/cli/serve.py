@@ -42,6 +42,8 @@ def serve(
     prefill_chunk: Annotated[
         int,
         typer.Option(
+            "--prefill-chunk",
+            "--prompt-cache-chunk",  # as of the other commands, whose messages this one shares
             min=2,
             metavar="N",
             help="Tokens of prompts that one pass reads. More: prompts are read sooner; fewer: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 COMPLETION_TOKENS = 16
 """Of a plain completion, unless said otherwise: OpenAI's own."""
 KEEP_ALIVE_S = 10.0
+MOST_SHOWN = 40
+"""Characters of a value that an error repeats."""
 GONE = 499
 """nginx's status for a client that left; nobody reads it, logs do."""
 
@@ -99,7 +102,12 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
             events.Request(
                 client=http.scope[CLIENT],
                 prompt=ids,
-                new_tokens=prompts.fit(ids, wanted, None if chat else COMPLETION_TOKENS),
+                new_tokens=prompts.fit(
+                    ids,
+                    wanted,
+                    None if chat else COMPLETION_TOKENS,
+                    param="messages" if chat else "prompt",
+                ),
                 sampling=body.sampling(engine.temperature),
                 stops=body.stops,
                 ignore_eos=body.ignore_eos,
@@ -129,7 +137,7 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
             raise Problem(404, f"the model {name!r} is not served here", code="model_not_found")
         return described
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])  # watchers ask either way
     async def health() -> Response:
         state = engine.state
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
@@ -247,12 +255,33 @@ async def _invalid(_: Request, error: Exception) -> Response:
         why = first.get("ctx", {}).get("error", "")
         return _reply(Problem(400, f"the body is not JSON: {why} at byte {path[0]}"))
     param = ".".join(path) or None
-    said = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        said = "this server knows no such field"
-    elif first["type"] == "too_long" and first.get("ctx", {}).get("max_length") == 0:
-        said = "this server does not do that; leave it out"
-    return _reply(Problem(400, f"{param or 'the body'}: {said}", param=param))
+    return _reply(Problem(400, f"{param or 'the body'}: {_said(first)}", param=param))
+
+
+def _said(error: dict[str, Any]) -> str:
+    """What is wrong with a field, for whoever sent it."""
+    about = error.get("ctx", {})
+    match error["type"]:
+        case "extra_forbidden":
+            return "this server knows no such field"
+        case "none_required":
+            return "this server does not do that; leave it out"
+        case "too_long" if about.get("max_length") == 0:
+            return "this server does not do that; leave it out"
+        case "literal_error":
+            only = _as_json(about["expected"])
+            return f"this server takes only {only} here, not {_short(error['input'])}"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
+
+
+def _as_json(expected: str) -> str:
+    """Python's ``False`` and ``'text'`` as who sends JSON writes them."""
+    return expected.replace("False", "false").replace("'", '"')
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

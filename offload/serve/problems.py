@@ -71,7 +71,7 @@ def failed(why: str) -> Problem:
     return Problem(500, why, kind="server_error", code="failed")
 
 
-def too_long(prompt: int, new: int | None, context: int) -> Problem:
+def too_long(prompt: int, new: int | None, context: int, param: str) -> Problem:
     """Prompt and answer do not fit. Numbers of tokens; ``new``: None if no number was asked for."""
     asked = (
         f"the prompt has {prompt} tokens"
@@ -83,7 +83,7 @@ def too_long(prompt: int, new: int | None, context: int) -> Problem:
         400,
         f"{asked}, and the context takes {context}{least}; shorten it or start the server with a "
         f"larger --context",
-        param="max_tokens" if new is not None and prompt < context else "messages",
+        param="max_tokens" if new is not None and prompt < context else param,
         code="context_length_exceeded",
     )
 

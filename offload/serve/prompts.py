@@ -75,18 +75,21 @@ class Prompts:
 
         return await self._run(encode, "prompt")
 
-    def fit(self, ids: Sequence[int], new_tokens: int | None, default: int | None) -> int:
+    def fit(
+        self, ids: Sequence[int], new_tokens: int | None, default: int | None, *, param: str
+    ) -> int:
         """Tokens to generate at most.
 
         Args:
             new_tokens: asked for; None: ``default``, or as many as the context takes.
+            param: where the prompt stands in the request.
 
         Raises:
             Problem: they do not fit the context.
         """
         room = self.context - len(ids)
         if room < (new_tokens or 1):
-            raise too_long(len(ids), new_tokens, self.context)
+            raise too_long(len(ids), new_tokens, self.context, param)
         return new_tokens or min(default or room, room)
 
     def close(self) -> None:

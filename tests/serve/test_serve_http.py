@@ -174,6 +174,31 @@ def test_what_is_wrong_with_a_body_is_named(
 
 
 @pytest.mark.parametrize(
+    ("path", "more", "message"),
+    [
+        (CHAT, {"n": 2}, "n: this server takes only 1 here, not 2"),
+        (CHAT, {"logprobs": True}, "logprobs: this server takes only false here, not true"),
+        (CHAT, {"response_format": {"type": "json_object"}},
+         'response_format.type: this server takes only "text" here, not "json_object"'),
+        (CHAT, {"tools": [{"type": "function"}]},
+         "tools: this server does not do that; leave it out"),
+        ("/v1/completions", {"logprobs": 2},
+         "logprobs: this server does not do that; leave it out"),
+        ("/v1/completions", {"service_tier": "x" * 99},
+         "service_tier: this server knows no such field"),
+        (CHAT, {"service_tier": "x" * 99},
+         'service_tier: this server takes only "auto" or "default" here, not "' + "x" * 38 + "…"),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_is_said_in_words(
+    served: Any, path: str, more: dict[str, Any], message: str
+) -> None:
+    app, _ = served
+    asked = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    assert refused(post(app, path, asked | more), 400)["message"] == message
+
+
+@pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}',
      b'{"prompt": "\\ud800"}', b'{"prompt": "x", "stop": "\\udfff"}',
@@ -196,13 +221,14 @@ def test_other_refusals(served: Any) -> None:
         post(app, "/v1/completions", {"prompt": [7] * (CONTEXT + 3)}),
         400, str(CONTEXT + 3), str(CONTEXT),
     )  # fmt: skip
-    assert error["code"] == "context_length_exceeded"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     long = {"prompt": [7] * 10, "max_tokens": CONTEXT}
     refused(post(app, "/v1/completions", long), 400, "10", str(CONTEXT + 10), str(CONTEXT))
     huge = {"prompt": "x" * 2**21}
     refused(post(app, "/v1/completions", huge), 413, str(2**20))
     plain = lambda http: http.post(CHAT, content=b"{}", headers={"Content-Type": "text/plain"})  # noqa: E731
     refused(run(app, plain), 415, "text/plain")
+    assert run(app, lambda http: http.head("/health")).status_code == 200
     refused(get(app, "/health", base="http://rebound.example"), 403, "rebound.example")
 
 
