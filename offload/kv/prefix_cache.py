@@ -51,7 +51,7 @@ from offload.kv.prefix_format import (
     root_of,
 )
 from offload.kv.prefix_layers import Restorer, cached_tokens, check_layers, recording
-from offload.kv.prefix_slots import Slot, room_in
+from offload.kv.prefix_slots import Slot, check_limit, room_in
 from offload.kv.prefix_stats import PrefixStats, Reuse
 from offload.units import format_bytes
 
@@ -109,6 +109,10 @@ class PrefixCache:
         self._folder = PrefixFolder(open_directory(directory), self.root, limit)
         self._say = say
         self._writes = True
+        self._prompt = 0
+        self._full = -1
+        """The prompt of which no more is stored, as there is no room for it."""
+        self._said: set[str] = set()
         self._closed = False
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
@@ -337,8 +341,8 @@ class PrefixCache:
         with ``cache``, which holds ``ids[:start]``: what they leave is stored behind the caller's
         back.
 
-        A cache that cannot be recorded, a full disk or a full limit end storing with one sentence;
-        the passes are none the worse.
+        A cache that cannot be recorded ends storing with one sentence; a full disk or a full limit
+        does until the next prompt. The passes are none the worse.
         """
         self._check_open()
         end = start + self.group
@@ -371,7 +375,7 @@ class PrefixCache:
         """Around passes over ``ids[start:end]``, of ``chunk`` tokens each; yields where they are
         put, None: nowhere."""
         slot = None
-        if self._writes and not self._folder.holds(name):
+        if self._writes and self._full != self._prompt and not self._folder.holds(name):
             self._mine.add(name)
             slot = self._take()
         if slot is None:
@@ -399,27 +403,37 @@ class PrefixCache:
         )
         used_ns = self._end_used_ns(start)
         self._written = {n: f for n, f in self._written.items() if not f.done()}
-        self._written[name] = self._thread.submit(self._write, slot, group, used_ns)
+        self._written[name] = self._thread.submit(self._write, slot, group, used_ns, self._prompt)
 
-    def _write(self, slot: Slot, group: Group, used_ns: int) -> None:
+    def _write(self, slot: Slot, group: Group, used_ns: int, prompt: int) -> None:
         """On the thread. Never raises: nobody waits for it."""
         try:
-            if not self._writes:
+            if not self._writes or self._full == prompt:
                 return
             nbytes = finish(group, slot.room(group.payload_bytes, len(group.pieces), self.group))
             if not self._folder.make_room(nbytes, self._mine):
-                self._give_up(
+                self._no_room(
+                    prompt,
+                    "limit",
                     f"--prompt-cache-limit {format_bytes(self.limit)} takes only a part of this "
-                    f"prompt: tokens from {group.start} on are not stored"
+                    f"prompt: tokens from {group.start} on are not stored",
                 )
                 return
             self._folder.publish(group.name, slot.memory.view()[:nbytes], used_ns)
             self.stats.written_groups += 1
             self.stats.written_bytes += nbytes
         except (OffloadError, OSError) as error:
-            self._give_up(f"the prompt cache is not written any more: {error}")
+            self._no_room(prompt, "disk", f"a prompt is not in the prompt cache: {error}")
         finally:
             self._slots.put(slot)
+
+    def _no_room(self, prompt: int, kind: str, why: str) -> None:
+        """Store no more of a prompt: the next one may be shorter, and a disk may have been cleared,
+        which a server lives to see. Say why, once for each kind of reason."""
+        self._full = prompt
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(f"{why} (said once)")
 
     def _give_up(self, why: str) -> None:
         """Store nothing more; say why, once."""
@@ -429,6 +443,7 @@ class PrefixCache:
 
     def _begin_use(self, names: Sequence[str]) -> None:
         """These groups are in use from now on, and the last to go."""
+        self._prompt += 1
         self._used_ns = max(self._used_ns + STEP_NS, time.time_ns())
         self._mine = set(names)
 
@@ -486,18 +501,3 @@ class PrefixCache:
 
 class _HungError(StoreError):
     """A read does not come back."""
-
-
-def check_limit(chunk: int, limit: int, group_bytes: int, group: int | None = None) -> None:
-    """Raises OffloadError: the limit is below one group, or a chunk is too short."""
-    if chunk < 2:
-        raise OffloadError(
-            f"--prompt-cache-chunk {chunk} is too short: a pass over one token is decoding; give "
-            f"2 or more"
-        )
-    if limit < group_bytes:
-        raise OffloadError(
-            f"--prompt-cache-limit {format_bytes(limit)} is below one group: keys and values of "
-            f"{group or chunk} tokens take {format_bytes(group_bytes)}; raise it"
-            + (", or lower --prompt-cache-chunk" if group in (None, chunk) else "")
-        )

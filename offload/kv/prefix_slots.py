@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from offload.blocks import ALIGN, align_up
+from offload.errors import OffloadError
 from offload.kv.prefix_format import PIECE_ALIGN, DamagedGroupError, Group, Piece, footer_bytes
 from offload.runtime.memory import HostMemory
+from offload.units import format_bytes
 
 MOST_TIMES = 8
 """A file of more than so many times the bytes that a group is expected to have is damaged."""
@@ -82,3 +84,18 @@ def _view(memory: HostMemory, piece: Piece) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, piece.dtype)
     raw = memory.tensor()[piece.offset : piece.offset + piece.nbytes]
     return raw.view(dtype).view(piece.shape)
+
+
+def check_limit(chunk: int, limit: int, group_bytes: int, group: int | None = None) -> None:
+    """Raises OffloadError: the limit is below one group, or a chunk is too short."""
+    if chunk < 2:
+        raise OffloadError(
+            f"--prompt-cache-chunk {chunk} is too short: a pass over one token is decoding; give "
+            f"2 or more"
+        )
+    if limit < group_bytes:
+        raise OffloadError(
+            f"--prompt-cache-limit {format_bytes(limit)} is below one group: keys and values of "
+            f"{group or chunk} tokens take {format_bytes(group_bytes)}; raise it"
+            + (", or lower --prompt-cache-chunk" if group in (None, chunk) else "")
+        )

@@ -20,10 +20,11 @@ from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.pack_manifest import MANIFEST
 from offload.kv.coarse import QUANTISED, coarse_layout, rounded_bytes, stored_shape
 from offload.kv.kernel_layout import is_latent
-from offload.kv.prefix_cache import SLOTS, check_limit
+from offload.kv.prefix_cache import SLOTS
 from offload.kv.prefix_folder import open_directory
 from offload.kv.prefix_format import footer_bytes
 from offload.kv.prefix_layers import check_config
+from offload.kv.prefix_slots import check_limit
 from offload.models.footprint import CachedLayer, Footprint
 from offload.models.meta import MetaModel
 from offload.models.options import Options, check_device

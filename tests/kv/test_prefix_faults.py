@@ -196,6 +196,15 @@ def test_a_prompt_larger_than_the_limit_keeps_its_beginning(tmp_path: Path) -> N
     assert len(said) == 1
     assert "--prompt-cache-limit" in said[0]
     assert "from 24 on" in said[0]
+    # That ends nothing for others, which a server reads next: they take its place.
+    for start in (1000, 2000):
+        read(prompts, ids(2, start))
+        prompts.flush()
+        assert prompts.stored(ids(2, start)) == 2 * CHUNK
+    read(prompts, ids(6, 3000))
+    prompts.flush()
+    assert prompts.stored(ids(6, 3000)) == 3 * CHUNK
+    assert len(said) == 1
     prompts.close()
 
 
@@ -205,13 +214,18 @@ def test_a_full_disk_is_said_once(
     def full(fd: int, nbytes: int, directory: str, **_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("offload.kv.prefix_folder.reserve", full)
-    for start in (0, 100, 200):
-        assert read(prompts, ids(3, start)) == 0
-    prompts.flush()
+    with monkeypatch.context() as patched:
+        patched.setattr("offload.kv.prefix_folder.reserve", full)
+        for start in (0, 100, 200):
+            assert read(prompts, ids(3, start)) == 0
+        prompts.flush()
     assert len(said) == 1
     assert "No space left" in said[0]
     assert list(prompts._folder.path.iterdir()) == []
+    # Somebody has cleared it: a server goes on.
+    for want in (0, 3 * CHUNK):
+        assert read(prompts, ids(3)) == want
+    assert len(said) == 1
 
 
 def test_bad_directories_and_limits(tmp_path: Path) -> None:
