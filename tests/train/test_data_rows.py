@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_a_broken_list_is_an_error_with_its_line(tmp_path: Path, text: str, line
         (b"{text: 1}", r"is no JSON: .* at character 2, in '\{text: 1\}'"),
         (b"\0\0\0\0", "is no JSON"),
         (b'{"text": "a', r"is no JSON: Invalid control character at character \d+, in"),
+        (b"{", "is no JSON: its object goes on in the next line; jq -c . joins them"),
         (b"\xff\xfe", "is not UTF-8: byte 0xff at position 1"),
         (b"[1]", "is a list, not an object"),
         (b"null", "is null, not an object"),
@@ -98,6 +100,7 @@ def test_a_broken_list_is_an_error_with_its_line(tmp_path: Path, text: str, line
         (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "'image'; only text"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "no assistant's message .* user"),
         (b'{"conversations": [{"from": "me", "value": "a"}]}', "is from 'me'; known are human"),
+        (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"is from \['gpt'\]; known are"),
         (
             b'{"prompt": [{"role": "user", "content": "a"}],'
             b' "completion": [{"role": "assistant", "content": " "}]}',
@@ -134,6 +137,8 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "u.jsonl").write_text('{"text": "a"}', encoding="utf-16")
     (tmp_path / "l.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "w.txt").write_text("every byte is sound UTF-8", encoding="utf-16-le")
+    (tmp_path / "z.jsonl").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("none.jsonl", "there is no"),
@@ -141,6 +146,8 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
         ("u.jsonl", "is UTF-16"),
         ("l.txt", "is not UTF-8 text"),
         ("w.txt", "is no text: byte 2 is zero; if it is UTF-16, convert it"),
+        ("z.jsonl", r"is compressed \(gzip\): unpack it first \(gunzip -k\)$"),
+        ("z.jsonl.gz", "is compressed, and --data takes plain files: unpack it first"),
         ("empty", r"has no file of \.jsonl"),
     ):
         with pytest.raises(DataError, match=message):

@@ -16,6 +16,11 @@ from offload.train.data.bad_rows import BadRow
 
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
+_COMPRESSED = (
+    (b"\x1f\x8b", "gzip", "gunzip -k"), (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+    (b"\xfd7zXZ\0", "xz", "unxz -k"), (b"BZh", "bzip2", "bunzip2 -k"),
+    (b"PK\x03\x04", "zip", "unzip"),
+)  # fmt: skip
 _CHUNK_BYTES = 1 << 20
 MAX_ELEMENT = 1 << 28
 """Characters of one element of a list; without a limit a damaged one would read the file whole."""
@@ -27,7 +32,8 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
     Blank lines count as lines and are nothing else. A byte order mark is skipped.
 
     Raises:
-        DataError: a list that is broken: what follows in it cannot be found.
+        DataError: a list that is broken: what follows in it cannot be found; or what is in the
+            file is compressed.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -36,6 +42,9 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
             raise DataError(
                 f"{path.name}: is UTF-16 or UTF-32; JSON is UTF-8: convert it (iconv -t utf-8)"
             )
+        for magic, kind, tool in _COMPRESSED:
+            if start.startswith(magic):
+                raise DataError(f"{path.name}: is compressed ({kind}): unpack it first ({tool})")
         file.seek(len(_BOM) if start.startswith(_BOM) else 0)
         if start.removeprefix(_BOM).lstrip(_BLANK).startswith(b"["):
             yield from _elements(file, path.name)
@@ -57,6 +66,8 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as e:
         return BadRow(f"is not UTF-8: byte {e.object[e.start]:#04x} at position {e.start + 1}")
     except json.JSONDecodeError as e:
+        if e.msg.startswith("Expecting") and 0 < len(e.doc.rstrip()) <= e.pos:
+            return BadRow("is no JSON: its object goes on in the next line; jq -c . joins them")
         what = e.msg.removesuffix(" at")  # some of its messages end so
         return BadRow(f"is no JSON: {what} at character {e.pos + 1}, in {_excerpt(e.doc, e.pos)}")
     except (ValueError, RecursionError) as e:

@@ -126,7 +126,7 @@ def _message(entry: Any, where: str) -> Message:
     found = {str(key): value for key, value in entry.items() if value is not None}
     if "from" in found and "value" in found and "role" not in found:
         role, said = found.pop("from"), found.pop("value")
-        if role not in _SHAREGPT:
+        if not isinstance(role, str) or role not in _SHAREGPT:
             raise BadRow(f"{where} is from {role!r}; known are {', '.join(_SHAREGPT)}")
         found = {**found, "role": _SHAREGPT[role], "content": said}
     role, content = found.get("role"), found.get("content")

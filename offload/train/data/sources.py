@@ -31,6 +31,7 @@ _READERS: dict[str, Reader] = {
     ".txt": text_chunks,
     ".arrow": arrow_rows,
 }
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _TABLES = (".parquet", ".arrow")
 _TRAIN = re.compile(r"train(ing)?([-_.]|$)", re.IGNORECASE)
 _HELD_OUT = re.compile(r"(test|valid|validation|val|dev|eval|evaluation)([-_.]|$)", re.IGNORECASE)
@@ -96,6 +97,10 @@ def _find(path: Path) -> list[Path]:
         return _in_directory(path)
     if not path.exists():
         raise DataError(f"there is no {path}; --data takes a file or a directory")
+    if path.suffix.lower() in _COMPRESSED:
+        raise DataError(
+            f"{path.name}: is compressed, and --data takes plain files: unpack it first"
+        )
     if path.suffix.lower() not in _READERS:
         raise DataError(
             f"{path.name}: cannot tell what is in a {path.suffix or 'nameless'} file; "
