@@ -98,8 +98,11 @@ def kv_parts(run: Run) -> list[str]:
     """What keys and values took from the disk while decoding; nothing if they did not."""
     end, first = run.at_end.get("kv"), (run.at_first or run.at_start).get("kv")
     parts = []
-    if end and end.get("attention_error"):
-        parts.append(f"KV in {end['kind']}: attention off by {end['attention_error']:.1%} at most")
+    if end and end["kind"] in ("q8", "q4"):
+        error = end["attention_error"]
+        off = "" if error is None else f"attention off by {error:.1%} at most"
+        unknown = "attention's error not measured, no block was full after the prompt's first pass"
+        parts.append(f"KV in {end['kind']}: {off or unknown}")
     if end and end.get("evicted_tokens"):
         parts.append(
             f"KV keeps {end['keep_tokens']} tokens: {tokens_text(end['evicted_tokens'])} evicted, "

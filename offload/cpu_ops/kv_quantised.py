@@ -64,8 +64,8 @@ class QuantisedKv(KvCache):
         """The part of which the tail still has all tokens as they were before rounding."""
         self._heard: list[Heard | None] = [None] * layers
         self._errors: list[float | None] = [None] * layers
-        self.error = 0.0
-        """See ``note_error``; the largest so far."""
+        self.error: float | None = None
+        """See ``note_error``; the largest so far, None: it was not measured."""
 
     @property
     def rows(self) -> int:
@@ -211,7 +211,7 @@ class QuantisedKv(KvCache):
     def note_error(self, layer: int, error: float) -> None:
         """A layer's attention is off by that part of its largest number, from quantising."""
         self._errors[layer] = max(self._errors[layer] or 0.0, error)
-        self.error = max(self.error, error)
+        self.error = max(self.error or 0.0, error)
 
     def error_of(self, layer: int) -> float | None:
         """What was noted of the tokens that a layer holds; None: nothing."""

@@ -120,6 +120,8 @@ class QuantisedPrompt(PromptAttention):
         there: its queries [heads, D], sinks aside."""
         plan, cache, layer, n = self._half.plan, self._half.cache, self._half.layer, len(k)
         done, found = cache.done(layer), []
+        if not done:  # none of them is rounded yet
+            return
         for rounded in (True, False):
             one = BlockAttention(
                 last.reshape(1, plan.heads, 1, plan.dim), key_heads=plan.key_heads, dim=plan.dim,

@@ -198,7 +198,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         if self._attended:
             table.append(key_states, value_states)
             handle = TierHandle(table, self._behind, self.note_error)
-            if table.coarse is not None and table.length == key_states.shape[-2]:
+            first = table.length == key_states.shape[-2]
+            if table.coarse is not None and first and table.length >= table.layout.tokens:
                 handle.whole = key_states, value_states
             if self._keep is not None:
                 handle.watched = key_states.shape[-2] > 1 or not table.seen % WATCH_EVERY

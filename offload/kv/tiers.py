@@ -80,8 +80,8 @@ class KvTiers:
         self._kind, self._tail_bytes, self._sequences = kind, tail_bytes, sequences
         self.tails: BlockStore | None = None
         """The newest blocks, where full ones are quantised."""
-        self.error = 0.0
-        """See ``note_error``; the largest so far."""
+        self.error: float | None = None
+        """See ``note_error``; the largest so far, None: it was not measured."""
         self.keep = keep
         self._evicted = 0
         self._directory = directory
@@ -180,7 +180,7 @@ class KvTiers:
 
     def note_error(self, error: float) -> None:
         """A layer's attention is off by that part of its largest number, from quantising."""
-        self.error = max(self.error, error)
+        self.error = max(self.error or 0.0, error)
 
     def note_evicted(self, tokens: int) -> None:
         """So many tokens of a layer have gone."""
@@ -230,7 +230,7 @@ class KvTiers:
         return {
             "ram_bytes": sum(p.slots * p.slot_bytes for p in pools),
             "kind": self._kind,
-            "attention_error": self.error if self.tails is not None else None,
+            "attention_error": self.error,
             "keep_tokens": None if self.keep is None else self.keep.tokens,
             "evicted_tokens": self._evicted // max(1, self._layers),
             "slot_bytes": self.homes.slot_bytes if self.homes else 0,

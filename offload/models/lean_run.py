@@ -274,7 +274,7 @@ class LeanRun:
         return {
             "ram_bytes": sum(store.nbytes for store in stores),
             "kind": self._store.kind.value,
-            "attention_error": max(store.error for store in stores),
+            "attention_error": max((s.error for s in stores if s.error is not None), default=None),
             "keep_tokens": None,
             "evicted_tokens": 0,
             "slot_bytes": stores[0].layout.nbytes // stores[0].layout.parts,

@@ -68,6 +68,18 @@ def test_same_bits_for_any_budget(kind: str, tiny: Callable[..., Any], tmp_path:
     kv.close()
 
 
+def test_what_was_not_measured_is_not_said(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    """Of a prompt that fills no block nothing is rounded, and later nobody has the right ones."""
+    model = copy.deepcopy(tiny("llama", head_dim=32)).float()
+    switch_on(model)
+    kv = tiers(model, tmp_path, "q8", 1000)
+    generate(model, kv.new_cache(), inputs=torch.ones(ROWS, BLOCK - 2, dtype=torch.int64))
+    assert kv.stats()["attention_error"] is None
+    generate(model, kv.new_cache(), inputs=torch.ones(ROWS, BLOCK, dtype=torch.int64))
+    assert kv.stats()["attention_error"] > 0
+    kv.close()
+
+
 @torch.no_grad()
 def test_a_column_that_was_quantised_in_part(
     tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

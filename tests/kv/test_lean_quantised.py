@@ -57,6 +57,15 @@ def test_near_what_is_not_rounded(packed: Path) -> None:
             assert 0 < off < far * scale
 
 
+def test_what_was_not_measured_is_not_said(packed: Path) -> None:
+    """Of a prompt that fills no part nothing is rounded, and later nobody has the right ones."""
+    with loaded(packed, context=CONTEXT, kv="q8") as model:
+        generate(model, IDS[:, : PART - 2])
+        assert model.offload.stats()["kv"]["attention_error"] is None
+        generate(model, IDS[:, : PART + 2])
+        assert model.offload.stats()["kv"]["attention_error"] > 0
+
+
 def test_turns_and_sequences(packed: Path) -> None:
     """A conversation's cache is gone on with, and what runs together is what runs alone."""
     with loaded(packed, context=CONTEXT, kv="q8", sequences=2) as model:
