@@ -64,6 +64,7 @@ def make_tasks(
                 new_tokens=job.max_new_tokens,
                 context=wish.context,
                 limit=limit,
+                asked="-n" if job.max_new_tokens == wish.max_new_tokens else "max_new_tokens",
             )
         except OffloadError as error:
             raise OffloadError(f"line {job.line}: {error}") from error

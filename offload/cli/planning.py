@@ -126,7 +126,12 @@ def context_limit(config: Any) -> int | None:
 
 
 def fit_context(
-    *, prompt: int, new_tokens: int | None, context: int | None, limit: int | None
+    *,
+    prompt: int,
+    new_tokens: int | None,
+    context: int | None,
+    limit: int | None,
+    asked: str = "-n",
 ) -> tuple[int, int]:
     """How many tokens to generate, and how many to set memory aside for.
 
@@ -135,6 +140,7 @@ def fit_context(
         new_tokens: asked for; None: the default, or as many as fit.
         context: the flag, or None for just what is needed.
         limit: of the model, or None.
+        asked: where ``new_tokens`` was said.
 
     Raises:
         OffloadError: it does not fit; says by how many tokens.
@@ -145,13 +151,13 @@ def fit_context(
     whose = f"--context {context}" if context is not None else f"the model's context of {limit}"
     if room is not None and prompt + (new_tokens or 1) > room:
         wanted = (
-            f"{prompt} and the {new_tokens} new tokens (-n) make {prompt + new_tokens}"
+            f"{prompt} and the {new_tokens} new tokens ({asked}) make {prompt + new_tokens}"
             if new_tokens
             else f"{prompt} and at least one new token make {prompt + 1}"
         )
         raise OffloadError(
             f"the prompt does not fit: its tokens are {wanted}, {whose} takes {room}; "
-            + " or ".join(_ways(prompt, new_tokens, room))
+            + " or ".join(_ways(prompt, new_tokens, room, asked))
             + (" or raise --context" if context is not None and context != limit else "")
         )
     if new_tokens is None:
@@ -159,13 +165,13 @@ def fit_context(
     return new_tokens, context if context is not None else prompt + new_tokens
 
 
-def _ways(prompt: int, new_tokens: int | None, room: int) -> list[str]:
+def _ways(prompt: int, new_tokens: int | None, room: int, asked: str) -> list[str]:
     """How what does not fit in ``room`` tokens would."""
     over = prompt + (new_tokens or 1) - room
     ways = [f"shorten it by {over}"] if over < prompt else []
     if new_tokens and prompt < room:
-        ways.append(f"lower -n to {room - prompt}")
-    return ways or ["shorten it and lower -n"]
+        ways.append(f"lower {asked} to {room - prompt}")
+    return ways or [f"shorten it and lower {asked}"]
 
 
 def default_context(context: int | None, limit: int | None) -> int:

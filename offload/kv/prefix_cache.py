@@ -310,19 +310,19 @@ class PrefixCache:
         """On the thread: a group, checked; None: it is not there any more. The slot comes back in
         any case: with an error, in the queue."""
         at = index * self.group
+        tokens = ids[at : at + self.group]
         try:
             try:
                 area = self._folder.read(name, room_in(slot, self.group_bytes))
                 if area is None:
                     return slot, None
-                tokens = ids[at : at + self.group]
                 group = parse(area, root=self.root, name=name, start=at, tokens=tokens)
                 slot.filled = area.nbytes
                 return slot, group
             except DamagedGroupError as error:
                 self._folder.drop(name)
                 raise DamagedGroupError(
-                    f"tokens {at} to {at + self.group} in {self._folder.path}: {error}"
+                    f"tokens {at} to {at + len(tokens)} in {self._folder.path}: {error}"
                 ) from error
             except StoreError as error:
                 # A read error is not a deletion: another day it may be readable.

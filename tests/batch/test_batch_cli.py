@@ -304,3 +304,17 @@ def test_flags_without_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--output is for --batch" in capsys.readouterr().err
     assert main(["generate", "-m", "x", "--batch", "y"]) == 2
     assert "--batch needs --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "way"),
+    [({}, "lower -n to 7"), ({"max_new_tokens": 13}, "lower max_new_tokens to 7")],
+    ids=["flag", "line"],
+)
+def test_what_does_not_fit_is_lowered_where_it_was_said(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    line: dict[str, Any], way: str,
+) -> None:  # fmt: skip
+    source = write(tmp_path / "in", [{"prompt": "the disk, the"} | line])
+    assert main(words(checkpoint("qwen3"), source, tmp_path / "out", "-c", "20")) == 2
+    assert way in capsys.readouterr().err

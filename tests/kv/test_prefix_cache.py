@@ -150,6 +150,13 @@ def test_the_end_of_a_prompt_comes_back_exactly(
     other = [*prompt[:-1], prompt[-1] % 90 + 4]
     assert torch.equal(reader.logits(other), plain.logits(other))
     assert reader.passes == 1 + 3
+    # A damaged one is said with the tokens that it has.
+    (prompts._folder.path / f"{prompts._end_name(prompt)}.kv").write_bytes(b"")
+    said: list[str] = []
+    prompts._say = said.append
+    assert torch.equal(reader.logits(prompt), want)
+    assert len(said) == 1
+    assert f"tokens {2 * CHUNK} to {len(prompt)} in" in said[0]
 
 
 def test_what_is_being_written_is_waited_for(
