@@ -153,7 +153,8 @@ def _report(wish: Wish, prepared: Prepared, stats: dict[str, Any], end: dict[str
         f"{requests['completed']} answers",
         f"{requests['cancelled']} cancelled, {requests['rejected']} refused, "
         f"{requests['failed']} failed",
-        f"{tokens['generated']} tokens from {tokens['prompt']}",
+        f"{tokens['generated']} tokens from {tokens['prompt'] + tokens['reused']}"
+        + (f", {tokens['reused']} of them reused" if tokens["reused"] else ""),
         report.memory_text(end),
     ]
     console.note(" · ".join(said), "stats")

@@ -78,7 +78,7 @@ def timings(end: Ended) -> dict[str, float | None]:
         "queue_s": end.queue_s,
         "first_token_s": end.first_s,
         "decode_s": end.decode_s,
-        "prompt_tokens_per_s": read / end.first_s if end.first_s > 0 else None,
+        "prompt_tokens_per_s": read / end.first_s if read and end.first_s > 0 else None,
         "tokens_per_s": steps / end.decode_s if steps > 0 and end.decode_s > 0 else None,
     }
 

@@ -146,6 +146,25 @@ def test_it_ends_well(tmp_path: Path, alone: Alone) -> None:
     assert json.loads(report.read_text())["requests"]["completed"] == 1
 
 
+def test_what_was_reused_is_said(tmp_path: Path) -> None:
+    """A prompt that comes again whole is read at no speed, and counts among those answered."""
+    more = ("--prompt-cache", tmp_path / "prompts", "--prompt-cache-chunk", 16)
+    body = {"prompt": list(range(40)), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    with Server(*more, cache=tmp_path) as server:
+        found = [
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).json()
+            for _ in range(2)
+        ]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(WAIT_S) == 0
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
+    assert cached == [0, 40]
+    assert found[0]["timings"]["prompt_tokens_per_s"] > 0
+    assert found[1]["timings"]["prompt_tokens_per_s"] is None
+    assert found[0]["choices"] == found[1]["choices"]
+    assert "4 tokens from 80, 40 of them reused" in server.said[-1]
+
+
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     with Server("--parallel", 1, "--grace", 3600, cache=tmp_path) as server:
         ended = threading.Event()
