@@ -118,9 +118,9 @@ def run_batch(
             def end(sequence: Sequence) -> None:
                 reading.discard(task.index)
                 if sequence.error is None:
-                    tally.done += 1
-                    tally.prompt_tokens += len(task.ids)
                     on_answer(task, sequence.result)
+                    tally.done += 1  # what was not taken is no answer
+                    tally.prompt_tokens += len(task.ids)
                 elif isinstance(sequence.error, Exception):
                     tally.new_tokens -= count
                     tally.failed[task.index] = sequence.error

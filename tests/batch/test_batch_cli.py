@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import chat_template_utils
 
 from offload.cli.main import main
+from offload.errors import OffloadError
 from offload.models import prompt_time
 
 Checkpoint = Callable[[str], Path]
@@ -279,6 +280,33 @@ def test_ctrl_c_ends_cleanly(
     assert shown.splitlines()[-1] == "interrupted"
     assert "stats: 1 of 4 prompts" in shown
     assert len(answers(target)) == 1
+
+
+def test_an_answer_that_finds_no_room_is_not_counted(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from offload.batch.answers import Answers
+
+    add = Answers.add
+
+    def full(self: Any, index: int, key: str, answer: Any) -> None:
+        if self.done:
+            raise OffloadError("no space left")
+        add(self, index, key, answer)
+        self.done.add(index)
+
+    source, target = write(tmp_path / "in", LINES), tmp_path / "out"
+    batch = words(checkpoint("qwen3_moe"), source, target)
+    with monkeypatch.context() as patched:
+        patched.setattr(Answers, "add", full)
+        assert main(batch) == 2
+    shown = capsys.readouterr().err
+    assert len(answers(target)) == 1
+    assert "stats: 1 of 4 prompts" in shown
+    assert "no space left" in shown.splitlines()[-1]
+    assert main(batch) == 0
+    assert len(answers(target)) == 4
 
 
 @pytest.mark.parametrize(
