@@ -133,6 +133,13 @@ def cpu_flags() -> Check:
     have = [flag for flag in wanted if flag in flags]
     listed = ", ".join(have) or "none of " + ", ".join(wanted)
     listed += f"; {_count(default_threads(), 'thread')}"
+    if slow := _slow_bfloat16():
+        return Check(
+            name="CPU",
+            verdict=Verdict.BETTER,
+            detail=f"{listed}; {slow}: training and long prompts take many times as long in it",
+            fix="give --dtype float32 (twice the bytes), or for prompts --quant q8",
+        )
     if {"avx512_bf16", "amx_bf16"} & flags or (not flags and platform.machine() == "aarch64"):
         return Check(name="CPU", verdict=Verdict.GOOD, detail=listed)
     return Check(
@@ -141,6 +148,16 @@ def cpu_flags() -> Check:
         detail=f"{listed}; no bfloat16 instructions, long prompts are slower in it",
         fix="compare with --dtype float32 (twice the bytes)",
     )
+
+
+def _slow_bfloat16() -> str | None:
+    try:
+        import torch
+
+        from offload.runtime.slow_products import slowness
+    except ImportError:  # which the check of the libraries reports
+        return None
+    return slowness(torch.bfloat16)
 
 
 def kernels() -> Check:

@@ -68,6 +68,7 @@ from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import keep_small_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.runtime.slow_products import TWICE, slowness
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
@@ -254,6 +255,8 @@ def plan_model(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
     modules = fine_units(meta.model)
+    if device != "cuda" and not options.elsewhere and (slow := slowness(meta.dtype)):
+        notes.append(f"{slow}: prompts are several times slower than with --dtype float32, {TWICE}")
     apart = host_products.apart_layers(meta.model, modules if options.hybrid else ())
     phases, made = placed_and_made(parameters(meta.model).values(), meta.mapping)
     if device == "cuda":

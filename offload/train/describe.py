@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from offload.models.naming import model_name
 from offload.runtime import cuda_api
+from offload.runtime.slow_products import TWICE, slowness
 from offload.train.checks import check_device
 from offload.units import format_bytes, format_count
 
@@ -47,6 +48,10 @@ def describe(run: Run) -> list[str]:
         lines.append(
             "not exact: a step leaves experts alone that none of its tokens reaches (the plan and "
             "its time count those that even routing would reach)"
+        )
+    if place is None and (slow := slowness(run.meta.dtype)):
+        lines.append(
+            f"slow    {slow}: a step takes many times as long as with --dtype float32, {TWICE}"
         )
     if run.prediction is not None:
         text = seconds_text(run.prediction)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_support import not_warmed, options_for, write_data, write_model
 
 from offload.train import beside, preparing, rates
@@ -63,6 +64,20 @@ def speeds(run: Run, **more: Any) -> StepRates:
     units = {u.index: (1.0, 2.0) for u in run.layout.units if "layers" in u.name}
     given: dict[str, Any] = {"disk_read": 1e12, "disk_write": 1e12, "update": 1e12, **more}
     return StepRates(units=units, head=0.5, **given)
+
+
+def test_a_dtype_without_fast_products_is_told(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
+    run = prepared(model, data, tmp_path)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        (line,) = [text for text in run.describe() if text.startswith("slow")]
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert "no fast products of bfloat16" in line
+    assert "--dtype float32" in line
 
 
 @pytest.mark.parametrize("clipping", [True, False])
