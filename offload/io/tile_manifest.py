@@ -228,7 +228,9 @@ def _from_json(body: Mapping[str, Any]) -> Commit:
 def require_same(where: str, found: Commit, layout: Layout, identity: Mapping[str, Any]) -> None:
     """Raise StoreError, naming the first key that differs, unless ``found`` is of this run."""
     mine = normal_meta(identity)
-    for key in sorted(mine.keys() | found.identity.keys()):
+    keys = mine.keys() | found.identity.keys()
+    # What only one of them has follows from something that both have and that differs.
+    for key in sorted(keys, key=lambda k: (not (k in mine and k in found.identity), k)):
         want, have = mine.get(key, "missing"), found.identity.get(key, "missing")
         if want != have:
             raise StoreError(

@@ -259,6 +259,7 @@ def test_the_least_budget_is_told_and_works(
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"grad_dtype": "fp32"}, "grad_dtype"),
         ({"weight_decay": 0.0}, "weight_decay"),
+        ({"method": "lora"}, "its method is 'full', this run's is 'lora'"),
     ],
 )
 def test_other_settings_are_named(
