@@ -263,6 +263,9 @@ def test_no_template_at_all_is_no_fault_of_the_row(tmp_path: Path) -> None:
     tok.chat_template = None
     with pytest.raises(DataError, match="need a chat template, and the tokenizer has none"):
         opened(file, tmp_path, tok, skip_bad_rows=True)
+    tok.chat_template = "{% for m in messages %}{{ m.role"
+    with pytest.raises(DataError, match="the tokenizer's chat template is broken: "):
+        opened(file, tmp_path, tok, skip_bad_rows=True)
 
 
 def test_tools_reach_the_template() -> None:

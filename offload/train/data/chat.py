@@ -39,7 +39,7 @@ class ChatEncoder:
 
         Raises:
             BadRow: the template refuses the messages, or what the assistant says cannot be found.
-            DataError: there is no template.
+            DataError: there is no template, or it is none.
         """
         template = self._template(chat)
         chat = replace(
@@ -69,7 +69,11 @@ class ChatEncoder:
     def _apply(self, messages: tuple[Message, ...], chat: Chat, **how: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(list(messages), tools=chat.tools, **how)
+        except ImportError as e:
+            raise DataError(f"rows with messages cannot be read: {e}") from e
         except Exception as e:  # a template is a program: it fails in its own ways
+            if type(e).__name__ == "TemplateSyntaxError":  # of jinja2, which transformers imports
+                raise DataError(f"the tokenizer's chat template is broken: {e}") from e
             raise BadRow(f"the chat template refuses it: {type(e).__name__}: {e}") from e
 
     def _marked(self, chat: Chat) -> tuple[list[int], list[bool]]:
