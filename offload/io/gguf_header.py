@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from offload.errors import CheckpointError
+from offload.io.files import LFS_MAGIC, LFS_POINTER
 from offload.io.gguf_types import REMOVED, TYPES
 
 MAGIC = b"GGUF"
@@ -242,6 +243,8 @@ def _version(cursor: _Cursor) -> int:
         cursor.fail(f"{cursor.file_size} bytes are too few for a GGUF file (at least 24)")
     magic = cursor.take(4, "the magic")
     if magic != MAGIC:
+        if LFS_MAGIC.startswith(magic):
+            cursor.fail(LFS_POINTER)
         older = {b"ggml", b"ggmf", b"ggjt", b"lmgg", b"fmgg", b"tjgg"}
         hint = "a format before GGUF; convert the model again" if magic in older else "not GGUF"
         cursor.fail(f"it starts with {magic!r} instead of {MAGIC!r}: {hint}")

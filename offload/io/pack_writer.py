@@ -143,9 +143,9 @@ class PackDirectory:
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except NotADirectoryError:
+        except (NotADirectoryError, FileExistsError) as e:
             raise StoreError(
-                f"{self.path} exists and is no directory; choose another name"
+                f"{e.filename} exists and is no directory; choose another name"
             ) from None
         except OSError as e:
             raise StoreError(f"cannot make {self.path}: {e.strerror}") from e

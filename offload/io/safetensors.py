@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ DTYPES = {
 """torch's names of the format's dtypes."""
 
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -357,4 +359,14 @@ def _nothing_found(root: Path, single: str, index: str) -> str:
             "loaded, so they are refused; convert them where you trust them: "
             "from_pretrained() and then save_pretrained() of transformers write safetensors"
         )
-    return f"{root} has no weights: neither {single} nor {index} is there"
+    return f"{root} has no weights: neither {single} nor {index} is there{gguf_hint(root)}"
+
+
+def gguf_hint(directory: Path) -> str:
+    """What to name instead of a directory that has GGUF files, to go behind an error; or ""."""
+    # Of a split file any part will do, and only the first of them is named.
+    found = sorted(p for p in directory.glob("*.gguf") if not _LATER_PART.search(p.name))
+    if not found:
+        return ""
+    others = f" (or another of its {len(found)})" if len(found) > 1 else ""
+    return f"; it has GGUF files, which are named themselves: {found[0]}{others}"

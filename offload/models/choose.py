@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from offload.errors import OffloadError
 from offload.io.pack_manifest import is_pack, read_manifest
+from offload.io.safetensors import gguf_hint
 from offload.models.meta import resolve
 from offload.models.pack_open import is_gguf
 
@@ -39,7 +40,8 @@ def model_directory(
         progress: called while it is made.
 
     Raises:
-        OffloadError: there is no such model, or it cannot be had in ``quant``.
+        OffloadError: there is no such model, it is a directory of GGUF files, or it cannot be had
+            in ``quant``.
         StoreError: the pack cannot be made.
     """
     file = Path(model).expanduser()
@@ -55,6 +57,10 @@ def model_directory(
 
         return _pack(GgufSource.open(file), quant or "none", announce, progress)
     directory = resolve(model)
+    hint = gguf_hint(directory)
+    if hint and not any(directory.glob("*.safetensors")) and not is_pack(directory):
+        # What else it may lack (a tokenizer, say) is in the GGUF file.
+        raise OffloadError(f"{directory} has no safetensors{hint}")
     if quant is None and kernels == "fast" and not is_pack(directory):
         quant = "none"
     if quant is None:

@@ -18,7 +18,7 @@ import torch
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload.io.pack_manifest import JOURNAL
-from offload.io.safetensors import CheckpointIndex
+from offload.io.safetensors import CheckpointIndex, gguf_hint
 from offload.models.sources import CheckpointMap, SourceMap
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ def read_config(directory: Path) -> Any:
                 f"{directory} is a packed model that is not finished: give 'offload pack' the same "
                 f"source and directory again, and it goes on where it was"
             ) from None
-        raise CheckpointError(f"{directory} has no config.json: not a model directory") from None
+        raise CheckpointError(
+            f"{directory} has no config.json: not a model directory{gguf_hint(directory)}"
+        ) from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(raw, dict):
@@ -311,12 +313,29 @@ def _check(model: Any, mapping: SourceMap, directory: Path) -> None:
             f"not in the checkpoint, first: {lost[0]}; {_other_name(lost[0], mapping.unexpected)}"
             f"config.json and the weights are of different models, or the download is incomplete"
         )
-    if mapping.unexpected:
-        logger.info(
-            "%d tensors of the checkpoint are not used by %s, first: %s",
-            len(mapping.unexpected),
+    note_unused(
+        directory.name,
+        model,
+        [n for n in mapping.unexpected if not any(re.search(p, n) for p in _passed_over(model))],
+    )
+
+
+def _passed_over(model: Any) -> set[str]:
+    """Patterns of what published checkpoints have besides the model, as transformers knows them:
+    layers that only predict ahead, buffers of older versions."""
+    return {r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())}
+
+
+def note_unused(name: str, model: Any, unused: list[str]) -> None:
+    """Warn of weights that no part of ``model`` asks for: it runs, but may not be the whole one."""
+    if unused:
+        logger.warning(
+            "%s: %d tensors have no place in the %s that config.json describes, and are not used; "
+            "the first is %s",
+            name,
+            len(unused),
             type(model).__name__,
-            mapping.unexpected[0],
+            unused[0],
         )
 
 

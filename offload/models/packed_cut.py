@@ -18,6 +18,7 @@ from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.pack_manifest import Kind, Layout
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
+from offload.models.meta import note_unused
 from offload.models.naming import model_name
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedLinear, expert_layout_of
@@ -35,6 +36,9 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
     """
     units = {id(m): Unit(path, m) for path, m in unit_modules(model)}
     groups = {g.name: g for g in expert_groups(model)}
+    names = model.state_dict().keys()
+    unused = [n for n in pack.tensors if n not in names]
+    note_unused(model_name(pack.path), model, unused + [n for n in pack.experts if n not in groups])
     params = parameters(model)
     in_group = {id(t) for g in groups.values() for t in g.module.parameters()}
     result = Cut([], {}, {}, [], [], None, None, [])

@@ -204,6 +204,35 @@ def test_a_checkpoint_that_is_not_right(
     refused(cli("generate", "-m", bare, *IDS), *said)
 
 
+@pytest.mark.parametrize("config", [True, False])
+def test_a_directory_of_gguf_files(cli: Cli, bare: Path, config: bool) -> None:
+    weights(bare).unlink()
+    (bare / "tokenizer.json").unlink(missing_ok=True)
+    if not config:
+        (bare / "config.json").unlink()
+    for name in ("b-00002-of-00002.gguf", "b-00001-of-00002.gguf"):
+        (bare / name).touch()
+    said = f"it has GGUF files, which are named themselves: {bare / 'b-00001-of-00002.gguf'}"
+    refused(cli("generate", "-m", bare, "-p", "x"), said)
+    refused(cli("pack", bare, bare / "p"), said)
+    (bare / "c.gguf").touch()
+    refused(cli("generate", "-m", bare, "-p", "x"), f"{said} (or another of its 2)")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_that_the_config_has_no_place_for_are_said(
+    cli: Cli, bare: Path, tmp_path: Path, packed: bool
+) -> None:
+    where = tmp_path / "p" if packed else bare
+    if packed:
+        assert cli("pack", bare, where).code == 0
+    edit_config(where, num_hidden_layers=2, layer_types=None)
+    result = cli("generate", "-m", where, *IDS)
+    assert result.code == 0, result.err
+    assert "tensors have no place in the" in result.err
+    assert "the first is model.layers.2." in result.err
+
+
 def test_a_broken_tokenizer(cli: Cli, bare: Path) -> None:
     (bare / "tokenizer.json").write_text("{}")
     refused(cli("generate", "-m", bare, "-p", "x"), "tokenizer")

@@ -54,6 +54,9 @@ def test_what_cannot_be_packed_is_one_line(cli: Cli, moe: Path, tmp_path: Path) 
     refused(cli("pack", moe, tmp_path / "p", "--quant", "q5"), "q5")
     refused(cli("pack", moe, tmp_path / "p", "--json", tmp_path / "no" / "r"), "--json")
     refused(cli("pack", moe, tmp_path / "d"), "is not a packed model", "thesis.txt")
+    file = tmp_path / "d" / "thesis.txt"
+    for out in (file, file / "p"):
+        refused(cli("pack", moe, out), f"{file} exists and is no directory")
     assert not (tmp_path / "p").exists()
     assert cli("pack", moe, tmp_path / "p", "--quant", "q8").code == 0
     refused(cli("pack", moe, tmp_path / "p", "--quant", "q4"), "as q8, wanted is", "as q4")

@@ -202,6 +202,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         "truncated in its header: a metadata key at byte 92 takes 8 bytes",
     ),
     "key past the end": (raw([struct.pack("<Q", 99) + bytes(30)]), "takes 99 bytes, the file ends"),
+    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "key of noise": (raw([pair("k", U8, b"1"), text(b"\xff\xfe") + bytes(9)]), "is not UTF-8"),
     "empty key": (raw([pair("", U64, bytes(8))]), "metadata key at byte 24 is empty"),
     "same key": (raw([pair("a", U32, u32(1))] * 2), "the key 'a' is there twice"),
