@@ -47,7 +47,8 @@ class Terminal:
     """Lines from a terminal.
 
     A line that ends in a backslash goes on in the next one; lines between ``\"\"\"`` belong
-    together as they are. A line that begins with ``/`` is a command; ``//`` sends one slash.
+    together as they are. A line that begins with ``/`` is a command; ``//`` sends one slash. What
+    is pasted may be a line with newlines in it.
     """
 
     interactive = True
@@ -146,7 +147,12 @@ def _line_reader() -> ReadLine:
     if edit:
         with contextlib.suppress(ImportError):
             # Its import alone gives input() editing and a history, which no file ever keeps.
-            import readline  # noqa: F401
+            import readline
+
+            # What is pasted is one entry whatever lines it has: as lines of their own each would
+            # be a message, and one that begins with a slash a command. Python switches it off.
+            if "libedit" not in (readline.__doc__ or ""):
+                readline.parse_and_bind("set enable-bracketed-paste on")
 
     def read_line(prompt: str) -> str | None:
         try:

@@ -65,6 +65,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+PASTE_SWITCHES = ("\x1b[?2004h", "\x1b[?2004l\r")
+"""How the terminal is asked to mark what is pasted, before each prompt and after its line."""
+
+
 class Typist:
     """A process at a pseudo-terminal. Waits for what it shows, never for a time."""
 
@@ -124,4 +128,6 @@ class Typist:
         except OSError:  # EIO: the last process at the terminal is gone
             return False
         self.seen += data.decode(errors="replace").replace("\r\n", "\n")
+        for switch in PASTE_SWITCHES:
+            self.seen = self.seen.replace(switch, "")
         return bool(data)

@@ -173,6 +173,21 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(tiny: Path, tmp_path: Path
     assert run["ended"] == "left"
 
 
+def test_what_is_pasted_is_one_message(tiny: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    with Typist(["chat", "-m", tiny, "--no-predict", "-c", 256, "-n", 4]) as user:
+        user.wait_for("\n> ")
+        user.type("Mend this:\x1b[200~\nfor x in y:\n/exit\n\x1b[201~\n")
+        user.wait_for("reading ")
+        user.wait_for("\n> ")
+        user.type(f"/save {saved}\n")
+        user.wait_for("1 exchanges are in")
+        user.type("\x04")
+        assert user.end() == 0
+    first = json.loads(saved.read_text())["messages"][0]
+    assert first == {"role": "user", "content": "Mend this:\nfor x in y:\n/exit\n"}
+
+
 def test_sigterm_while_the_prompt_is_printed(tiny: Path) -> None:
     """Sent as soon as the line before the prompt is there: it must not wait for the next key."""
     with Typist(["chat", "-m", tiny, *LONG]) as user:
