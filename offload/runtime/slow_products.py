@@ -22,7 +22,9 @@ _X86 = ("x86_64", "AMD64", "i686")
 def multiplies_slowly(dtype: torch.dtype) -> bool:
     """Whether products of many rows are far slower in ``dtype`` than in float32; False where that
     cannot be told."""
-    if platform.machine() not in _X86 or not torch.backends.mkldnn.is_available():
+    mkldnn = torch.backends.mkldnn
+    available = mkldnn.is_available()  # type: ignore[no-untyped-call, unused-ignore]
+    if platform.machine() not in _X86 or not available:
         return False
     question = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -31,7 +33,7 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
     asked = getattr(torch.ops.mkldnn, question, None) if question else None
     if asked is None:
         return False
-    return not (torch.backends.mkldnn.enabled and asked())
+    return not (mkldnn.enabled and asked())
 
 
 def slowness(dtype: torch.dtype) -> str | None:
