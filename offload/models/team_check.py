@@ -96,64 +96,40 @@ _OUTPUTS = 2**15
 after rounding to bfloat16."""
 
 
-class BitTrial:
-    """One model's products with one thread fewer than ``threads``: under way, or known."""
+def same_bits(products: list[list[Any]], threads: int) -> bool:
+    """Whether one thread fewer than ``threads`` computes the same; False if it cannot be tried.
+    Known from the first time on: that takes some seconds, and some 0.3 GiB of another process.
 
-    def __init__(self, products: list[list[Any]], threads: int) -> None:
-        """``products``: of ``products_of``."""
-        from offload.runtime.hardware_cache import cpu_name
+    Args:
+        products: of ``products_of``.
+    """
+    from offload.runtime.hardware_cache import cpu_name
 
-        self._job = {"products": products, "threads": threads, "outputs": _OUTPUTS}
-        key = {**self._job, "torch": torch.__version__, "cpu": cpu_name()}
-        self._known = Known("teams.json")
-        self._key = json.dumps(key, sort_keys=True)
-        found = self._known.get(self._key)
-        self._answer: bool | None = found if isinstance(found, bool) else None
-        self._process: subprocess.Popen[str] | None = None
-
-    def answer(self, *, wait: bool = False) -> bool | None:
-        """Whether the bits are the same; None: not known yet, and tried in the background. What
-        cannot be tried is not the same."""
-        if self._answer is not None:
-            return self._answer
-        if self._process is None:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _TRIAL, json.dumps(self._job)],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    text=True,
-                )  # fmt: skip
-            except OSError as error:
-                return self._end(None, str(error))
-        if not wait and self._process.poll() is None:
-            return None
-        try:
-            out = self._process.communicate(timeout=TIMEOUT_S)[0]
-        except subprocess.TimeoutExpired:
-            self.close()
-            return self._end(None, f"no answer in {TIMEOUT_S:.0f} s")
-        return self._end(out, f"exit code {self._process.returncode}")
-
-    def close(self) -> None:
-        """Stop trying."""
-        if self._process is not None and self._answer is None:
-            self._process.kill()  # nothing, if it has ended
-            self._process.communicate()
-
-    def _end(self, out: str | None, why_not: str) -> bool:
-        try:
-            found = json.loads((out or "").strip().splitlines()[-1])
-        except (ValueError, IndexError):
-            logger.info("whether a thread fewer computes the same is not known: %s", why_not)
-            self._answer = False
-            return False
-        self._answer = found is True
-        self._known.put(self._key, self._answer)
-        return self._answer
+    job = {"products": products, "threads": threads, "outputs": _OUTPUTS}
+    about = {**job, "torch": torch.__version__, "cpu": cpu_name()}
+    key, known = json.dumps(about, sort_keys=True), Known("teams.json")
+    found = known.get(key)
+    if isinstance(found, bool):
+        return found
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRIAL, json.dumps(job)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+        )  # fmt: skip
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        stderr = (getattr(error, "stderr", None) or "").strip().splitlines()[-1:]
+        logger.info(
+            "whether a thread fewer computes the same is not known: %s",
+            " ".join([str(error), *stderr]),
+        )
+        return False
+    known.put(key, answer is True)
+    return answer is True
 
 
 def products_of(model: nn.Module, cut: Cut, context: int) -> list[list[Any]] | None:
-    """What one token is multiplied by, for ``BitTrial``; None if the model multiplies by what is
+    """What one token is multiplied by, for ``same_bits``; None if the model multiplies by what is
     not known here (convolutions, recurrences). ``model``: on meta, or as it runs."""
     found: set[tuple[Any, ...]] = set()
     fused = {id(param.tensor): param for group in cut.groups for param in group.params}
@@ -204,7 +180,8 @@ def _attention(model: nn.Module, context: int) -> set[tuple[Any, ...]]:
 
 
 def _lengths(context: int) -> Iterable[int]:
-    return sorted({min(context, n) for n in (1, 67, 515, 2049, 16384)})
+    """Of keys: few, so that another context need not be another trial."""
+    return (1, 67, 515, 2049, *((16384,) if context > 4096 else ()))
 
 
-__all__ = ["BitTrial", "products_of"]
+__all__ = ["products_of", "same_bits"]

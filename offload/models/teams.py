@@ -16,7 +16,7 @@ from offload.models.handle import OffloadHandle
 from offload.models.options import Options
 from offload.models.shadow import shadow
 from offload.models.streamed_forward import not_compiled
-from offload.models.team_check import BitTrial
+from offload.models.team_check import same_bits
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import Plan
 from offload.scheduler.planner import PlanRequest, make_plan
@@ -24,6 +24,9 @@ from offload.scheduler.team import MARGIN, Team
 
 LEAST_BYTES = 8 << 20
 """Read by a token: with fewer there is nothing to make room for, and nothing is tried."""
+
+LEAST_BUDGET = 512 << 20
+"""Of RAM, not in use yet when another process tries whether the bits are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,11 @@ class TeamPlan:
     Attributes:
         fewer: whether a run begins with one thread fewer than torch has.
         planned: whether that was predicted to be better, or worse.
-        trial: whether the bits are the same; None: they are, by construction.
         note: what was said of it.
     """
 
     fewer: bool
     planned: bool
-    trial: BitTrial | None
     note: str | None = None
 
 
@@ -67,20 +68,19 @@ def plan_team(
         or plan.streamed_bytes_per_pass < LEAST_BYTES
     ):
         return plan, None, []
-    trial = None
     if products is not None:
         listed = products()
-        if listed is None:
+        small = plan.budgets[Tier.RAM] < LEAST_BUDGET
+        if listed is None or small or not same_bits(listed, threads):
             return plan, None, []
-        trial = BitTrial(listed, threads)
     if options.fewer is None or request.costs is None or plan.predicted_pass_s is None:
-        return plan, TeamPlan(False, False, trial), []
+        return plan, TeamPlan(fewer=False, planned=False), []
     costs = replace(request.costs, hardware=options.fewer)
     other = finished(make_plan(replace(request, costs=costs)), costs)
     assert other.predicted_pass_s is not None
     now_s, then_s = plan.predicted_pass_s.mid, other.predicted_pass_s.mid
-    if then_s >= MARGIN * now_s or (trial is not None and not trial.answer(wait=True)):
-        return plan, TeamPlan(False, True, trial), []
+    if then_s >= MARGIN * now_s:
+        return plan, TeamPlan(fewer=False, planned=True), []
     note = (
         f"tokens are computed by {threads - 1} of {threads} threads, which leaves a core to those "
         f"that read: {1 / then_s:.3g} tok/s predicted, instead of {1 / now_s:.3g}"
@@ -91,7 +91,7 @@ def plan_team(
         bound_pass_s=other.bound_pass_s,
         lane_s=other.lane_s,
     )
-    return found, TeamPlan(True, True, trial, note), [note]
+    return found, TeamPlan(fewer=True, planned=True, note=note), [note]
 
 
 def serve_team(
@@ -103,7 +103,6 @@ def serve_team(
         return
     runner = _Runner(team, handle, kernels)
     handle.team = runner.team
-    handle.attachment.on_detach(runner.close)
     handle.attachment.on_detach(
         shadow(model, "forward", not_compiled(runner.around(model.forward)))
     )
@@ -112,27 +111,20 @@ def serve_team(
 class _Runner:
     def __init__(self, plan: TeamPlan, handle: OffloadHandle, kernels: bool) -> None:
         self.team = Team(fewer=plan.fewer, planned=plan.planned)
-        self._trial, self._kernels = plan.trial, kernels
+        self._kernels = kernels
         self._turn = handle.attachment.turn
         self._stats = handle.executor.stats
-
-    def close(self) -> None:
-        if self._trial is not None:
-            self._trial.close()
 
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             threads = torch.get_num_threads()
-            if threads < 2 or not one_token(args, kwargs) or not self._proved():
+            if threads < 2 or not one_token(args, kwargs):
                 return inner(*args, **kwargs)
             with self._turn:
                 return self._timed(threads, lambda: inner(*args, **kwargs))
 
         return forward
-
-    def _proved(self) -> bool:
-        return self._trial is None or self._trial.answer() is True
 
     def _timed(self, threads: int, run: Callable[[], Any]) -> Any:
         fewer, read = self.team.next_fewer, self._stats.disk_read_bytes

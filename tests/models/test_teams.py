@@ -18,7 +18,7 @@ from torch import nn
 from offload.cpu_ops import threads as kernel_threads
 from offload.models import team_check, teams
 from offload.models.load import Prepared, prepare
-from offload.models.team_check import BitTrial, products_of
+from offload.models.team_check import products_of, same_bits
 from offload.models.teams import TeamPlan, one_token
 from offload.scheduler.costs import PACKED
 from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware, Rate
@@ -41,6 +41,7 @@ def _two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """Of two threads; tiny models count; the memory of trials is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(teams, "LEAST_BYTES", 1)
+    monkeypatch.setattr(teams, "LEAST_BUDGET", 1)
     torch.set_num_threads(2)
     kernel_threads.setup(2)
     yield
@@ -79,43 +80,27 @@ def test_the_trial_says_what_this_machine_does() -> None:
     W = torch.randn(700, 256, generator=generator)
     x_NI = torch.randn(50, 1, 256, generator=generator)
     here = same(lambda: torch.stack([nn.functional.linear(x, W) for x in x_NI]))
-    trial = BitTrial(PRODUCTS[:1], 2)
-    assert trial.answer(wait=True) is here
-    assert isinstance(BitTrial(PRODUCTS, 2).answer(wait=True), bool)
+    assert same_bits(PRODUCTS[:1], 2) is here
+    assert isinstance(same_bits(PRODUCTS, 2), bool)
 
 
 def test_what_was_tried_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team_check, "_TRIAL", "print('true')")
-    assert BitTrial(PRODUCTS, 2).answer(wait=True) is True
+    assert same_bits(PRODUCTS, 2)
     monkeypatch.setattr(team_check, "_TRIAL", "print('false')")
-    assert BitTrial(PRODUCTS, 2).answer() is True
-    assert BitTrial(PRODUCTS, 3).answer(wait=True) is False  # another number is another question
-    assert BitTrial(PRODUCTS[:2], 2).answer(wait=True) is False
+    assert same_bits(PRODUCTS, 2)
+    assert not same_bits(PRODUCTS, 3)  # another number is another question
+    assert not same_bits(PRODUCTS[:2], 2)
 
 
-@pytest.mark.parametrize("text", ["raise SystemExit(3)", "print('nonsense')", "print(1)"])
+@pytest.mark.parametrize(
+    "text",
+    ["raise SystemExit(3)", "print('nonsense')", "", "print(1)", "import signal; signal.pause()"],
+)
 def test_a_trial_that_fails_is_no(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team_check, "_TRIAL", text)
-    assert BitTrial(PRODUCTS, 2).answer(wait=True) is False
-
-
-def test_a_trial_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team_check, "_TRIAL", "import signal; signal.pause()")
-    monkeypatch.setattr(team_check, "TIMEOUT_S", 0.2)
-    trial = BitTrial(PRODUCTS, 2)
-    assert trial.answer() is None  # in the background
-    assert trial.answer(wait=True) is False
-    assert trial._process is not None
-    assert trial._process.returncode is not None  # ended, and waited for
-
-
-def test_a_trial_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team_check, "_TRIAL", "import signal; signal.pause()")
-    trial = BitTrial(PRODUCTS, 2)
-    assert trial.answer() is None
-    trial.close()
-    assert trial._process is not None
-    assert trial._process.returncode is not None
+    monkeypatch.setattr(team_check, "TIMEOUT_S", 0.5 if "signal" in text else 60.0)
+    assert not same_bits(PRODUCTS, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "gpt_oss"])
@@ -160,7 +145,7 @@ def test_the_faster_number_is_planned(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(team_check, "_TRIAL", "print('true')")
     write("llama", tmp_path / "m")
     base = half(tmp_path / "m", hardware=machine(1e4))
-    assert base.team == TeamPlan(False, False, base.team and base.team.trial)
+    assert base.team == TeamPlan(fewer=False, planned=False)
     assert base.plan.predicted_pass_s is not None
 
     better = half(tmp_path / "m", hardware=machine(1e4), fewer=machine(2e4))
@@ -193,8 +178,7 @@ def test_other_bits_are_not_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     base = half(tmp_path / "m", hardware=machine(1e4))
     found = half(tmp_path / "m", hardware=machine(1e4), fewer=machine(2e4))
     assert found.plan.predicted_pass_s == base.plan.predicted_pass_s
-    assert found.team is not None
-    assert not found.team.fewer
+    assert found.team is base.team is None
 
 
 @pytest.mark.parametrize(
@@ -277,34 +261,25 @@ def test_tokens_and_prompts(fewer: bool, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_nobody_has_said_which_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are tried in the run, once the bits are known to be the same."""
+    """Both are tried in the run."""
     monkeypatch.setattr(team_check, "_TRIAL", "print('true')")
     write("llama", tmp_path / "m")
-    made = half(tmp_path / "m")
-    assert made.team is not None
-    assert made.team.trial is not None
-    assert made.team.trial.answer(wait=True)
-    with opened(made) as model, counted(model.model.layers[0]) as seen:
+    with opened(half(tmp_path / "m")) as model, counted(model.model.layers[0]) as seen:
         greedy(model, prompt(), max_new_tokens=30)
         assert model.offload.team is not None
         assert model.offload.team.trials == 1
     assert [t for n, t in seen if n == 1][:20] == [2] * 4 + ([2] * 4 + [1] * 4) * 2
 
 
-def test_without_an_answer_nothing_is_tried(
+def test_a_budget_in_which_nothing_can_be_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(team_check, "_TRIAL", "import signal; signal.pause()")
+    """Another process might not have room beside this one."""
+    monkeypatch.setattr(teams, "LEAST_BUDGET", 2**40)
+    monkeypatch.setattr(team_check, "_TRIAL", "print('true')")
     write("llama", tmp_path / "m")
-    made = half(tmp_path / "m")
-    assert made.team is not None
-    assert made.team.trial is not None
-    with opened(made) as model, counted(model.model.layers[0]) as seen:
-        greedy(model, prompt(), max_new_tokens=12)
-        assert set(seen) == {(9, 2), (1, 2)}
-    process = made.team.trial._process
-    assert process is not None
-    assert process.returncode is not None  # closed with the model
+    made = half(tmp_path / "m", hardware=machine(1e4), fewer=machine(2e4))
+    assert made.team is None
 
 
 def test_an_error_gives_the_threads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +314,6 @@ def test_a_packs_kernels_have_as_many(
     now, other = rates if fewer else rates[::-1]
     made = planned(pack_dir, least + whole // 4, hardware=now, fewer=other)
     assert made.team is not None
-    assert made.team.trial is None
     used: list[int] = []
     run = kernel_threads.run
 
