@@ -109,8 +109,9 @@ def chat(
         system = read_text(system_file, "--system-file")
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
-    output.check_target(json_file, "--json")
-    output.check_target(record_routing, "--record-routing")
+    reads = (system_file, routing)
+    output.check_target(json_file, "--json", reads=reads)
+    output.check_target(record_routing, "--record-routing", reads=reads)
     check_trace(trace, trace_plot)
     source = open_source(once=once)
     from offload.cli import libraries

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from offload.cli.output import is_of_a_model
 from offload.errors import OffloadError
 
 Message = dict[str, str]
@@ -86,6 +87,8 @@ class Conversation:
             target = target.resolve()  # through a link: its target is replaced, not the link
             if target.exists() and not target.is_file():
                 raise OffloadError(f"{path} is not a file; nothing is saved")
+            if is_of_a_model(target):
+                raise OffloadError(f"{path} is a file of a model; nothing is saved")
             _write_private(target, text.encode("utf-8", "surrogatepass"))
         except OSError as error:
             raise OffloadError(f"{path} cannot be written: {error.strerror}") from error

@@ -128,8 +128,9 @@ def generate(
     asked = Asked() if batched else read_prompt(prompt, prompt_file, prompt_ids)
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
-    output.check_target(json_file, "--json")
-    output.check_target(record_routing, "--record-routing")
+    reads = (prompt_file, batch, plan, routing)
+    output.check_target(json_file, "--json", reads=reads)
+    output.check_target(record_routing, "--record-routing", reads=reads)
     check_trace(trace, trace_plot)
     from offload.cli import libraries
 
