@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload.models.pack_open import is_gguf
 
 SYNTH_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -90,6 +91,8 @@ def _read_json(file: Path) -> dict[str, Any]:
             "directory that holds it"
         ) from e
     except ValueError as e:
+        if is_gguf(file):
+            raise CheckpointError(f"{file} is a GGUF file; give the model's config.json") from e
         raise CheckpointError(f"{file} is not valid JSON: {e}") from e
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file} holds a JSON {type(raw).__name__}, not an object")

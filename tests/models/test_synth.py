@@ -217,7 +217,13 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "not valid JSON"), ("[1]", "a JSON list"), (None, "No such file")]
+    ("text", "says"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "a JSON list"),
+        (None, "No such file"),
+        ("GGUF\3", "is a GGUF file; give the model's config.json"),
+    ],
 )
 def test_damaged_configs(tmp_path: Path, text: str | None, says: str) -> None:
     config = tmp_path / "config.json"
