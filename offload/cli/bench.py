@@ -82,8 +82,7 @@ def cache(
     Hit rates for caches of several sizes, beside the optimum that knows the future (Belady's MIN).
     Reads no model and needs no weights.
     """
-    output.check_json_target(json_file)
-    output.check_target(plot, "--plot")
+    output.check_targets({"--json": json_file, "--plot": plot}, reads=[trace, hot])
     if plot is not None:
         _check_plot()
     from offload.cli import console

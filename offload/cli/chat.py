@@ -12,7 +12,7 @@ from offload.cli.chat_history import Overflow
 from offload.cli.chat_input import open_source
 from offload.cli.prompt import read_text
 from offload.cli.sampling import Sampling
-from offload.cli.tracing import Tracing, check_trace
+from offload.cli.tracing import Tracing, check_picture
 from offload.errors import OffloadError
 
 
@@ -110,9 +110,12 @@ def chat(
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
     reads = (system_file, routing)
-    output.check_target(json_file, "--json", reads=reads)
-    output.check_target(record_routing, "--record-routing", reads=reads)
-    check_trace(trace, trace_plot)
+    targets = {
+        "--json": json_file, "--record-routing": record_routing, "--trace": trace,
+        "--trace-plot": trace_plot,
+    }  # fmt: skip
+    output.check_targets(targets, reads=reads)
+    check_picture(trace_plot)
     source = open_source(once=once)
     from offload.cli import libraries
 

@@ -216,7 +216,8 @@ class Shell:
     def _save(self, name: str) -> None:
         said = self._talk.conversation
         said.save(_file(name, "/save"), self._model)
-        console.note(f"{len(said.exchanges)} exchanges are in {name}", "chat")
+        n = len(said.exchanges)
+        console.note(f"{n} exchange{' is' if n == 1 else 's are'} in {name}", "chat")
 
     def _load(self, name: str) -> None:
         found = Conversation.load(_file(name, "/load"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.cli import finetune_flags as tune
 from offload.cli import flags
 from offload.cli import output as targets
-from offload.cli.tracing import check_trace
+from offload.cli.tracing import check_picture
 
 
 def finetune(
@@ -74,10 +74,10 @@ def finetune(
 
     options = TrainOptions(**given)
     checks.check_options(options, given)
-    targets.check_json_target(json_file)
-    targets.check_target(plot, "--plot")
+    written = {"--json": json_file, "--plot": plot, "--trace": trace, "--trace-plot": trace_plot}
+    targets.check_targets(written, reads=[data, eval_data])
     plots.check_plot(plot)
-    check_trace(trace, trace_plot)
+    check_picture(trace_plot)
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)

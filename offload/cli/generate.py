@@ -10,7 +10,7 @@ import typer
 from offload.cli import flags, output
 from offload.cli.prompt import Asked, read_prompt
 from offload.cli.sampling import Sampling
-from offload.cli.tracing import Tracing, check_trace
+from offload.cli.tracing import Tracing, check_picture
 from offload.errors import OffloadError
 
 
@@ -129,9 +129,12 @@ def generate(
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
     reads = (prompt_file, batch, plan, routing)
-    output.check_target(json_file, "--json", reads=reads)
-    output.check_target(record_routing, "--record-routing", reads=reads)
-    check_trace(trace, trace_plot)
+    targets = {
+        "--json": json_file, "--output": batched[1] if batched is not None else None,
+        "--record-routing": record_routing, "--trace": trace, "--trace-plot": trace_plot,
+    }  # fmt: skip
+    output.check_targets(targets, reads=reads)
+    check_picture(trace_plot)
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)

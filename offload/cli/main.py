@@ -29,6 +29,7 @@ from offload.cli import (
     simulate,
     synth,
 )
+from offload.cli.once import once
 from offload.cli.signals import Interrupted, signals_raise
 from offload.cli.streams import drop_output, standard_streams
 from offload.errors import OffloadError
@@ -63,10 +64,27 @@ def _offload(
     """Run PyTorch models that are larger than memory: weights stream from the disk."""
 
 
-app.command("generate", short_help="Generate text.")(generate.generate)
+MANY_PROMPTS = "for several prompts give --batch a file with one to a line"
+app.command(
+    "generate",
+    short_help="Generate text.",
+    cls=once(
+        prompt=MANY_PROMPTS,
+        prompt_file=MANY_PROMPTS,
+        prompt_ids=MANY_PROMPTS,
+        batch="put the lines of all files into one",
+    ),
+)(generate.generate)
 app.command("chat", short_help="Talk to a model.")(chat.chat)
 app.command("serve", short_help="Answer OpenAI's clients over HTTP.")(serve.serve)
-app.command("finetune", short_help="Train a model, in full or with adapters.")(finetune.finetune)
+app.command(
+    "finetune",
+    short_help="Train a model, in full or with adapters.",
+    cls=once(
+        data="put the rows of all files into one, or into a directory that 'datasets' saved",
+        eval_data="put the rows of all files into one",
+    ),
+)(finetune.finetune)
 app.command("plan", short_help="Show what would live where, and how fast it would be.")(plan.plan)
 app.command("simulate", short_help="Predict a model's speed from its config alone.")(
     simulate.simulate

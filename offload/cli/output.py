@@ -17,6 +17,24 @@ def check_json_target(path: Path | None) -> None:
     check_target(path, "--json")
 
 
+def check_targets(targets: Mapping[str, Path | None], *, reads: Iterable[Path | None] = ()) -> None:
+    """``check_target`` of all files that a command writes, by flag.
+
+    Raises:
+        OffloadError: one is refused, or two are the same.
+    """
+    reads, flags = list(reads), dict[Path, str]()
+    for flag, path in targets.items():
+        if path is None:
+            continue
+        check_target(path, flag, reads=reads)
+        if takes_bytes(path.expanduser()):  # a pipe, a terminal: nothing is replaced
+            continue
+        other = flags.setdefault(path.expanduser().resolve(), flag)
+        if other != flag:
+            raise OffloadError(f"{other} and {flag} are the same file, {path}; name two")
+
+
 def check_target(path: Path | None, flag: str, *, reads: Iterable[Path | None] = ()) -> None:
     """Refuse a file that cannot be written now, not after the work is done.
 

@@ -93,8 +93,7 @@ def plan(
     if lone := [name for name, value in tuning.items() if value is not None]:
         flags_given = ", ".join(f"--{name.replace('_', '-')}" for name in lone)
         raise OffloadError(f"{flags_given} is of fine-tuning: give --method, too, or drop it")
-    output.check_json_target(json_file)
-    output.check_target(plan_out, "--plan-out")
+    output.check_targets({"--json": json_file, "--plan-out": plan_out})
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)

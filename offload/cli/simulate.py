@@ -9,7 +9,7 @@ import typer
 
 from offload.cli import flags, output
 from offload.cli.simulated_routing import parse_routing
-from offload.cli.tracing import check_trace
+from offload.cli.tracing import check_picture
 
 
 def simulate(
@@ -61,8 +61,8 @@ def simulate(
     prompt and of single tokens, with the lane that sets each. Computing is counted by the rates of
     the hardware; Python and attention over past tokens are not counted.
     """
-    output.check_json_target(json_file)
-    check_trace(trace, trace_plot)
+    output.check_targets({"--json": json_file, "--trace": trace, "--trace-plot": trace_plot})
+    check_picture(trace_plot)
     drawn = parse_routing(routing)
     from offload.cli import libraries
 

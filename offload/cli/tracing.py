@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import check_target
 from offload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -20,18 +19,14 @@ logger = logging.getLogger(__name__)
 PICTURE = "--trace-plot"
 
 
-def check_trace(trace: Path | None, picture: Path | None) -> None:
-    """Refuse what cannot be written now, not after the run.
+def check_picture(picture: Path | None) -> None:
+    """Refuse what cannot be drawn now, not after the run.
 
     Raises:
-        OffloadError: a directory is missing, or matplotlib is, or both go to one file.
+        OffloadError: matplotlib is missing.
     """
-    check_target(trace, "--trace")
-    check_target(picture, PICTURE)
     if picture is None:
         return
-    if trace is not None and trace.expanduser().resolve() == picture.expanduser().resolve():
-        raise OffloadError(f"--trace and {PICTURE} are the same file, {trace}; name two")
     if importlib.util.find_spec("matplotlib") is None:
         raise OffloadError(
             f"{PICTURE} needs matplotlib; pip install 'offload[plot]', or drop {PICTURE}"

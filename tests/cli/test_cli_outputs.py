@@ -9,7 +9,7 @@ import pytest
 from cli_support import Cli, refused
 
 from offload.cli.chat_history import Conversation
-from offload.cli.output import check_target
+from offload.cli.output import check_target, check_targets
 from offload.errors import OffloadError
 
 SAID = "is a file of a model, and would be replaced; give another name"
@@ -47,3 +47,52 @@ def test_what_is_read_is_not_replaced(cli: Cli, dense: Path, tmp_path: Path) -> 
     done = cli("generate", "-m", dense, "--prompt-file", prompt, "--json", prompt)
     refused(done, "--json", "is read by this command")
     assert prompt.read_text() == "Once"
+
+
+def test_what_the_picture_of_a_run_and_a_replay_read(cli: Cli, dense: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Once")
+    done = cli("generate", "-m", dense, "--prompt-file", prompt, "--trace", prompt)
+    refused(done, "--trace", "is read by this command")
+    refused(cli("bench", "cache", prompt, "--json", prompt), "--json", "is read by this command")
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a"}\n')
+    out = ("--output", tmp_path / "out")
+    done = cli("finetune", "-m", dense, "--data", data, *out, "--json", data)
+    refused(done, "--json", "is read by this command")
+    assert prompt.read_text() == "Once"
+    assert data.read_text() == '{"text": "a"}\n'
+
+
+def test_two_reports_in_one_file(cli: Cli, dense: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.json"
+    (tmp_path / "link").symlink_to(one)
+    words = ("generate", "-m", dense, "-p", "x", "--json", one)
+    refused(cli(*words, "--trace", one), "--json and --trace are the same file", "name two")
+    refused(cli(*words, "--record-routing", tmp_path / "link"), "the same file")
+    assert not one.exists()
+    check_targets({"--json": one, "--trace": tmp_path / "two.json", "--plot": None})
+    check_targets(dict.fromkeys(("--json", "--trace"), Path("/dev/null")))  # replaces nothing
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("generate", "-p", "a", "--prompt", "b"), "--prompt is given 2 times"),
+        (("generate", "--batch", "a", "--batch=b", "--batch", "c"), "--batch is given 3 times"),
+        (("finetune", "--data", "a", "--output", "o", "--data", "b"), "--data is given 2 times"),
+        (("finetune", "--eval-data", "a", "--eval-data", "b"), "--eval-data is given 2 times"),
+    ],
+)
+def test_inputs_that_would_be_left_out(
+    cli: Cli, dense: Path, words: tuple[str, ...], said: str
+) -> None:
+    refused(cli(*words, "-m", dense), said)
+
+
+def test_a_setting_may_be_overruled(cli: Cli, dense: Path) -> None:
+    """As by whoever adds it to an alias."""
+    done = cli("generate", "-m", dense, "-p", "Once", "-n", "2", "-n", "3", "--ram", "1MiB",
+               "--ram", "2GiB", "--ignore-eos")  # fmt: skip
+    assert done.code == 0
+    assert "3 tokens" in done.err
