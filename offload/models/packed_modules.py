@@ -122,7 +122,7 @@ class PackedExperts:
         Returns ``out`` [H], new memory if it is not given."""
         out = np.empty_like(x) if out is None else out
         at = 0
-        self.session.begin(ids.tolist(), torch.from_numpy(x))
+        self.session.begin(ids.tolist(), x)
         try:
             for some, bases in self.session.batches():
                 end = at + len(some)
@@ -136,7 +136,7 @@ class PackedExperts:
 
     def for_prompt(self, ids_Tk: npt.NDArray[np.int64], weights_Tk: Floats, x_TH: Floats) -> Floats:
         """Many tokens, from the routing on: [T, H]."""
-        self.session.begin(np.unique(ids_Tk).tolist(), torch.from_numpy(x_TH))
+        self.session.begin(np.unique(ids_Tk).tolist(), x_TH)
         try:
             return self.run(x_TH, ids_Tk, weights_Tk)
         finally:
