@@ -356,8 +356,9 @@ class Conductor:
         ranks = self._wait(ROUTE, group, (group, experts, scores))
         self._current().local[_RANKS] = ranks
 
-    def guess(self, group: str, experts: Listing[str]) -> None:
-        self._layer.guess(group, experts)
+    def guess(self, group: str, experts: Listing[str], *, far: bool = False) -> None:
+        if not far:  # several sequences' experts of the next layer are work enough
+            self._layer.guess(group, experts)
 
     def acquire(self, expert: str) -> Views:
         views: Views = self._wait_in_layer(EXPERT, expert, (expert,))

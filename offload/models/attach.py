@@ -108,10 +108,11 @@ class Attachment:
         for unit in cut.units:
             self._hook_unit(unit)
         cached = plan.tiers[plan.compute_tier].slots > 0
-        guesses = plan.guesses and plan.split is None and cached
+        guesses = 0
+        if plan.guesses and plan.split is None and cached:
+            guesses = 2 if plan.compute_tier is Tier.RAM else 1
         for i, group in enumerate(cut.groups):
-            last = i + 1 == len(cut.groups)
-            self._hook_experts(group, cut.groups[i + 1] if guesses and not last else None)
+            self._hook_experts(group, cut.groups[i + 1 : i + 1 + guesses])
         if cut.head:
             self._hook_head(cut.head)
         if cut.embedding:
@@ -221,10 +222,10 @@ class Attachment:
 
     # -- experts --------------------------------------------------------------------------
 
-    def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> ExpertSession:
+    def _session(self, group: ExpertGroup, after: Sequence[ExpertGroup]) -> ExpertSession:
         return ExpertSession(self.executor, group, after)
 
-    def _hook_experts(self, group: ExpertGroup, after: ExpertGroup | None) -> None:
+    def _hook_experts(self, group: ExpertGroup, after: Sequence[ExpertGroup]) -> None:
         session = self._session(group, after)
         session.runs = lambda: self.turn.mine
         self._sessions.append(session)

@@ -7,7 +7,7 @@ when it is asked for, after the routing has announced all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -48,9 +48,9 @@ class ExpertSession:
     """One MoE layer's run: which expert the eager loop is at."""
 
     def __init__(
-        self, executor: Executor, group: ExpertGroup, after: ExpertGroup | None = None
+        self, executor: Executor, group: ExpertGroup, after: Sequence[ExpertGroup] = ()
     ) -> None:
-        """``after``: the layer whose experts are guessed while this one runs; None: no guess."""
+        """``after``: the next layers, whose experts are guessed while this one runs."""
         self.executor = executor
         self.group = group
         self.runs: Callable[[], bool] = lambda: True
@@ -77,9 +77,10 @@ class ExpertSession:
         self._let_go(road, at)  # left by a Ctrl-C in the loop before
         at.open = True
         road.route(self.group.name, [self.group.blocks[e] for e in experts], scores)
-        if self._after is not None and hidden is not None:
-            likely = guess(self._after, hidden, len(experts))
-            road.guess(self._after.name, [self._after.blocks[e] for e in likely])
+        if hidden is not None:
+            for i, after in enumerate(self._after):
+                likely = guess(after, hidden, len(experts))
+                road.guess(after.name, [after.blocks[e] for e in likely], far=i > 0)
 
     def get(self, expert: int, name: str) -> torch.Tensor:
         """A tensor of an expert. The loop has finished with the one before it."""

@@ -7,7 +7,7 @@ call of a kernel for as many experts as are there. Activations are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,7 +168,7 @@ class PackedSession(ExpertSession):
         self,
         executor: Executor,
         group: ExpertGroup,
-        after: ExpertGroup | None,
+        after: Sequence[ExpertGroup],
         *,
         at_once: int,
         pinned: bool,

@@ -65,7 +65,7 @@ class PackedAttachment(Attachment):
         if self.cut.embedding is None:
             self._hook_table()  # tied to the head, or plain
 
-    def _session(self, group: ExpertGroup, after: ExpertGroup | None) -> PackedSession:
+    def _session(self, group: ExpertGroup, after: Sequence[ExpertGroup]) -> PackedSession:
         pinned = group.blocks[0] in self._resident
         at_once = self._at_once(group)
         session = PackedSession(self.executor, group, after, at_once=at_once, pinned=pinned)

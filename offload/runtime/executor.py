@@ -388,12 +388,12 @@ class Executor:
             with self._shield:
                 self._cpu.abandon()
 
-    def guess(self, group: str, experts: Sequence[str]) -> None:
-        """The next MoE layer may need these experts, the likeliest first: read them if the disk
-        has nothing else to do."""
+    def guess(self, group: str, experts: Sequence[str], *, far: bool = False) -> None:
+        """The next MoE layer (``far``: the one after it) may need these experts, the likeliest
+        first: read them if the disk has nothing else to do."""
         with self._shield, self._changed:
             self._waiting.check_open()
-            self._submit(self._residency.guess(group, experts))
+            self._submit(self._residency.guess(group, experts, far=far))
 
     def acquire(self, expert: str) -> Views:
         """Wait for a routed expert and hold it."""

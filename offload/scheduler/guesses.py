@@ -9,8 +9,11 @@ choices are compared with the routing whether they were read or not.
 
 The rules keep a wrong guess cheap: nothing is read while compute waits for anything or the disk
 has more than the last of its requests to do; only into slots kept free for it, never a live
-expert's; and a guess that the next routing does not confirm makes way at once. What a routing
+expert's; and a guess that its layer's routing does not confirm makes way at once. What a routing
 confirms counts as a miss, because it was read for it.
+
+Where that leaves the disk without work still, the layer after the next one is guessed, too, from
+the same input, if its ranks hold: a layer's computing is shorter than one read.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ LOW_WATER = 4
 """Guesses start while fewer fetches than this are in flight: the last ones that compute waits for
 are on their way, and the disk's queue does not run dry before the guess is in it."""
 
+FAR_WATER = 2
+"""Guesses of the layer after the next one start while fewer fetches are in flight: what the next
+layer turns out to miss comes behind no more than one of them."""
 
 SURE = 0.65
 """A rank is read ahead if it has held this often lately. A right guess saves its read from the time
@@ -76,29 +82,50 @@ class Guesses:
         usable = plan.guesses and not stock.stacked
         self._spare = spare_slots(self._shelf.layout.slots, plan.top_k) if usable else 0
         self._next: deque[str] = deque()  # not begun, best first
-        self._open: dict[str, None] = {}  # begun, and not asked for yet
+        self._far: deque[str] = deque()  # the same of the layer after the next one
+        self._open: dict[str, int] = {}  # begun, not asked for yet: the routings that may still do
         self._offered: list[str] = []  # the gate's choices, best first
+        self._far_offered: dict[str, list[str]] = {}  # by layer
         self._trust: dict[str, list[float]] = {}  # by layer: how often each rank has held
+        self._far_trust: dict[str, list[float]] = {}
 
     @property
     def waiting(self) -> bool:
         """Whether a guess has not begun yet."""
-        return bool(self._next)
+        return bool(self._next or self._far)
 
     def offer(self, experts: Sequence[str], wanted: Collection[str]) -> None:
         """The next layer may use ``experts``, the likeliest first. ``wanted``: what the running
         layer uses, which stays whatever happens."""
         if not self._spare or not experts:
             return
-        shelf, homes = self._shelf, self._homes
         self._offered = list(experts)
-        trust = self._ranks(len(experts))
-        absent = [
+        absent = self._absent(experts, self._ranks(len(experts)))
+        self._next = deque(dict.fromkeys(absent[: self._spare]))
+        self._make_room(wanted)
+
+    def offer_far(self, experts: Sequence[str], wanted: Collection[str]) -> None:
+        """``offer`` for the layer after the next one, behind it."""
+        if not self._spare or not experts:
+            return
+        group = self._group(experts[0])
+        self._far_offered[group] = list(experts)
+        absent = self._absent(experts, _ranks_of(self._far_trust, group, len(experts)))
+        room = self._spare - len(self._next) - len(self._open)
+        self._far = deque(dict.fromkeys(absent[: max(0, room)]))
+        self._make_room(wanted)
+
+    def _absent(self, experts: Sequence[str], trust: Sequence[float]) -> list[str]:
+        """Those to read, of ranks that hold."""
+        entries, homes = self._shelf.entries, self._homes
+        return [
             b
             for b, held in zip(experts, trust, strict=False)
-            if held >= SURE and b not in shelf.entries and homes.get(b) is Home.CACHED
+            if held >= SURE and b not in entries and homes.get(b) is Home.CACHED
         ]
-        self._next = deque(dict.fromkeys(absent[: self._spare]))
+
+    def _make_room(self, wanted: Collection[str]) -> None:
+        shelf = self._shelf
 
         def idle(b: str) -> bool:
             e = shelf.entries[b]
@@ -106,61 +133,84 @@ class Guesses:
 
         # The slots that demands have taken since the last guess: what the cache would hold one
         # miss later makes way now.
-        while len(shelf.slots) < len(self._next):
+        while len(shelf.slots) < len(self._next) + len(self._far):
             victim = shelf.cache.victim(idle)
             if victim is None:
                 break
             self._stock.drop(shelf, victim, shelf.entries[victim])
 
     def settle(self, wanted: Collection[str]) -> set[str]:
-        """A layer has been routed: returns the guesses it confirms, lets the others go."""
+        """A layer has been routed: returns the guesses it confirms, lets go those it does not."""
         self._next.clear()
+        self._far.clear()
         self._learn(wanted)
         confirmed: set[str] = set()
-        entries = self._shelf.entries
-        for block in self._open:
+        later: dict[str, int] = {}
+        entries, routed = self._shelf.entries, self._group(next(iter(wanted), ""))
+        for block, routings in self._open.items():
             entry = entries.get(block)
             if entry is None:
                 continue
             if block in wanted:
                 confirmed.add(block)
+            elif routings > 1 and self._group(block) != routed:
+                later[block] = routings - 1
             elif not entry.ready:
                 entry.doomed = True
             elif not entry.holds:
                 self._stock.drop(self._shelf, block, entry)
-        self._open.clear()
+        self._open = later
         self.right += len(confirmed)
         return confirmed
 
     def _learn(self, wanted: Collection[str]) -> None:
         """Compare the gate's choices with the routing, if it is of the layer they were for."""
-        offered, blocks = self._offered, self._blocks
-        first, routed = (blocks.get(next(iter(some), "")) for some in (offered, wanted))
-        if first and routed and first.group == routed.group:
-            trust = self._ranks(len(offered))
-            for rank, block in enumerate(offered):
-                trust[rank] += ((block in wanted) - trust[rank]) / MEMORY
+        offered, routed = self._offered, self._group(next(iter(wanted), ""))
+        if offered and routed and self._group(offered[0]) == routed:
+            _learn(self._ranks(len(offered)), offered, wanted)
         self._offered = []
+        far = self._far_offered.pop(routed, None)
+        if far:
+            _learn(_ranks_of(self._far_trust, routed, len(far)), far, wanted)
 
     def _ranks(self, n: int) -> list[float]:
         """How often the ranks of the layer that ``_offered`` is about have held: ``n`` or more."""
-        first = self._blocks.get(self._offered[0])
-        trust = self._trust.setdefault(first.group if first else "", [])
-        trust.extend([FIRST_TRUST] * (n - len(trust)))
-        return trust
+        return _ranks_of(self._trust, self._group(self._offered[0]), n)
+
+    def _group(self, block: str) -> str:
+        """A block's layer; "" if the plan does not know it."""
+        found = self._blocks.get(block)
+        return (found.group or "") if found else ""
 
     def serve(self) -> None:
         """Begin what the disk has time for."""
         shelf = self._shelf
         while self._next and shelf.slots and shelf.in_flight < LOW_WATER:
-            block = self._next.popleft()
-            if block in shelf.entries:
-                continue
-            self._stock.fetch(block, shelf, Pool.SLOT, shelf.slots.pop(), NEVER, demand=False)
-            shelf.cache.touch(block, self._blocks[block].group)
-            self._open[block] = None
-            self.read += 1
+            self._begin(self._next.popleft(), routings=1)
+        while not self._next and self._far and shelf.slots and shelf.in_flight < FAR_WATER:
+            self._begin(self._far.popleft(), routings=2)
+
+    def _begin(self, block: str, routings: int) -> None:
+        shelf = self._shelf
+        if block in shelf.entries:
+            return
+        self._stock.fetch(block, shelf, Pool.SLOT, shelf.slots.pop(), NEVER, demand=False)
+        shelf.cache.touch(block, self._blocks[block].group)
+        self._open[block] = routings
+        self.read += 1
 
     def failed(self, block: str) -> None:
         """A fetch has failed: whoever needs the block asks for it."""
         self._open.pop(block, None)
+
+
+def _ranks_of(table: dict[str, list[float]], group: str, n: int) -> list[float]:
+    """A layer's ranks, ``n`` or more."""
+    trust = table.setdefault(group, [])
+    trust.extend([FIRST_TRUST] * (n - len(trust)))
+    return trust
+
+
+def _learn(trust: list[float], offered: Sequence[str], wanted: Collection[str]) -> None:
+    for rank, block in enumerate(offered):
+        trust[rank] += ((block in wanted) - trust[rank]) / MEMORY

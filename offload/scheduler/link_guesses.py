@@ -51,6 +51,9 @@ class LinkGuesses(Guesses):
         }
         self._next = deque(b for b in self._chance if b not in self._shelf.entries)
 
+    def offer_far(self, experts: Sequence[str], wanted: Collection[str]) -> None:
+        """Nothing: what is copied up next is known well enough from the next layer."""
+
     def settle(self, wanted: Collection[str]) -> set[str]:
         """See ``Guesses``."""
         if self._usable:
@@ -69,7 +72,7 @@ class LinkGuesses(Guesses):
                 continue
             self._stock.fetch(block, shelf, Pool.SLOT, shelf.slots.pop(), NEVER, demand=False)
             shelf.cache.touch(block, self._blocks[block].group)
-            self._open[block] = None
+            self._open[block] = 1
             self.read += 1
 
     def _displace(self, block: str) -> bool:

@@ -171,12 +171,13 @@ class Residency:
         self._hybrid.release_below(block)
         return self._advance_experts()
 
-    def guess(self, group: str, experts: Sequence[str]) -> list[Instruction]:
-        """The next layer to be routed, ``group``, may use ``experts``, the likeliest first.
+    def guess(self, group: str, experts: Sequence[str], *, far: bool = False) -> list[Instruction]:
+        """The next layer to be routed, ``group``, may use ``experts``, the likeliest first;
+        ``far``: the one after it.
 
         Read when the disk has nothing else to do, if the plan says so; see ``guesses``.
         """
-        self._routes.guess(group, experts)
+        self._routes.guess(group, experts, far=far)
         return self._advance_experts()
 
     def end_route(self) -> list[Instruction]:

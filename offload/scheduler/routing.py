@@ -114,11 +114,13 @@ class Routes:
         self._wanted.clear()
         self._queue.clear()
 
-    def guess(self, group: str, experts: Sequence[str]) -> None:
-        """The layer ``group``, which runs next, may use ``experts``, the likeliest first."""
+    def guess(self, group: str, experts: Sequence[str], *, far: bool = False) -> None:
+        """The layer ``group``, which runs next (``far``: after the next), may use ``experts``, the
+        likeliest first."""
         if group not in self._groups:
             raise SchedulerError(f"the plan has no layer {group!r} with experts")
-        self.guesses.offer(experts, self._wanted)
+        offer = self.guesses.offer_far if far else self.guesses.offer
+        offer(experts, self._wanted)
 
     # -- progress -------------------------------------------------------------------------
 

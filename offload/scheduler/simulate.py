@@ -249,23 +249,31 @@ class _Run:
 
     def _ahead(
         self, group: str, number: int, routing: Routing | None
-    ) -> tuple[str, list[str]] | None:
-        """The next layer's experts, some of them guessed wrong; None without guesses."""
-        groups = self._plan.groups
-        at = groups.index(group) + 1
-        if not self._plan.guesses or self._tokens > 1 or at == len(groups):
-            return None
-        after, rng = groups[at], self._rng
-        experts = self._groups[after]
+    ) -> list[tuple[str, list[str]]]:
+        """The next layers' experts, some of them guessed wrong; none without guesses."""
+        if not self._plan.guesses or self._tokens > 1:
+            return []
+        at = self._plan.groups.index(group) + 1
+        # The layer after the next one, too, as long as the disk is what guesses are for.
+        far = 2 if self._plan.compute_tier is Tier.RAM else 1
+        return [
+            (after, self._guessed(after, number, routing))
+            for after in self._plan.groups[at : at + far]
+        ]
+
+    def _guessed(self, after: str, number: int, routing: Routing | None) -> list[str]:
+        rng, experts = self._rng, self._groups[after]
         if routing is None:
-            used = self._draw(after, distinct(len(experts), self._plan.top_k[after], self._tokens))
-            self._drawn[after] = used
+            used = self._drawn.get(after)
+            if used is None:
+                count = distinct(len(experts), self._plan.top_k[after], self._tokens)
+                used = self._drawn[after] = self._draw(after, count)
         else:
             used = list(routing(number, after))
         known = set(used)
         others = [b for b in experts if b not in known]
         precision = self._costs.guess_precision
-        return after, [
+        return [
             b if rng.random() < precision or not others else rng.choice(others)
             for b in rng.sample(used, guess_count(len(used)))
         ]
@@ -275,11 +283,11 @@ class _Run:
         group: str,
         experts: Sequence[str],
         expert_s: Callable[[str], float],
-        ahead: tuple[str, list[str]] | None = None,
+        ahead: Sequence[tuple[str, list[str]]] = (),
     ) -> None:
         self._clock.submit(self._residency.route(group, experts))
-        if ahead is not None:
-            self._clock.submit(self._residency.guess(*ahead))
+        for i, (after, likely) in enumerate(ahead):
+            self._clock.submit(self._residency.guess(after, likely, far=i > 0))
         self._compute_experts(experts, expert_s)
         self._clock.submit(self._residency.end_route())
 

@@ -237,8 +237,8 @@ class Harness:
         self.oracle.spans[Tier.RAM][expert].readers -= 1
         self.note(self.residency.release_below(expert))
 
-    def guess(self, group: str, experts: Sequence[str]) -> None:
-        self.note(self.residency.guess(group, experts))
+    def guess(self, group: str, experts: Sequence[str], *, far: bool = False) -> None:
+        self.note(self.residency.guess(group, experts, far=far))
 
     def acquire(self, expert: str) -> bool:
         there, out = self.residency.acquire(expert)

@@ -12,6 +12,7 @@ from offload.scheduler.guesses import MOST_SPARE, guess_count, spare_slots
 RAM, DEVICE = Tier.RAM, Tier.DEVICE
 A = [f"a{i}" for i in range(8)]
 B = [f"b{i}" for i in range(8)]
+C = [f"c{i}" for i in range(8)]
 
 
 def harness(slots: int = 12, *, top: Tier = RAM, top_k: int = 16) -> Harness:
@@ -27,6 +28,13 @@ def harness(slots: int = 12, *, top: Tier = RAM, top_k: int = 16) -> Harness:
             guess_top_k=top_k,
         )
     )
+
+
+def three_layers(slots: int = 12, top_k: int = 7) -> Harness:
+    layers = {"a": A, "b": B, "c": C}
+    plan = make_plan([], dict.fromkeys([*A, *B, *C], 1), ring={}, experts=layers,
+                     slots={RAM: slots}, guess_top_k=top_k)  # fmt: skip
+    return Harness(plan)
 
 
 def run(h: Harness, group: str, experts: list[str], ahead: list[str] | None = None) -> None:
@@ -163,6 +171,88 @@ def test_ranks_that_do_not_hold_are_not_read() -> None:
     assert guesses._trust["a"][0] > 0.9
     read, right = h.residency.guessed
     assert right >= read - 2, "the second choice went on being read"
+
+
+def test_the_layer_after_the_next_one() -> None:
+    """Its guess stays while the next layer runs, and counts when its own is routed."""
+    h = three_layers()
+    h.route("a", A[:1])
+    h.guess("b", B[:1])
+    h.guess("c", C[:2], far=True)
+    h.settle()
+    assert h.residency.guessed == (3, 0)
+    h.route("b", B[:1])
+    assert h.residency.guessed == (3, 1)
+    h.guess("c", C[1:3])  # from nearer: one is there, one is new
+    h.settle()
+    assert h.oracle.fetches[C[1], RAM] == 1
+    assert all(h.residency.where(c) is not None for c in C[:3])
+    h.route("c", C[1:3])
+    assert h.residency.guessed == (4, 3)
+    assert h.residency.where(C[0]) is None, "a wrong one makes way when its layer is routed"
+    assert h.residency.misses == 4
+    assert all(h.acquire(c) for c in C[1:3])
+
+
+def test_a_far_guess_waits_until_the_disk_has_next_to_nothing() -> None:
+    h = three_layers()
+    h.route("a", A[:3])
+    h.guess("b", B[:1])
+    h.guess("c", C[:3], far=True)
+    assert {b for b, _ in h.oracle.flights} == {*A[:3], B[0]}
+    h.arrive(A[0], RAM)
+    h.arrive(A[1], RAM)
+    assert {b for b, _ in h.oracle.flights} == {A[2], B[0]}
+    h.arrive(A[2], RAM)
+    assert {b for b, _ in h.oracle.flights} == {B[0], C[0]}
+    h.route("b", B[:2])  # what is needed comes before those that have not begun
+    assert {b for b, _ in h.oracle.flights} == {B[0], C[0], B[1]}
+    h.arrive(B[0], RAM)
+    h.arrive(B[1], RAM)
+    assert {b for b, _ in h.oracle.flights} == {C[0]}, "what was not begun is asked for anew"
+
+
+def test_a_far_guess_of_a_layer_that_does_not_come() -> None:
+    h = three_layers()
+    h.route("a", A[:1])
+    h.guess("c", C[:2], far=True)
+    h.settle()
+    h.route("b", B[:1])
+    h.settle()
+    h.route("a", A[1:2])
+    assert all(h.residency.where(c) is None for c in C[:2])
+
+
+def test_far_guesses_take_no_more_slots_than_are_spare() -> None:
+    h = three_layers(12, top_k=7)
+    spare = h.residency._routes.guesses._spare
+    assert spare == 4
+    h.route("a", A[:1])
+    h.guess("b", B[:3])
+    h.settle()
+    h.guess("c", C[:5], far=True)
+    h.settle()
+    assert sum(h.residency.where(b) is not None for b in (*B, *C)) == spare
+
+
+def test_far_ranks_are_counted_apart() -> None:
+    """The far choice is always wrong, the near one right: only the far one is dropped."""
+    h = three_layers()
+    for i in range(30):
+        used, other = C[i % 8], C[(i + 1) % 8]
+        h.route("a", A[:1])
+        h.guess("c", [other], far=True)
+        h.settle()
+        h.route("b", B[:1])
+        h.guess("c", [used])
+        h.settle()
+        h.route("c", [used])
+        h.settle()
+    guesses = h.residency._routes.guesses
+    assert guesses._trust["c"][0] > 0.8
+    assert guesses._far_trust["c"][0] < 0.2
+    read, right = h.residency.guessed
+    assert read - right <= 2
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.groups)))
         experts = data.draw(st.lists(st.sampled_from(self.groups[group]), max_size=7))
         live = {b: self.h.oracle.ready_at(b) for b in self.routed}
-        self.h.guess(group, experts)
+        self.h.guess(group, experts, far=data.draw(st.booleans()))
         for b, at in live.items():
             assert at is None or self.h.oracle.ready_at(b) == at, "a guess displaced a wanted one"
 
