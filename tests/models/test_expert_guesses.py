@@ -10,6 +10,7 @@ import torch
 from equivalence import Golden, budgets, check_logits, opened, options
 
 from offload.blocks import Tier
+from offload.models import experts
 from offload.models.experts import GUESS_ROWS, guess
 from offload.models.load import prepare
 from offload.scheduler.guesses import spare_slots
@@ -66,6 +67,39 @@ def test_the_guess_is_the_gate_applied_early(checkpoint: Checkpoint, family: str
             assert scores_E[best].min() >= scores_E.sort().values[-2]
         assert guess(group, hidden_TH, 2) == []  # a prompt
         assert guess(group, hidden_TH[:1, :-1], 2) == []  # another width
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_small_gates_in_numpy_guess_the_same(
+    checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 gates, by NumPy or by torch (too large a gate), from an array or a tensor."""
+    prepared = prepare(checkpoint(family).directory, options("cpu", dtype="float32"))
+    with opened(prepared) as model:
+        group = model.offload.attachment.cut.groups[-1]
+        place = group.gate.places[0]
+        weight_EH = place.module._parameters[place.attr]
+        x_BLH = torch.randn(1, 1, weight_EH.shape[1], generator=torch.Generator().manual_seed(2))
+        (scores_E,) = (x_BLH @ weight_EH.T)[0]
+        right = scores_E.sort(descending=True).indices[:3].tolist()
+        found = []
+        for most in (experts.IN_NUMPY, 0):
+            monkeypatch.setattr(experts, "IN_NUMPY", most)
+            inputs = (x_BLH, x_BLH.numpy(), x_BLH.numpy().reshape(-1), x_BLH.double())
+            found += [guess(group, x, 3) for x in inputs]
+        assert found == [right] * 8
+
+
+def test_two_layers_ahead(checkpoint: Checkpoint) -> None:
+    """All but the first two layers are guessed from both."""
+    want = checkpoint("qwen3_moe")
+    with opened(cached(want)) as model:
+        check_logits(model, want)
+        layers = [group.name for group in model.offload.attachment.cut.groups]
+        guesses = model.offload.executor._residency._routes.guesses
+        assert sorted(guesses._trust) == sorted(layers[1:])
+        assert sorted(guesses._far_trust) == sorted(layers[2:])
+        assert layers[2:]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
