@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +154,7 @@ def _check_figures(wish: Wish) -> None:
     """Refuse, before anything is done, files that would be written over or be lost.
 
     Raises:
-        OffloadError: one file is two things, lies in the output, or is no metrics file.
+        OffloadError: one lies in the output, or is no metrics file.
     """
     output = wish.options.output.expanduser().resolve()
     named = (
@@ -163,9 +162,6 @@ def _check_figures(wish: Wish) -> None:
         ("--trace-plot", wish.trace_plot),
     )  # fmt: skip
     files = {flag: path.expanduser().resolve() for flag, path in named if path is not None}
-    for (one, file), (other, same) in itertools.combinations(files.items(), 2):
-        if file == same:
-            raise OffloadError(f"{one} and {other} are both {file}; give two files")
     for flag, file in files.items():
         if output in file.parents:
             raise OffloadError(

@@ -33,8 +33,8 @@ from offload.units import format_bytes
 
 HARMLESS = frozenset({
     "ram", "gpu", "disk", "prompt_tokens", "context", "batch", "engine", "queue_depth",
-    "request_bytes", "hardware", "guess", "expert_policy", "routing", "record_routing", "kv_ram",
-    "sequences", "pass_rows", "seed", "overhead_bytes", "tokenizer_bytes", "caller_bytes",
+    "request_bytes", "hardware", "fewer", "guess", "expert_policy", "routing", "record_routing",
+    "kv_ram", "sequences", "pass_rows", "seed", "overhead_bytes", "tokenizer_bytes", "caller_bytes",
     "prompt_cache", "prompt_cache_limit", "prompt_cache_chunk", "kv_block_tokens",
     "kv_keep", "kv_importance", "kv_spill", "elsewhere", "sample", "guess_precision", "recorder",
 })  # fmt: skip

@@ -45,8 +45,17 @@ def tune(cli: Cli, tmp_path: Path) -> Tune:
     (tmp_path / "train.jsonl").write_text('{"text": "x"}\n')
 
     def call(*words: object) -> Result:
-        needed = ("-m", tmp_path / "model", "--data", tmp_path / "train.jsonl")
-        return cli("finetune", *needed, "--output", tmp_path / "out", "--no-tensorboard", *words)
+        data = () if "--data" in words else ("--data", tmp_path / "train.jsonl")
+        return cli(
+            "finetune",
+            "-m",
+            tmp_path / "model",
+            *data,
+            "--output",
+            tmp_path / "out",
+            "--no-tensorboard",
+            *words,
+        )
 
     return call
 
@@ -271,7 +280,11 @@ def test_figures_never_go_over_another_file(
 ) -> None:
     data = tmp_path / "train.jsonl"
     before = data.read_bytes()
-    refused(tune("--json", data), "line 1 is not a line of metrics")
+    refused(tune("--json", data), "--json", "is read by this command")
+    notes = tmp_path / "notes.jsonl"
+    notes.write_bytes(before)
+    refused(tune("--json", notes), "line 1 is not a line of metrics")
+    assert notes.read_bytes() == before
     out = tmp_path / "out"
     out.mkdir()
     refused(tune("--json", out / "m.jsonl"), "--json", "lies in --output")
@@ -285,8 +298,12 @@ def test_a_plot_never_goes_over_another_file(
     pytest.importorskip("matplotlib")
     data, same = tmp_path / "train.jsonl", tmp_path / "x"
     before = data.read_bytes()
-    refused(tune("--plot", data), "no PNG")
-    refused(tune("--json", same, "--plot", same), "two files")
+    refused(tune("--plot", data), "--plot", "is read by this command")
+    notes = tmp_path / "notes.txt"
+    notes.write_bytes(before)
+    refused(tune("--plot", notes), "no PNG")
+    refused(tune("--json", same, "--plot", same), "--json and --plot are the same file")
+    assert notes.read_bytes() == before
     assert data.read_bytes() == before
     assert not runs
 

@@ -97,8 +97,9 @@ def finetune(cli: Cli, model: Path, data: Path, tmp_path: Path) -> Callable[...,
     """The run of ``options_for`` by its flags; later ones win."""
 
     def run(*more: object) -> Result:
+        rows = () if "--data" in more else ("--data", data)
         return cli(
-            "finetune", "--model", model, "--data", data, "--output", tmp_path / "out",
+            "finetune", "--model", model, *rows, "--output", tmp_path / "out",
             "--disk", tmp_path / "disk", "--ram", "1GiB", "--seq-len", 32, "--max-steps", 4,
             "--batch-size", 2, "--lr", "1e-2", "--warmup", 1, "--weight-decay", 0.1,
             "--save-every", 1, "--save-total-limit", KEEP, "--threads", 1, "--no-tensorboard",

@@ -90,7 +90,7 @@ def test_a_trace(finetune: Finetune, tmp_path: Path) -> None:
     names = {event["name"] for event in found["traceEvents"]}
     assert {"step 1 forward", "step 2 backward"} <= names
     assert picture.read_bytes().startswith(b"\x89PNG")
-    refused(finetune("--trace", trace, "--json", trace), "--json and --trace are both")
+    refused(finetune("--trace", trace, "--json", trace), "--json and --trace are the same file")
 
 
 BAD_DATA = {

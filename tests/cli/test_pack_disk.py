@@ -46,7 +46,8 @@ def test_the_disk_fills_while_packing(
         patch.setattr(pack_run, "make", late)
         result = cli("pack", moe, small / "p", "--quant", "q4")
     assert made[0] >= 3
-    refused(result, "No space left on device", str(small))
+    said = refused(result, str(small))  # of whichever file found no room first
+    assert "No space left on device" in said or "the disk is full" in said
     assert not is_pack(small / "p")
     (small / "filler").unlink()
     again = cli("pack", moe, small / "p", "--quant", "q4")
