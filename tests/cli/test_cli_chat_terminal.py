@@ -182,6 +182,7 @@ def test_what_is_pasted_is_one_message(tiny: Path, tmp_path: Path) -> None:
         user.wait_for("\n> ")
         user.type(f"/save {saved}\n")
         user.wait_for("1 exchange is in")
+        user.wait_for("\n> ")  # before it a terminal reads lines, and loses the key
         user.type("\x04")
         assert user.end() == 0
     first = json.loads(saved.read_text())["messages"][0]
