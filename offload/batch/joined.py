@@ -25,14 +25,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offload.batch.joined_layers import JOINED_BYTES, JoinedLayer, Kind, kind_of, layers_of
+from offload.batch.row_attention import install
+from offload.blocks import Tier
 from offload.models.shadow import STANDS_IN, shadow
 
 logger = logging.getLogger(__name__)
-
-JOINED_BYTES = 64 * 2**10
-"""For each sequence, of the rows that go in and come out of a product: what the plan sets aside. Of
-wider rows fewer are multiplied at once, and the matrix is read again for the others; but the plan
-has a place of its own for logits."""
 
 _LINE = 64
 """Bytes; torch's own tensors begin at multiples of it."""
@@ -82,10 +80,37 @@ class Joins:
         if attachment is not None:
             attachment.join_head = partial(self._slice, blocks)
             self._undo.append(partial(setattr, attachment, "join_head", None))
+            self._join_layers(model, attachment, blocks)
         lean = getattr(handle, "lean", None)
         if lean is not None and lean.joins:
             lean.join = join
             self._undo.append(partial(setattr, lean, "join", None))
+
+    def _join_layers(
+        self, model: nn.Module, attachment: Any, blocks: dict[tuple[Any, ...], int | None]
+    ) -> None:
+        """Decoder layers in one go, where the CPU computes them all."""
+        plan = attachment.plan
+        on_cpu = plan.compute_tier is Tier.RAM and plan.split is None and plan.sites is None
+        layers = layers_of(model) if on_cpu else []
+        if not layers:
+            return
+        kinds: dict[Any, Kind] = {}
+
+        def multiply(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+            if not _is_single(x[0], weight):
+                return None
+            block = _block_of(weight, bias, blocks)
+            return None if block is None else _multiplied(x, weight, bias, block)
+
+        self._undo.append(install())
+        for name, layer in layers:
+            made = kind_of(layer)
+            kind = kinds[made] = kinds.get(made) or Kind()
+            joined = JoinedLayer(name, layer, kind, self._join, multiply, attachment.unrecorded)
+            forward = partial(joined.forward)
+            setattr(forward, STANDS_IN, True)
+            self._undo.append(shadow(layer, "forward", forward))
 
     def close(self) -> None:
         """The layers are as they were."""
@@ -243,9 +268,15 @@ def _block_of(
 def _joined(
     rows: Listing[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, block: int
 ) -> list[torch.Tensor]:
+    return _split(_multiplied(_together(rows), weight, bias, block), rows)
+
+
+def _multiplied(
+    x_TK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: int
+) -> torch.Tensor:
     from offload.cpu_ops.row_products import multiply_rows
 
-    return _split(multiply_rows(_together(rows), weight.detach(), block, bias), rows)
+    return multiply_rows(x_TK.contiguous(), weight.detach(), block, bias)
 
 
 def _together(rows: Listing[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from offload.models.packed_modules import PackedLinear
 from offload.models.shadow import CAPTURES, STANDS_IN
 
 
@@ -28,7 +27,7 @@ class LayerWatch:
             (module._modules, name) for module in (layer, *inside) for name in module._modules
         ]
         # A packed layer's forward is also the runtime's own to take over.
-        found += [(m.__dict__, "forward") for m in inside if not isinstance(m, PackedLinear)]
+        found += [(m.__dict__, "forward") for m in inside if type(m).__name__ != "PackedLinear"]
         found += [(module._parameters, name) for module, name in kept]
         self._places = [(table, name, table.get(name)) for table, name in found]
 

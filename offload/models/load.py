@@ -106,6 +106,8 @@ class Prepared:
     kernel_error: KernelError | None = None
     team: TeamPlan | None = None
     """Who computes a token, where that is not always all threads."""
+    between_s: float = 0.0
+    """What ``generate`` takes between the layers of two tokens; a part of the plan's overheads."""
 
     @property
     def minimum(self) -> Mapping[Tier, int]:
@@ -395,6 +397,7 @@ def plan_model(
         kv_alone=kv,
         prompts=prompts,
         team=team,
+        between_s=warm.fixed_s,
     )
 
 
