@@ -35,6 +35,7 @@ from offload.batch.sequence import Cancelled, Sequence
 from offload.batch.shared import EXPERT, RUN, Held, SharedLayer, SharedUnits
 from offload.errors import ClosedError, OffloadError
 from offload.io.store import Span
+from offload.models.module_state import OwnState, state_places
 from offload.runtime.executor import Executor, Views
 from offload.scheduler.policy import Scores
 
@@ -108,6 +109,7 @@ class Conductor:
         }
         self._units = SharedUnits(executor, self._resume, self._fail)
         self._layer = SharedLayer(executor, self._resume, self._fail, ranks)
+        self._places = state_places(model)
         self._order = Order(_START)
         self._cursor: tuple[Hashable, int] = (_START, -1)  # a stop, as indices change
         self._new: list[Sequence] = []
@@ -149,7 +151,7 @@ class Conductor:
         """
         if self._closed:
             raise ClosedError("the conductor is closed")
-        sequence = Sequence(work, seed, on_end)
+        sequence = Sequence(work, seed, on_end, OwnState(self._places))
         self._new.append(sequence)
         return sequence
 

@@ -10,6 +10,7 @@ import greenlet
 import torch
 
 from offload.errors import OffloadError
+from offload.models.module_state import OwnState
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Sequence:
         work: Callable[[], Any],
         seed: int | None,
         on_end: Callable[[Sequence], None] | None,
+        state: OwnState,
     ) -> None:
         self.result: Any = None
         self.error: BaseException | None = None
@@ -53,6 +55,7 @@ class Sequence:
         self._greenlet = greenlet.greenlet(self._run)
         self._answer: Any = None
         self._throw: BaseException | None = None
+        self._state = state
         self._grad = torch.is_grad_enabled()
         # A row of a packed table is waited for within an operation, where torch leaves out autograd
         # until the operation ends; that is not to be so for the others meanwhile.
@@ -83,10 +86,12 @@ class Sequence:
         if self._grad != grad:
             torch._C._set_grad_enabled(self._grad)
         try:
+            self._state.swap()
             with torch._C._ForceDispatchKeyGuard(*self._keys):
                 self._greenlet.switch()
                 self._keys = _dispatch_keys()
         finally:
+            self._state.swap()
             self._grad = torch.is_grad_enabled()
             if self._grad != grad:
                 torch._C._set_grad_enabled(grad)

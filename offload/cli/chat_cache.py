@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from offload.models.module_state import why_not_in_a_cache
+
 if TYPE_CHECKING:
     from offload.models.prompt_reuse import PromptReuse
 
@@ -142,6 +144,8 @@ def can_reuse(model: Any, context: int) -> str | None:
     name = type(model).__name__
     if model.config.is_encoder_decoder or "mamba" in name.lower() or not supported():
         return f"{name} has a cache of its own kind"
+    if (why := why_not_in_a_cache(model)) is not None:
+        return why
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     for entry in (rope, *(v for v in rope.values() if isinstance(v, dict))):
