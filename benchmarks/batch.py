@@ -77,6 +77,20 @@ def packed_rate(model_dir: Path, hidden: int, inner: int) -> float:
     return 2 * x.shape[0] * inner * hidden / best
 
 
+def planned_with(model: Path, *, packed: bool) -> Any:
+    """Rates of now, as the command line plans with."""
+    from offload.cli import planning
+
+    found = planning.find_hardware(model)
+    if found is None:
+        return None
+    if packed:
+        from offload.models.pack_reader import PackedModel
+
+        return planning.sample_pack(found, PackedModel.open(model), fewer=False)[0]
+    return planning.on_these_files(found, model, fewer=False)[0]
+
+
 def measure(args: argparse.Namespace, size: int, ram: str, hardware: Any) -> dict[str, Any]:
     """One number of sequences."""
     import offload
@@ -149,7 +163,8 @@ def main() -> None:
     if found is None:
         raise SystemExit("the model's files are too small to measure the disk with")
     sizes = [int(n) for n in args.sizes.split(",")]
-    rows = [measure(args, size, args.ram, None) for size in sizes]
+    hardware = planned_with(args.model, packed=bool(packed))
+    rows = [measure(args, size, args.ram, hardware) for size in sizes]
     alone = next((r for r in rows if r["sequences"] == 1), None)
     if alone is None:
         raise SystemExit("--sizes needs 1: the peer is the loop over single prompts")

@@ -34,6 +34,10 @@ BESIDE_BYTES, SEQUENCE_BYTES = 2**20, 224 * 2**10
 """What running several sequences takes, and each of them: a greenlet's stacks, its settings and its
 text, and 64 KiB for rows that are multiplied together (``offload.batch.joined``)."""
 
+ROW_SHARE = 0.2
+"""Of what a layer takes besides its products, what each row more takes where layers are computed
+for all sequences at once: its attention, and what is done row by row (0.12 of 0.65 ms)."""
+
 COUNTS = ("context", "batch", "sequences", "prompt_tokens", "queue_depth", "request_bytes",
           "kv_block_tokens", "prompt_cache_chunk")  # fmt: skip
 """Options that count something there has to be at least one of."""

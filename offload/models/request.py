@@ -11,7 +11,7 @@ from offload.models.footprint import Footprint
 from offload.models.host_cost import product_overhead_s
 from offload.models.kv_plan import KvPlan
 from offload.models.meta import MetaModel
-from offload.models.options import Options
+from offload.models.options import ROW_SHARE, Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
 from offload.models.workspace import CARD_BYTES, Workspace, kernel_bytes, workspace_bytes
@@ -154,6 +154,8 @@ def request_of(
         compute_tier=top,
         costs=costs,
         overhead_s=_overheads(chosen, warm),
+        rows=options.sequences,
+        row_share=ROW_SHARE,
         guesses=options.guess,
         expert_policy=policy[0],
         hot=policy[1],

@@ -32,6 +32,9 @@ class PlanRequest:
         compute_tier: RAM (two tiers) or DEVICE (three).
         costs: without them the plan is made by rule and predicts nothing.
         overhead_s: seconds of each step besides weights and I/O; for all units, or by unit.
+        rows: tokens that a pass computes where many sequences decode beside each other: what is
+            fastest is chosen for those. Predictions stay those of one.
+        row_share: of ``overhead_s``, what each row after the first takes.
         guesses: whether a layer's experts may be read on a guess (see ``guesses``).
         expert_policy: what decides which expert leaves a slot (see ``policy``).
         hot: for the policy ``pinned``: experts, the most used first.
@@ -57,6 +60,8 @@ class PlanRequest:
     reserves: Mapping[Tier, Mapping[str, int]] = field(default_factory=dict)
     costs: CostModel | None = None
     overhead_s: float | Mapping[str, float] = 0.0
+    rows: int = 1
+    row_share: float = 1.0
     guesses: bool = False
     expert_policy: str = DEFAULT
     hot: tuple[str, ...] = ()

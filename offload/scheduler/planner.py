@@ -94,20 +94,29 @@ def _fastest(
     rest can be better."""
     bounded = []
     for i, option in enumerate(options):
-        plan = _assemble(request, inv, option)
-        bounded.append((max(lane_seconds(plan, costs).values()), i, plan))
+        plan = _with_rows(_assemble(request, inv, option), request)
+        bounded.append((max(lane_seconds(plan, costs, request.rows).values()), i, plan))
     bounded.sort(key=lambda b: b[:2])
     tried: list[_Scored] = []
     best = math.inf
     for bound_s, i, plan in bounded:
         if bound_s > best * (1 + CLOSE) or len(tried) == TRIES:
             break
-        pass_s = simulate(plan, costs).pass_s
+        pass_s = simulate(plan, costs, tokens=request.rows).pass_s
         best = min(best, pass_s)
         tried.append(_score(pass_s, inv, options[i]))
     # As fast as the best for what anyone can measure: prefer room for jitter, then less reading.
     close = [t for t in tried if t.pass_s <= best * (1 + CLOSE)]
     return min(close, key=lambda t: (not t.roomy, t.read_bytes, t.pass_s)).placement
+
+
+def _with_rows(plan: Plan, request: PlanRequest) -> Plan:
+    """The plan with what steps take beside their weights for all rows of a pass."""
+    by = 1 + request.row_share * (request.rows - 1)
+    one = plan.overhead_s
+    if isinstance(one, (int, float)):
+        return replace(plan, overhead_s=one * by)
+    return replace(plan, overhead_s={unit: seconds * by for unit, seconds in one.items()})
 
 
 def _by_rule(inv: Inventory, options: list[Placement]) -> Placement:

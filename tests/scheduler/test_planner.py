@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from plan_support import PAGE, block, check_placement, dense, machine, moe
 
-from offload.blocks import BlockKind, Tier
+from offload.blocks import BlockKind, BlockSpec, Tier
 from offload.errors import PlanError
 from offload.scheduler.costs import CostModel
 from offload.scheduler.describe import budget, describe, homes, prediction
 from offload.scheduler.plan import Home, Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
+from offload.scheduler.simulate import simulate
 from offload.scheduler.trace import Step, Trace
 from offload.units import format_bytes
 
@@ -314,3 +315,38 @@ def test_a_description_adds_up() -> None:
 def test_contradictions_are_refused(change: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         replace(moe(1, 8, 2), **change)  # type: ignore[arg-type]
+
+
+def wide_layers(ram: int) -> PlanRequest:
+    """8 layers of attention and three large matrices, each a step of its own."""
+    blocks: dict[str, BlockSpec] = {}
+    steps = []
+    for i in range(8):
+        parts = {f"l{i}.attention": (800, 160, 160, 800), **{f"l{i}.m{j}": (2720,) for j in "abc"}}
+        for unit, sizes in parts.items():
+            ids = [f"{unit}.{j}" for j in range(len(sizes))]
+            blocks |= {b: block(b, pages) for b, pages in zip(ids, sizes, strict=True)}
+            steps.append(Step(unit=unit, blocks=tuple(ids)))
+    costs = CostModel(hardware=machine(ssd=0.8e9))
+    return PlanRequest(
+        blocks=blocks, trace=Trace(steps), budgets={Tier.RAM: ram}, costs=costs, overhead_s=2e-4
+    )
+
+
+def test_many_rows_choose_what_is_fastest_for_all_of_them() -> None:
+    """What one token waits for is the disk; many compute nearly as long, and a ring that is soon
+    full has the disk stand still meanwhile."""
+    few = wide_layers(90 * 2**20)
+    many = replace(few, rows=128, row_share=0.2)
+    costs = few.costs
+    assert costs is not None
+    one, all_of_them = make_plan(few), make_plan(many)
+    # Predictions are those of one token.
+    assert all_of_them.overhead_s == one.overhead_s == 2e-4
+
+    def pass_s(plan: Plan, rows: int) -> float:
+        busy = replace(plan, overhead_s=2e-4 * (1 + 0.2 * (rows - 1)))
+        return simulate(busy, costs, tokens=rows).pass_s
+
+    assert pass_s(all_of_them, 128) < 0.95 * pass_s(one, 128)
+    assert pass_s(one, 1) <= pass_s(all_of_them, 1)
