@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from offload.kv.shape import KvShape
 from offload.models.expert_groups import expert_groups
 from offload.models.meta_attention import CardAttention, CpuAttention
+from offload.models.meta_ops import KnownResults, run
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         """The most that was alive when a module began."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = run(func, args, kwargs or {})
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
@@ -220,7 +221,8 @@ def _run(
                     f"{type(model).__name__} returned no cache to decode with"
                 )
             last = "decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"
-            model(**{**kwargs, last: ids[:, :1], kept[0]: getattr(out, kept[0])})
+            with KnownResults():
+                model(**{**kwargs, last: ids[:, :1], kept[0]: getattr(out, kept[0])})
     return watch.peak - cache, cache
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.models.expert_groups import expert_groups
 from offload.models.footprint import LiveBytes, buffers_on_meta, stub_experts, widest
 from offload.models.meta_attention import CardAttention, CpuAttention
+from offload.models.meta_ops import KnownResults
 from offload.models.params import parameters
 from offload.train.passing import without_caches
 from offload.train.row_grads import RowGradient, taking_rows
@@ -155,7 +156,7 @@ def unit_calls(
         for group in expert_groups(model):
             stack.enter_context(stub_experts(group.module, group.n_experts))
         stack.enter_context(buffers_on_meta(model))
-        with torch.no_grad():
+        with torch.no_grad(), KnownResults():
             model(**given)
     return calls
 
