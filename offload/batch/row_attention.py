@@ -27,19 +27,9 @@ Attend = Callable[..., Any]
 class Listener(Protocol):
     """Who wants to know of the calls of attention in a greenlet."""
 
-    def attend(
-        self,
-        inner: Attend,
-        module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        *more: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def attend(self, inner: Attend, *args: Any, **kwargs: Any) -> Any:
         """In place of ``inner``, an attention function of transformers."""
-        ...  # fmt: skip
+        ...
 
 
 _listeners: dict[Any, Listener] = {}
@@ -93,6 +83,30 @@ class Stored(NamedTuple):
     layer: int
 
 
+class Ask:
+    """A call of an attention function, whose first arguments families give by place or by name."""
+
+    NAMES = ("module", "query", "key", "value", "attention_mask")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ``NotJoined``: one that is not known."""
+        placed = dict(zip(self.NAMES, args, strict=False))
+        named = {name: kwargs[name] for name in self.NAMES if name in kwargs}
+        self.first = placed | named
+        if len(args) > len(self.NAMES) or self.first.keys() < set(self.NAMES):
+            raise NotJoined("attention with other arguments than transformers' own")
+        self.more = {name: value for name, value in kwargs.items() if name not in named}
+        self._placed = len(args)
+
+    def of(
+        self, inner: Attend, query: Any, key: Any, value: Any, mask: Any, more: dict[str, Any]
+    ) -> Any:
+        """``inner`` with these, in the way that was called."""
+        values = (self.first["module"], query, key, value, mask)
+        named = dict(zip(self.NAMES[self._placed :], values[self._placed :], strict=True))
+        return inner(*values[: self._placed], **named, **more)
+
+
 class Asked(NamedTuple):
     """A call of attention: what it was asked, and its answer."""
 
@@ -121,22 +135,26 @@ class Alone:
         finally:
             undo()
 
-    def attend(
-        self, inner: Attend, module: Any, query: Any, key: Any, value: Any, mask: Any, *more: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        found = inner(module, query, key, value, mask, *more, **kwargs)
-        if more or len(self.asked) == len(self.stored) or not isinstance(found, tuple):
+    def attend(self, inner: Attend, *args: Any, **kwargs: Any) -> Any:
+        found = inner(*args, **kwargs)
+        try:
+            ask = Ask(args, kwargs)
+        except NotJoined as error:
+            self.odd = str(error)
+            return found
+        if len(self.asked) == len(self.stored) or not isinstance(found, tuple):
             self.odd = "attention over what is not in its cache"
         else:
-            self.asked.append(Asked(query, mask, kwargs, found[0]))
+            first = ask.first
+            self.asked.append(Asked(first["query"], first["attention_mask"], ask.more, found[0]))
         return found
 
-    def _note(self, keys: Any, values: Any, layer: int, *more: Any, **kwargs: Any) -> Any:
-        if more or any(value is not None for value in kwargs.values()):
-            self.odd = "a cache that is told more than keys and values"
-        self.stored.append(Stored(keys, values, layer))
-        return self._update(keys, values, layer, *more, **kwargs)
+    def _note(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != len(Stored._fields) or any(v is not None for v in kwargs.values()):
+            self.odd = "a cache that is told other than keys, values and a layer"
+        else:
+            self.stored.append(Stored(*args))
+        return self._update(*args, **kwargs)
 
 
 class Rows:
@@ -204,12 +222,10 @@ class Replay:
         self._stored = self._asked = 0
         self.cache = RowsCache(self._store)
 
-    def attend(
-        self, inner: Attend, module: Any, query: Any, key: Any, value: Any, mask: Any, *more: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        _pending(key, value)
-        masks = _masks(mask, len(self._alone))
+    def attend(self, inner: Attend, *args: Any, **kwargs: Any) -> Any:
+        ask = Ask(args, kwargs)
+        _pending(ask)
+        query, masks = ask.first["query"], _masks(ask, len(self._alone))
         at, self._asked = self._asked, self._asked + 1
         answers = []
         for i, alone in enumerate(self._alone):
@@ -218,7 +234,7 @@ class Replay:
             asked = alone.asked[at]
             if masks[i] is not asked.mask or not _alike(query, i, asked.query):
                 raise NotJoined("another query or mask than alone")
-            if not _same_kwargs(self._parts.of(kwargs, i), asked.kwargs):
+            if not _same_kwargs(self._parts.of(ask.more, i), asked.kwargs):
                 raise NotJoined("attention with other arguments than alone")
             answers.append(asked.answer)
         return torch.cat(answers), None
@@ -249,11 +265,9 @@ class Together:
         """Whether any cache has been changed."""
         self.cache = RowsCache(lambda _: None)
 
-    def attend(
-        self, inner: Attend, module: Any, query: Any, key: Any, value: Any, mask: Any, *more: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        stored, masks = _pending(key, value), _masks(mask, len(self._caches))
+    def attend(self, inner: Attend, *args: Any, **kwargs: Any) -> Any:
+        ask = Ask(args, kwargs)
+        stored, masks = _pending(ask), _masks(ask, len(self._caches))
         answers = []
         with _pop_mode_temporarily():
             for i, cache in enumerate(self._caches):
@@ -261,13 +275,14 @@ class Together:
                 keys, values = cache.update(
                     row_of(stored.keys, i), row_of(stored.values, i), stored.layer
                 )
-                own = self._parts.of(kwargs, i)
-                answer, _ = inner(module, row_of(query, i), keys, values, masks[i], *more, **own)
+                query, own = row_of(ask.first["query"], i), self._parts.of(ask.more, i)
+                answer, _ = ask.of(inner, query, keys, values, masks[i], own)
                 answers.append(answer)
             return torch.cat(answers), None
 
 
-def _pending(key: Any, value: Any) -> Stored:
+def _pending(ask: Ask) -> Stored:
+    key, value = ask.first["key"], ask.first["value"]
     if not isinstance(key, Pending) or not isinstance(value, Pending):
         raise NotJoined("attention over what is not in its cache")
     if key.stored is not value.stored:
@@ -275,7 +290,8 @@ def _pending(key: Any, value: Any) -> Stored:
     return key.stored
 
 
-def _masks(mask: Any, count: int) -> Sequence[Any]:
+def _masks(ask: Ask, count: int) -> Sequence[Any]:
+    mask = ask.first["attention_mask"]
     if mask is None:
         return [None] * count
     if not isinstance(mask, Rows):

@@ -91,6 +91,7 @@ FAMILIES = [
     ("olmo2", torch.bfloat16),
     ("phi3", torch.bfloat16),
     ("cohere", torch.float32),
+    ("afmoe", torch.bfloat16),  # gives attention its mask by name
 ]
 
 
@@ -158,6 +159,52 @@ def test_a_layer_that_mixes_rows_is_found_out(
     check(checkpoint("qwen3"))
     assert [kind.refused for kind in kinds] == ["another result than alone"]
     assert joined == []
+
+
+ODD: list[Callable[..., Any]] = [
+    lambda ask, module, q, k, v, mask, **more: ask(
+        module, query=q, key=k, value=v, attention_mask=mask, **more
+    ),
+    lambda ask, module, q, k, v, mask, **more: ask(module, q, k, v, **more, attention_mask=mask),
+    lambda ask, module, q, k, v, mask, **more: ask(module, q, k, v, mask, 0.0, **more),
+    lambda ask, module, q, k, v, mask, **more: ask(module, q, k, v, **more),
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "some"), list(zip(ODD, [True, True, False, False], strict=True)),
+    ids=["names", "the mask's name", "one more by place", "no mask"],
+)  # fmt: skip
+def test_attention_is_asked_for_in_many_ways(
+    checkpoint: Callable[[str], Path], joined: list[int], monkeypatch: pytest.MonkeyPatch,
+    way: Callable[..., Any], some: bool,
+) -> None:  # fmt: skip
+    """Each layer runs alone first, and whoever listens to that leaves it as it is."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None,
+        dropout: float = 0.0, scaling: float | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
+        return own(module, query, key, value, attention_mask, scaling=scaling)
+
+    found = _interfaces()
+    own = found["sdpa"]
+
+    def get_interface(self: Any, *_: Any) -> Any:
+        return attend
+
+    def asked(*args: Any) -> Any:
+        inner = vars(found).get("get_interface")
+        function = inner(*args) if inner else attend
+        return lambda *a, **k: way(function, *a[:5], **{n: k[n] for n in ("scaling",)})
+
+    monkeypatch.setattr(type(found), "get_interface", get_interface)
+    monkeypatch.setattr(
+        modeling_qwen3, "ALL_ATTENTION_FUNCTIONS", type("Table", (), {"get_interface": asked})
+    )
+    check(checkpoint("qwen3"))
+    assert bool(joined) == some
 
 
 def test_hooks_inside_see_one_sequence_at_a_time(
