@@ -21,6 +21,16 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are left out by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark ``sampled(n)`` one case in n is CI's, the others are the sweep's: on
+    the diagonals of the grid of its parameters, where each value of each comes again and again."""
+    for item in items:
+        mark, case = item.get_closest_marker("sampled"), getattr(item, "callspec", None)
+        if mark is not None and case is not None and sum(case.indices.values()) % mark.args[0]:
+            item.add_marker(pytest.mark.sweep)
+
+
 @pytest.fixture(scope="session")
 def searched() -> list[int]:
     """How many objects there were after the last whole search for garbage."""

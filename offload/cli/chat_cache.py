@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload.models.module_state import why_not_in_a_cache
+from offload.models.pieces import why_not_in_pieces
 
 if TYPE_CHECKING:
     from offload.models.prompt_reuse import PromptReuse
@@ -144,7 +145,8 @@ def can_reuse(model: Any, context: int) -> str | None:
     name = type(model).__name__
     if model.config.is_encoder_decoder or "mamba" in name.lower() or not supported():
         return f"{name} has a cache of its own kind"
-    if (why := why_not_in_a_cache(model)) is not None:
+    # A turn goes on behind the one before as behind a piece of a prompt.
+    if (why := why_not_in_a_cache(model) or why_not_in_pieces(model)) is not None:
         return why
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

@@ -17,6 +17,7 @@ from offload.cli.signals import raise_received, signals_wait
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
+from offload.models.pieces import why_not_in_pieces
 from offload.runtime.heap import share_one_heap
 from offload.scheduler.plan import Plan
 
@@ -76,14 +77,17 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
     decode.check_can_generate(model_class(config), name)
     tokenizer, tokenizer_bytes = session.measured_tokenizer(directory)
     context = chat_context(wish.context, None, context_limit(config))
+    chunk = min(wish.prefill_chunk, context)
     prepared = make_plan(
-        directory,
-        wish.wanted,
-        options,
-        prompt_tokens=min(wish.prefill_chunk, context),
-        context=context,
-        tokenizer_bytes=tokenizer_bytes,
-    )
+        directory, wish.wanted, options,
+        prompt_tokens=chunk, context=context, tokenizer_bytes=tokenizer_bytes,
+    )  # fmt: skip
+    if chunk < context and (why := why_not_in_pieces(prepared.meta.model)) is not None:
+        console.note(f"prompts are read whole, whatever --prefill-chunk says: {why}")
+        prepared = make_plan(
+            directory, wish.wanted, options,
+            prompt_tokens=context, context=context, tokenizer_bytes=tokenizer_bytes,
+        )  # fmt: skip
     view.show_summary(console.err(), prepared)
     with signals_wait():
         model = session.open_model(prepared)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.models.pieces import family_of, toys
+
 logger = logging.getLogger(__name__)
 
 _TORCHS = frozenset(nn.Module().__dict__)
@@ -24,8 +26,6 @@ _ROTATION = ("inv_freq", "original_inv_freq", "max_seq_len_cached", "attention_s
 """What transformers changes in a rotary embedding of the kind "dynamic", also behind a prefix for
 each type of layers."""
 _ABSENT = object()
-_LAYERS = (2, 4, 6)
-"""Of a toy: as few as have each kind of layer, where two do not."""
 
 
 class Place(NamedTuple):
@@ -78,26 +78,22 @@ def states_of(model: nn.Module) -> Mapping[type, tuple[str, ...]]:
     toy, and for classes that transformers does not call stateful."""
     if not getattr(type(model), "_is_stateful", False):
         return {}
-    kinds: tuple[Any, Any] = type(model), type(model.config)
-    return _states_of(*kinds)
+    return _states_of(*family_of(model))
 
 
 @functools.cache
-def _states_of(model_cls: Any, config_cls: Any) -> Mapping[type, tuple[str, ...]]:
-    from offload.models.toy import quiet, small_config
-
-    for layers in _LAYERS:
+def _states_of(*family: Any) -> Mapping[type, tuple[str, ...]]:
+    for model in toys(*family):
+        before = _tensors(model)
+        ids = torch.ones((1, 4), dtype=torch.int64)
         try:
-            toy = small_config(config_cls, num_hidden_layers=layers)
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
-                model = model_cls._from_config(toy).eval()
-                before = _tensors(model)
-                ids = torch.ones((1, 4), dtype=torch.int64)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
                 model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
-                after = _tensors(model)
-            break
         except Exception as error:  # noqa: BLE001  families refuse toys in their own ways
-            logger.info("no toy of %s says where its state is: %s", model_cls.__name__, error)
+            logger.info("a toy of %s does not run: %s", family[0].__name__, error)
+            continue
+        after = _tensors(model)
+        break
     else:
         return {}
     found: dict[type, dict[str, None]] = {}

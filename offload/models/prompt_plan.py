@@ -29,6 +29,7 @@ from offload.models.footprint import CachedLayer, Footprint
 from offload.models.meta import MetaModel
 from offload.models.module_state import why_not_in_a_cache
 from offload.models.options import Options, check_device
+from offload.models.pieces import why_not_in_pieces
 from offload.models.shadow import CAPTURES
 from offload.units import format_bytes
 
@@ -188,7 +189,7 @@ def check_model(model: Any, name: str, device: str) -> None:
         raise refuse(f"{type(model).__name__} has a cache of its own kind")
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
         raise refuse("it keeps positions of images apart from its cache")
-    if (why := why_not_in_a_cache(model)) is not None:
+    if (why := why_not_in_a_cache(model) or why_not_in_pieces(model)) is not None:
         raise refuse(why)
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     for entry in (rope, *(v for v in rope.values() if isinstance(v, dict))):

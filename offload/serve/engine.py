@@ -24,6 +24,7 @@ from offload.batch.sequence import Cancelled, Sequence
 from offload.cli import decode
 from offload.cli.text import Decoder, IdDecoder, TextDecoder
 from offload.errors import OffloadError
+from offload.models.pieces import why_not_in_pieces
 from offload.models.sampling import choose_alone, own_temperature, vocabulary_of
 from offload.runtime.rss import current_rss
 from offload.serve.counters import Counters
@@ -103,7 +104,7 @@ class Engine:
         self._conductor = Conductor(model, most_rows=prefill_chunk)
         self._tiers = {tier: dict(parts) for tier, parts in (tiers or {}).items()}
         self._prompts = model.offload.prompts
-        if self._prompts is None:
+        if self._prompts is None and why_not_in_pieces(model) is None:
             self._settings.prefill_chunk_size = prefill_chunk
         # Every request brings settings of its own, and what it leaves out must not come back:
         # transformers fills what is None from the model's.
@@ -324,8 +325,11 @@ class Engine:
     def _generate(self, handle: Handle, settings: Any) -> None:
         request = handle.request
         plain: Decoder = IdDecoder() if self._tokenizer is None else TextDecoder(self._tokenizer)
-        offload = self._model.offload
-        cache = (self._prompts or offload).new_cache()
+        offload, cache = self._model.offload, None
+        if self._prompts is not None:
+            cache = self._prompts.new_cache()
+        elif offload.make_cache is not None:  # of memory that is set aside, and to be given back
+            cache = offload.new_cache()
         try:
             handle.run = decode.generate(
                 self._model,
@@ -340,7 +344,8 @@ class Engine:
                 settings=settings,
             )
         finally:
-            offload.release_cache(cache)
+            if cache is not None:
+                offload.release_cache(cache)
 
     def _count(self, handle: Handle) -> None:
         """A token has come."""

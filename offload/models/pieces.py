@@ -1,0 +1,121 @@
+"""Whether a family's prompt may be read in pieces, one forward pass after the other.
+
+A cache is meant to make that the same as one pass over the whole prompt. For some families
+transformers' own code does otherwise: Jamba and Zamba begin their states anew with every piece,
+RecurrentGemma has them outside of the cache, masks of encoders that decode see what is behind them
+or do not, sparse attention chooses among other tokens. Nothing in a class says so; a toy shows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+LAYERS = (6, 4, 2)
+"""Of a toy: as many as have each kind of layer, if the family's config can be made so."""
+MOST_BYTES = 64 * 2**20
+"""A toy that is larger is none: its config has sizes that ``small_config`` does not know."""
+PROMPT, PIECE, TOKENS = 29, 8, 3
+"""Tokens of a toy's prompt, of its pieces, and that it says behind them."""
+CLOSE = 1e-3
+"""Of the largest logit: what pieces of whole sums round otherwise is a thousand times less."""
+
+
+def why_not_in_pieces(model: nn.Module) -> str | None:
+    """Why a prompt has to be read as a whole; None: it need not, as far as a toy of the model's
+    family can say. For models that ``generate``."""
+    return _why(*family_of(model))
+
+
+@functools.cache
+def _why(*family: Any) -> str | None:
+    model_cls = family[0]
+    for model in toys(*family):
+        _spread(model)
+        try:
+            whole = _logits(model)
+        except Exception as error:  # noqa: BLE001  families refuse toys in their own ways
+            logger.info("a toy of %s does not run: %s", model_cls.__name__, error)
+            continue
+        try:
+            parts = _logits(model, prefill_chunk_size=PIECE)
+        except Exception as error:  # noqa: BLE001  whatever it is: not in pieces
+            return f"{model_cls.__name__} cannot go on behind a piece of a prompt ({error})"
+        if not torch.isfinite(whole).all():
+            continue
+        if not (whole - parts).abs().max() <= CLOSE * whole.abs().max():
+            return (
+                f"{model_cls.__name__} makes something else of a prompt in pieces than of the whole"
+            )
+        return None
+    if getattr(model_cls, "_is_stateful", False):
+        return f"{model_cls.__name__} has states, and no toy of it shows that they go on"
+    return None
+
+
+def family_of(model: nn.Module) -> tuple[Any, ...]:
+    """Equal for models of one class and with layers of the same kinds; for ``toys``."""
+    config: Any = model.config
+    text = config.get_text_config()
+    lists = [(k, v) for k, v in text.to_dict().items() if isinstance(v, list)]
+    kinds = [
+        (name, tuple(dict.fromkeys(value)))
+        for name, value in lists
+        if len(value) == getattr(text, "num_hidden_layers", 0) and isinstance(value[0], str)
+    ]
+    return type(model), type(config), tuple(kinds) if text is config else ()
+
+
+def toys(
+    model_cls: Any, config_cls: Any, kinds: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Iterator[Any]:
+    """Small random models of a family in float32, with fewer and fewer layers. Random numbers are
+    left as they were."""
+    from offload.models.toy import quiet, small_config
+
+    for layers in LAYERS:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
+                torch.manual_seed(0)
+                of_each = {name: [v[i % len(v)] for i in range(layers)] for name, v in kinds}
+                config = small_config(config_cls, num_hidden_layers=layers, **of_each)
+                with torch.device("meta"):
+                    meta = model_cls._from_config(config, dtype=torch.float32)
+                if sum(p.nbytes for p in meta.parameters()) > MOST_BYTES:
+                    continue
+                model = model_cls._from_config(config, dtype=torch.float32).eval()
+        except Exception as error:  # noqa: BLE001  families refuse toys in their own ways
+            logger.info("no toy of %s: %s", model_cls.__name__, error)
+            continue
+        yield model
+
+
+def _spread(model: nn.Module) -> None:
+    """Matrices of unit gain: as a class draws them, tokens make next to no difference."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() < 2 or any(part in name for part in ("A_log", "dt_", "time_")):
+                continue
+            fan_in = p.shape[-1] if p.dim() == 2 else p[0].numel() // p.shape[1]
+            p.copy_(torch.randn(p.shape, generator=draw) * max(1, fan_in) ** -0.5)
+
+
+def _logits(model: Any, **more: Any) -> torch.Tensor:
+    ids = torch.arange(3, 3 + PROMPT)[None] % max(4, model.config.get_text_config().vocab_size)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        found = model.generate(
+            ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=[], pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True, **more,
+        )  # fmt: skip
+    return torch.cat(found.logits)
+
+
+__all__ = ["family_of", "toys", "why_not_in_pieces"]
