@@ -4,14 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cpu_card import CpuCard, build
+from cpu_card import CpuCard, built
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not on the PATH: the kernels' arithmetic is not checked here")
-    return build(tmp_path_factory.mktemp("gpu_ops") / "kernels.so")
+    return built()
 
 
 @pytest.fixture

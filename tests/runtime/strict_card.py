@@ -8,22 +8,16 @@ use it run in a process of theirs (``test_strict_card.py``).
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
 import subprocess
 import sys
-import tempfile
 import types
-from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from built_once import once
 from fake_card import FakeCard
-
-from offload.gpu_ops.source import DIRECTORY
 
 SOURCE = Path(__file__).with_name("strict_card.cpp")
 KERNELS = Path(__file__).parents[1] / "gpu_ops"
@@ -62,10 +56,10 @@ def device() -> torch.device:
 def launcher(place: torch.device) -> Any:
     """Of the kernels for packed weights: their own source, run by the CPU."""
     sys.path.append(str(KERNELS))
-    from cpu_card import CpuCard, build
+    from cpu_card import CpuCard
+    from cpu_card import built as built_kernels
 
-    sources = [*KERNELS.glob("*.cpp"), *KERNELS.glob("*.h"), *DIRECTORY.iterdir()]
-    card = CpuCard(once("kernels", sources, build))
+    card = CpuCard(built_kernels())
     card.device = place
     card.give_everything()
     return card
@@ -86,22 +80,6 @@ def built() -> Path:
         return out
 
     return once("strict", [SOURCE], make)
-
-
-def once(name: str, sources: Iterable[Path], make: Callable[[Path], Path]) -> Path:
-    """What ``make`` compiles of ``sources`` for this torch, kept for other processes, which wait
-    for the one that compiles."""
-    known = hashlib.sha256(torch.__version__.encode())
-    for source in sorted(sources):
-        known.update(source.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"offload-tests-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"{name}-{known.hexdigest()[:16]}.so"
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            make(library.with_suffix(".new")).rename(library)
-    return library
 
 
 __all__ = ["StrictCard", "device", "launcher"]
