@@ -9,6 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from offload.runtime.probe import Effort
+
+TINY_EFFORT = Effort(
+    file_bytes=4 << 20,
+    request_bytes=64 << 10,
+    depth=2,
+    ram_bytes=8 << 20,
+    matmul_side=128,
+    samples=2,
+    sample_s=0.001,
+)
+"""A probe that takes a moment."""
+
 
 @dataclass(frozen=True)
 class Result:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_support import Cli, Result
+from cli_support import TINY_EFFORT, Cli, Result
 from left_threads import threads_left
 from measured_once import measured_once
 from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from offload.cli.main import main
+from offload.runtime import probe as probe_module
 
 # Its thread would start with the first progress bar of a reference model, in whatever test that is.
 tqdm.monitor_interval = 0
@@ -46,6 +47,13 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _measured_once() -> Iterator[None]:
     with measured_once():
         yield
+
+
+@pytest.fixture
+def tiny_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are measured in a moment; nothing is measured yet of a test's own cache."""
+    monkeypatch.setattr(probe_module, "FULL", TINY_EFFORT)
+    monkeypatch.setattr(probe_module, "QUICK", TINY_EFFORT)
 
 
 @pytest.fixture

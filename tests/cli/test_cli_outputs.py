@@ -90,6 +90,7 @@ def test_inputs_that_would_be_left_out(
     refused(cli(*words, "-m", dense), said)
 
 
+@pytest.mark.usefixtures("tiny_probe")
 def test_a_setting_may_be_overruled(cli: Cli, dense: Path) -> None:
     """As by whoever adds it to an alias."""
     done = cli("generate", "-m", dense, "-p", "Once", "-n", "2", "-n", "3", "--ram", "1MiB",

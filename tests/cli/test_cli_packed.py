@@ -68,6 +68,7 @@ def test_a_device_takes_packed_weights(
         assert grown <= 1.05 * (run["ram_budget_bytes"] + gpu)
 
 
+@pytest.mark.usefixtures("tiny_probe")
 def test_what_cannot_take_effect(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with_sim = ("--kernels", "fast", "--device", "sim", "-p", "x")

@@ -70,6 +70,7 @@ def test_a_second_run_reads_only_the_rest(cli: Cli, tmp_path: Path) -> None:
     assert sum(p.stat().st_size for p in stored(directory)) <= few
 
 
+@pytest.mark.usefixtures("tiny_probe")
 @pytest.mark.parametrize(
     "more",
     [

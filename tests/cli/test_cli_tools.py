@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import Cli, refused
+from cli_support import TINY_EFFORT, Cli, refused
 
 from offload.cli import checks, output
 from offload.cli.checks import Verdict, run_checks
@@ -19,24 +19,7 @@ from offload.errors import OffloadError
 from offload.models import load
 from offload.runtime import probe as probe_module
 from offload.runtime.hardware_cache import cache_path, load_cached, save
-from offload.runtime.probe import Effort
 from offload.scheduler.hardware import Hardware
-
-TINY = Effort(
-    file_bytes=4 << 20,
-    request_bytes=64 << 10,
-    depth=2,
-    ram_bytes=8 << 20,
-    matmul_side=128,
-    samples=2,
-    sample_s=0.001,
-)
-
-
-@pytest.fixture
-def tiny_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "FULL", TINY)
-    monkeypatch.setattr(probe_module, "QUICK", TINY)
 
 
 @pytest.mark.usefixtures("tiny_probe")
@@ -113,7 +96,7 @@ def test_doctor_finds_this_machine_fit(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_doctor_sees_a_probe(tmp_path: Path) -> None:
-    found = probe_module.probe(tmp_path, effort=TINY)
+    found = probe_module.probe(tmp_path, effort=TINY_EFFORT)
     save(tmp_path, found)
     assert checks.probed(tmp_path).verdict is Verdict.GOOD
 

@@ -32,13 +32,13 @@ def measured_once() -> Iterator[None]:
     ) -> Footprint:
         config = model.config
         dtypes = tuple((name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters())
-        key = (type(model), *_ways(config), dtypes, tokens, batch, card, flash)
+        key = (type(model), *ways(config), dtypes, tokens, batch, card, flash)
         if key not in _found:
             _found[key] = measure(model, tokens, batch, card=card, flash=flash)
         return _found[key]
 
     def warm(config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True) -> Warm:
-        key = (model_cls, *_ways(config), dtype, torch.get_num_threads(), timed)
+        key = (model_cls, *ways(config), dtype, torch.get_num_threads(), timed)
         if key not in _warmed:
             _warmed[key] = warm_up(config, model_cls, dtype, timed)
         # Everything but the times is of the moment.
@@ -52,6 +52,9 @@ def measured_once() -> Iterator[None]:
         yield
 
 
-def _ways(config: Any) -> tuple[Any, ...]:
-    ways = (getattr(config, f"_{of}_implementation", None) for of in ("attn", "experts"))
-    return config.to_json_string(use_diff=False), *ways
+def ways(config: Any) -> tuple[Any, ...]:
+    """All that a config says but where it was read: each test has its checkpoints elsewhere."""
+    text = config.to_json_string(use_diff=False)
+    said = [line for line in text.splitlines() if '"_name_or_path":' not in line]
+    how = (getattr(config, f"_{of}_implementation", None) for of in ("attn", "experts"))
+    return "\n".join(said), *how

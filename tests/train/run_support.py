@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_config, write
+from measured_once import ways
 
 from offload.runtime.rss import current_rss
 from offload.train import choosing, preparing
@@ -163,12 +164,10 @@ def planned_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _key(model: Any) -> Any:
-    config = model.config
-    ways = tuple(getattr(config, f"_{of}_implementation", None) for of in ("attn", "experts"))
     shapes = tuple(
         (name, p.dtype, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()
     )
-    return type(model), config.to_json_string(use_diff=False), model.training, ways, shapes
+    return type(model), ways(model.config), model.training, shapes
 
 
 def everything_else_on_disk(run: Any) -> None:
