@@ -25,9 +25,19 @@ settings.load_profile("patient")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with the mark ``sampled(n)`` one case in n is CI's, the others are the sweep's: on
     the diagonals of the grid of its parameters, where each value of each comes again and again."""
+    seen: dict[object, dict[object, int]] = {}
     for item in items:
         mark, case = item.get_closest_marker("sampled"), getattr(item, "callspec", None)
-        if mark is not None and case is not None and sum(case.indices.values()) % mark.args[0]:
+        if mark is None or case is None:
+            continue
+        place = 0
+        for axis, grid in enumerate(item.iter_markers("parametrize")):
+            names = grid.args[0]
+            names = names.split(",") if isinstance(names, str) else names
+            values = repr([case.params[name.strip()] for name in names])
+            known = seen.setdefault((item.nodeid.partition("[")[0], axis), {})
+            place += known.setdefault(values, len(known))
+        if place % mark.args[0]:
             item.add_marker(pytest.mark.sweep)
 
 

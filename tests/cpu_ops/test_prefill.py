@@ -31,6 +31,7 @@ def dequantized(name: str, rows: int, columns: int, kind: str, isa: str) -> torc
     return prefill.tensor_at(address, kind, rows, columns, stride).clone()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("isa", "name"), EVERY_ON_EACH)
 def test_values_are_the_references(name: str, isa: str) -> None:
     fmt = FORMATS[name]
@@ -81,6 +82,7 @@ def problem(name: str, rows: int, columns: int, tokens: int) -> tuple[np.ndarray
     return pack_rows(fmt, gguf, columns), x, exact
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("kind", ["bf16", "f32"])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (83, 5), (200, 40)])

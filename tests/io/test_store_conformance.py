@@ -49,6 +49,7 @@ def test_is_a_store(case: Case) -> None:
     assert all(case.store.spec(i) == BY_ID[i] for i in BY_ID)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("whole_slot", [True, False])
 @pytest.mark.parametrize("block_id", BY_ID)
 def test_reads_what_is_there(case: Case, block_id: str, whole_slot: bool) -> None:

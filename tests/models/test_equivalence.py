@@ -80,6 +80,7 @@ def test_family_in_fine_steps(checkpoint: Checkpoint, family: str) -> None:
     _check(checkpoint(family), "cpu", "minimum")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", every_other(tail()))
 def test_rare_family(checkpoint: Checkpoint, family: str) -> None:

@@ -31,6 +31,7 @@ def grown(model: Any, length: int) -> LeanModel:
     return lean
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "window"), [(name, 0) for name in CONFIGS] + [("gpt_oss", 9), ("mistral", 257)]
 )

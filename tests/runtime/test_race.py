@@ -100,6 +100,7 @@ def pipeline(device: SimDevice, without: Edge | None) -> list[int]:
     return sums
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(100))
 def test_with_every_edge_nothing_is_flagged_and_the_data_is_right(seed: int) -> None:
     with SimDevice(SLOTS * N, seed=seed, jitter_s=200e-6) as device:
@@ -115,6 +116,7 @@ MISSING = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("edge", list(Edge), ids=lambda e: e.value)
 def test_every_missing_edge_is_flagged_at_every_timing(edge: Edge, seed: int) -> None:
