@@ -30,7 +30,18 @@ EVERY_ON_EACH = [
     for param in EVERY
 ]  # fmt: skip
 """(instruction set, format): all formats on the best one, and a sample on the others. Compiling is
-what takes the time; ``test_gemm`` has the whole product, and in the sweep this has it, too."""
+what takes the time; ``test_gemm`` has more of them, both have the whole product in the sweep."""
+
+
+def sets_in_ci(name: str) -> list[str]:
+    """The best set for every format; the others for a sample, and for the rest one, in turns."""
+    turn = list(FORMATS).index(name)
+    if name in ("q5_k", "q6_k"):  # for the portable set these compile for half a minute
+        turn = 0
+    others = ISAS[1:]
+    if name not in SAMPLE and others:
+        others = [others[turn % len(others)]]
+    return ISAS[:1] + others
 
 
 def rounded(fmt: Format, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

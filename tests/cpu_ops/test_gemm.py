@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_support import EVERY, ISAS, restore_threads, rounded, tolerance
+from kernel_support import (
+    EVERY,
+    ISAS,
+    SAMPLE,
+    restore_threads,
+    rounded,
+    sets_in_ci,
+    tolerance,
+)
 from random_rows import random_rows
 
 from offload.cpu_ops import threads
@@ -23,12 +31,12 @@ __all__ = ["restore_threads"]
 def test_products(name: str, rows: int, blocks: int, tokens: int) -> None:
     """Within float32 rounding of the oracle, equal on all instruction sets, and each token's
     result is what it is alone."""
-    # For the portable set these compile for half a minute, and q4_k tests all that they have.
-    check_products(name, rows, blocks, tokens, ISAS[:2] if name in ("q5_k", "q6_k") else ISAS)
+    # Each set compiles for seconds.
+    check_products(name, rows, blocks, tokens, sets_in_ci(name))
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["q5_k", "q6_k"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in SAMPLE])
 def test_products_on_every_set(name: str) -> None:
     check_products(name, 83, 3, 7, ISAS)
 

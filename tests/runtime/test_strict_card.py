@@ -25,9 +25,10 @@ CASES = {
         "test_card and (adapters or measures or dropout or casts or clip or run and llama) or "
         "dense_model and disk-0.5-some or tied and gemma2-least",
     ),
-    "updates": (["train/test_device_updates.py"], "disk-0.5-2 or rounded and 8bit"),
-    "packed training": (
-        ["train/test_device_qlora.py"], "unpacked_values and (gpt_oss and least or llama and some)"
+    "updates and packed training": (
+        ["train/test_device_updates.py", "train/test_device_qlora.py"],
+        "updates and (disk-0.5-2 or rounded and 8bit) or "
+        "unpacked_values and (gpt_oss and least or llama and some)",
     ),
 }  # fmt: skip
 """Files and what of them: a part in each run of the tests, all of it with ``sweep``."""
