@@ -24,6 +24,7 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
+from offload.models.lean_watch import DecoderWatch
 from offload.models.shadow import shadow
 from offload.models.streamed_forward import not_compiled
 
@@ -63,6 +64,7 @@ class LeanForward:
         if self._embedding is None or self._head is None:
             raise OffloadError("it has no embedding or no head")
         self._token, self._untouched = token, untouched
+        self._watch = DecoderWatch(model, base, model.get_submodule(*parents))
         self._inner: Callable[..., Any] = model.forward
         self._output: Any = None
 
@@ -94,11 +96,8 @@ class LeanForward:
         if args or not isinstance(cache, LeanCache) or not self._is_plain(ids, kwargs):
             return self._inner(*args, **kwargs)
         cache.check_live()
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and not bool(mask.all()):
-            raise OffloadError(
-                "this cache is for one sequence without padding; leave past_key_values to generate"
-            )
+        if not _sees_all(kwargs.get("attention_mask"), cache.get_seq_length() + 1):
+            return self._inner(*args, **kwargs)
         positions = kwargs.get("position_ids")
         if positions is not None and int(positions) == cache.get_seq_length():
             positions = None  # what every layer takes by itself
@@ -127,8 +126,13 @@ class LeanForward:
         if any(getattr(config, name, False) for name in _OUTPUTS):
             return False
         base = self._base
-        return self._untouched() and not (
-            base._forward_hooks or base._forward_pre_hooks or torch.is_grad_enabled()
+        positions = kwargs.get("position_ids")
+        if positions is not None and positions.numel() != 1:
+            return False
+        return (
+            self._watch.untouched()
+            and self._untouched()
+            and not (base._forward_hooks or base._forward_pre_hooks or torch.is_grad_enabled())
         )
 
     def _logits(
@@ -138,6 +142,14 @@ class LeanForward:
             hidden = layer(hidden, past_key_values=cache, position_ids=positions)
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits
+
+
+def _sees_all(mask: Any, tokens: int) -> bool:
+    """Whether a mask is one of padding that hides none of so many tokens."""
+    if mask is None:
+        return True
+    known = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens
+    return known and bool(mask.all())
 
 
 def take_over(

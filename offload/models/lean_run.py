@@ -41,9 +41,10 @@ from offload.models.lean_cache import LeanCache
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import rope_of
 from offload.models.lean_many import Join, ManyTokens, Positions, Rooms, Row, RowLayers
+from offload.models.lean_masks import is_causal
 from offload.models.lean_program import TokenProgram
 from offload.models.lean_verify import twin_kernels, verify
-from offload.models.lean_watch import LayerWatch
+from offload.models.lean_watch import Around, LayerWatch
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedExperts, PackedLinear
 from offload.models.units import unit_modules
@@ -52,12 +53,6 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
 """Of a twin's output: float32 sums in another order differ by about 1e-6."""
-
-_HIDDEN = -1e30
-"""What masks add to scores that are hidden is below."""
-
-_MASK_ROWS = 64
-"""Of a mask that are looked at in one go."""
 
 _MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 
@@ -213,6 +208,7 @@ class LeanRun:
             rooms = Rooms(lean.plans, capacity, quantised=lean.kv.quantised)
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
+        self._around, self._changed = Around(model, rotary), False
         steps: list[tuple[Any, _Step]] = []
         for i, (path, found) in enumerate(lean.layers.items()):
             if found.layer_type not in ropes:
@@ -244,6 +240,7 @@ class LeanRun:
         """An empty cache for one sequence, to give to ``model`` or ``generate`` as
         ``past_key_values``. If there are as many as may live (one, unless more were asked for), the
         oldest loses its memory; ``release`` gives one's back before."""
+        self._look()
         while len(self._caches) >= self._most:
             self.release(self._caches[0])
         # Only memory where tokens were stored counts, so a used one goes first.
@@ -285,7 +282,14 @@ class LeanRun:
 
     def untouched(self) -> bool:
         """Whether every layer is as it was opened: no hook inside, no module replaced."""
+        if self._changed or not self._around.untouched():
+            return False
         return all(step.watch.untouched() for step in self._steps)
+
+    def _look(self) -> None:
+        """See whether a program has changed numbers that layers keep; as a text begins, as there
+        are many."""
+        self._changed = not all(step.watch.unchanged() for step in self._steps)
 
     def token(
         self, hidden: torch.Tensor, position: int | None, cache: LeanCache
@@ -310,12 +314,13 @@ class LeanRun:
         cache, hidden = kwargs.get("past_key_values"), hidden_states
         if not isinstance(cache, LeanCache) or hidden.shape[0] != 1 or hidden.dim() != 3:
             return inner(hidden_states, *args, **kwargs)
-        if not step.watch.untouched():
+        if step.attention.layer == 0 and hidden.shape[1] > 1:
+            self._look()
+        if self._changed or not step.watch.untouched() or not self._around.untouched():
             cache.check_live()
             return inner(hidden_states, *args, **kwargs)
         positions = kwargs.get("position_ids")
-        if hidden.shape[1] == 1:
-            cache.check_live()
+        if hidden.shape[1] == 1 and not args and step.sees_past(cache, kwargs):
             position = None if positions is None else int(positions.reshape(-1)[0])
             if self.join is not None:
                 joined = self.join(row_layers, Row(hidden, position, cache.store))
@@ -449,6 +454,17 @@ class _Step:
         self._place_moving()
         self._rows.of_each(x_TH, positions_T, caches)
 
+    def sees_past(self, cache: LeanCache, kwargs: dict[str, Any]) -> bool:
+        """Whether a call for one token hides from it nothing but what is out of the layer's
+        window, and gives it one position."""
+        cache.check_live()
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if positions is not None and positions.numel() != 1:
+            return False
+        return mask is None or is_causal(
+            mask, 1, cache.store.length(self.attention.layer), self.attention.plan.window
+        )
+
     def sees_all(self, cache: LeanCache, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a call hides from each token nothing but what comes later, and what is out of
         the layer's window, and gives each one position."""
@@ -485,40 +501,6 @@ class _Step:
                 self.shared(normed, out)
             x += out
         return torch.from_numpy(x).view(hidden.shape).to(hidden.dtype)
-
-
-def is_causal(mask: Any, tokens: int, cached: int, window: int) -> bool:
-    """Whether a mask of transformers, [1, 1, T, cached + T] of bool or of what is added to scores,
-    hides from T tokens those behind each and those before its ``window`` (0: none), and no other.
-
-    Without one its attention hides what comes later, if nothing is cached.
-    """
-    if mask is None:
-        return cached == 0 and (window == 0 or tokens <= window)
-    length = cached + tokens
-    if not isinstance(mask, torch.Tensor) or mask.shape[-2:] != (tokens, length):
-        return False
-    if mask.numel() != tokens * length:
-        return False
-    given_TL = mask.reshape(tokens, length)
-    columns_L = torch.arange(length, dtype=torch.int32)
-    # Of all rows at once the temporaries would be several times the mask, outside any budget.
-    return all(
-        _rows_causal(given_TL[t : t + _MASK_ROWS], columns_L, cached + t, window)
-        for t in range(0, tokens, _MASK_ROWS)
-    )
-
-
-def _rows_causal(given_RL: torch.Tensor, columns_L: torch.Tensor, first: int, window: int) -> bool:
-    """``is_causal`` of rows whose first token has ``first`` before it."""
-    rows_R1 = torch.arange(first, first + len(given_RL), dtype=torch.int32)[:, None]
-    seen_RL = columns_L <= rows_R1
-    if window:
-        seen_RL &= columns_L > rows_R1 - window
-    if given_RL.dtype == torch.bool:
-        return torch.equal(given_RL, seen_RL)
-    right_RL = ((given_RL == 0) == seen_RL) & ((given_RL < _HIDDEN) != seen_RL)
-    return bool(right_RL.all())
 
 
 def _restore(module: Any, name: str, before: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether a decoder layer is still what its lean form was made of.
+"""Whether a decoder layer, and what is around it, is still what its lean form was made of.
 
 Kernels call no module, so a hook inside a layer, or a module that a program has put in another's
 place, would be passed over without a word. Such a layer runs as it is.
@@ -10,7 +10,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offload.models.shadow import CAPTURES, STANDS_IN
 
@@ -30,6 +33,12 @@ class LayerWatch:
         found += [(m.__dict__, "forward") for m in inside if type(m).__name__ != "PackedLinear"]
         found += [(module._parameters, name) for module, name in kept]
         self._places = [(table, name, table.get(name)) for table, name in found]
+        self._numbers = [
+            (module.__dict__, name, value)
+            for module in (layer, *inside)
+            for name, value in module.__dict__.items()
+            if isinstance(value, int | float)
+        ]
 
     def untouched(self) -> bool:
         """Whether nobody listens inside, and all is in its place."""
@@ -37,6 +46,80 @@ class LayerWatch:
             if len(table) != length and _foreign(table) != length:
                 return False
         return all(_is_same(table.get(name), there) for table, name, there in self._places)
+
+    def unchanged(self) -> bool:
+        """Whether the numbers that modules keep (scales, epsilons, how many experts) are what they
+        were. There are hundreds of them: not for every token."""
+        return all(table.get(name) == there for table, name, there in self._numbers)
+
+
+class Around:
+    """What layers share: the rotary embedding, of which kernels have a copy, and the function that
+    attends, in whose place they are."""
+
+    def __init__(self, model: Any, rotary: nn.Module) -> None:
+        self._config = model.config.get_text_config()
+        self._rotary = rotary
+        self._there = self._now()
+        self._copies = [None if b is None else b.clone() for b in rotary._buffers.values()]
+        self._written, self._equal = self._versions(), True
+
+    def _now(self) -> list[Any]:
+        own = self._rotary.__dict__
+        scaling = [value for name, value in own.items() if name.endswith("attention_scaling")]
+        hooks = [len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])]
+        return [own.get("forward"), *hooks, *scaling]
+
+    def _versions(self) -> list[Any]:
+        return [
+            None if b is None or b.is_inference() else (id(b), b._version)
+            for b in self._rotary._buffers.values()
+        ]
+
+    def _frequencies(self) -> bool:
+        """Whether they have the values that kernels have."""
+        written = self._versions()
+        if written != self._written:
+            now = self._rotary._buffers.values()
+            self._equal = len(now) == len(self._copies) and all(
+                b is copy if b is None or copy is None else torch.equal(b, copy)
+                for b, copy in zip(now, self._copies, strict=True)
+            )
+            self._written = written
+        return self._equal
+
+    def untouched(self) -> bool:
+        """Whether positions and attention are as they were, and nobody listens to every module."""
+        if torch_modules._has_any_global_hook() or self._now() != self._there:
+            return False
+        attention = getattr(self._config, "_attn_implementation", None)
+        return self._frequencies() and _is_stock(attention)
+
+
+class DecoderWatch:
+    """What a model had around its layers when it was opened: which modules, in which order, and
+    whose forward."""
+
+    def __init__(self, model: nn.Module, base: nn.Module, layers: nn.Module) -> None:
+        """``layers``: the list of ``base`` that has them."""
+        self._lists = [(m._modules, list(m._modules.items())) for m in (model, base, layers)]
+        self._forward = base.__dict__, base.__dict__.get("forward")
+
+    def untouched(self) -> bool:
+        """Whether all is in its place."""
+        own, forward = self._forward
+        if not _is_same(own.get("forward"), forward):
+            return False
+        # Modules are equal to themselves alone.
+        return all(list(now.items()) == there for now, there in self._lists)
+
+
+def _is_stock(name: Any) -> bool:
+    """Whether attention of that name is transformers' own or ours, which kernels stand in for."""
+    if name in (None, "eager"):
+        return True
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return str(getattr(function, "__module__", "")).startswith(("transformers.", "offload."))
 
 
 def _foreign(table: Mapping[int, Any]) -> int:
@@ -58,4 +141,4 @@ def _is_same(now: Any, there: Any) -> bool:
     return now is there or getattr(now, STANDS_IN, False) is True
 
 
-__all__ = ["LayerWatch"]
+__all__ = ["Around", "DecoderWatch", "LayerWatch"]

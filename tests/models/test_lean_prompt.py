@@ -16,6 +16,7 @@ from offload.cpu_ops.attention import BLOCK
 from offload.cpu_ops.prompt import Room
 from offload.errors import OffloadError
 from offload.models import lean_run
+from offload.models.lean_masks import is_causal
 
 STEPS = 50
 
@@ -211,15 +212,15 @@ def test_masks_that_hide_what_attention_hides(dtype: torch.dtype, cached: int, w
     seen = (back >= 0) & ((back < window) | (window == 0))
     mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -3e38)
     mask = mask[None, None]
-    assert lean_run.is_causal(mask, tokens, cached, window)
-    assert not lean_run.is_causal(mask, tokens, cached, 5)
-    assert not lean_run.is_causal(mask.expand(2, 1, -1, -1), tokens, cached, window)
-    assert not lean_run.is_causal(mask[..., 1:], tokens, cached, window)
-    assert lean_run.is_causal(None, tokens, cached, window) == (cached == 0 and window in (0, 99))
+    assert is_causal(mask, tokens, cached, window)
+    assert not is_causal(mask, tokens, cached, 5)
+    assert not is_causal(mask.expand(2, 1, -1, -1), tokens, cached, window)
+    assert not is_causal(mask[..., 1:], tokens, cached, window)
+    assert is_causal(None, tokens, cached, window) == (cached == 0 and window in (0, 99))
     for at in ((0, 0, 2, cached + 1), (0, 0, 2, cached + 4)):
         other = mask.clone()
         other[at] = not other[at] if dtype == torch.bool else -1.0
-        assert not lean_run.is_causal(other, tokens, cached, window)
+        assert not is_causal(other, tokens, cached, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -233,7 +234,7 @@ def test_every_row_of_a_long_mask_is_looked_at_in_little_memory(
     mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -3e38)
     mask = mask[None, None]
     with torch.profiler.profile(profile_memory=True) as profile:
-        assert lean_run.is_causal(mask, tokens, cached, window)
+        assert is_causal(mask, tokens, cached, window)
     taken = max(event.cpu_memory_usage for event in profile.events())
     assert 0 < taken < seen.numel(), "temporaries as large as the mask"
     for row, column in ((tokens - 1, cached + tokens - 1), (tokens - 40, 0), (777, cached + 700)):
@@ -241,4 +242,4 @@ def test_every_row_of_a_long_mask_is_looked_at_in_little_memory(
         hidden = not bool(seen[row, column])
         here = hidden if dtype == torch.bool else 0.0 if hidden else -3e38
         other[0, 0, row, column] = here
-        assert not lean_run.is_causal(other, tokens, cached, window)
+        assert not is_causal(other, tokens, cached, window)
