@@ -74,11 +74,12 @@ class _Leaf:
         spec = run.engine.layout.blocks[block].pieces[piece]
         dtype: torch.dtype = getattr(torch, run.engine.layout.blocks[block].dtype)
         device = run.engine.homes.hollow_device(block)
-        stand_in = torch.full((1,), math.nan, dtype=dtype, device=device)
-        self.hollow = stand_in.expand(spec.shape)
         self.spec = spec
-        trained = run.engine.layout.blocks[block].trained
-        self.tensor = nn.Parameter(self.hollow, requires_grad=trained)
+        trained = run.engine.layout.blocks[block].trained and run.trains(piece)
+        with torch.inference_mode(False):  # no place for memory otherwise
+            stand_in = torch.full((1,), math.nan, dtype=dtype, device=device)
+            self.hollow = stand_in.expand(spec.shape)
+            self.tensor = nn.Parameter(self.hollow, requires_grad=trained)
         if trained:
             homes = run.engine.homes
 
@@ -111,6 +112,12 @@ class ExpertRun:
         self._mine = frozenset(self.blocks)
         self._routed: list[int] = []
         """Blocks of the experts of the last run."""
+
+    def trains(self, piece: int) -> bool:
+        """Whether the fused parameter wants a gradient now: a program may freeze it meanwhile."""
+        at = self.group.params[piece].places[0].attr
+        fused = self.group.module._parameters[at]
+        return fused is not None and fused.requires_grad
 
     def attach(self) -> Iterator[Callable[[], Any]]:
         """Put them in the place of the fused ones; yields what undoes it."""

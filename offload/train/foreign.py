@@ -91,6 +91,10 @@ class ForeignLoop:
     def trained(self, name: str) -> bool:
         return name in self._trained
 
+    def comes_whole(self, name: str) -> bool:
+        pieces = (self.engine.layout.blocks[b].pieces[i] for b, i in self._places[name])
+        return all(piece.expert is None for piece in pieces)
+
     def read(self, name: str, start: int, count: int) -> Tensor:
         return self.engine.read_elements(name, start, count)
 

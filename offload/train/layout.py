@@ -152,6 +152,7 @@ def lay_out(
     by_id = parameters(model)
     units = _units(model, by_id.values())
     groups = expert_groups(model) if split_experts is None else list(split_experts)
+    groups = [g for g in groups if _are_alike(g)]
     layout = TrainLayout(units, [], [], [], {p.name: p for p in by_id.values()}, [])
     fused: dict[int, str] = {}
     for unit in units:
@@ -243,6 +244,11 @@ def lay_out(
                 _expert_block(group, e, add, unit.index) for e in range(group.n_experts)
             ]
     return layout
+
+
+def _are_alike(group: ExpertGroup) -> bool:
+    """Whether a block can hold an expert: all of it is trained, or nothing."""
+    return len({(p.tensor.requires_grad, p.tensor.dtype) for p in group.params}) == 1
 
 
 def _expert_block(group: ExpertGroup, expert: int, add: Callable[..., int], unit: int) -> int:

@@ -63,6 +63,17 @@ class LazyGrad(Tensor):
     def __init__(self, gradient: Gradient, like: Tensor) -> None:
         pass
 
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise GradientError(
+            f"p.grad.data = ... would leave the streamed gradient of {self.gradient.name} as it "
+            f"is; assign to the gradient itself: p.grad = ..."
+        )
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyGrad({self.gradient.name}, {tuple(self.shape)}, {self.dtype})"
 

@@ -9,6 +9,8 @@ to hooks that nobody calls in time.
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +22,14 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
+from offload.models.shadow import CAPTURES
 from offload.train.captured import Capture, hand_over_captured
 from offload.train.inputs import Waits
 from offload.train.landing import Landing
 from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
 from offload.train.visits import AT_HOME, Tensors, Visit
+
+log = logging.getLogger(__name__)
 
 
 class Runtime(Protocol):
@@ -108,6 +113,7 @@ class Segment:
                     self.runtime.forward_key(self.unit)
                 with self.runtime.visiting(self.unit) as visit:
                     return self._without_autograd(visit, args, kwargs, caches=not training)
+        self._warn_of_hooks()
         leaves, spec = tree_flatten(without_caches(args, kwargs))
         anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
         call = _Call(self, spec, leaves)
@@ -149,10 +155,56 @@ class Segment:
             )
         return MethodType(self.inner.__func__, copied)
 
+    def _warn_of_hooks(self) -> None:
+        """Say once that what hooks inside of units keep is no part of a loss."""
+        if self.runtime in _WARNED:
+            return
+        for path, module in self.module.named_modules():
+            if module is not self.module and any(map(_is_foreign, module._forward_hooks.values())):
+                _WARNED.add(self.runtime)
+                log.warning(
+                    "a forward hook is on %s inside of a streamed %s: it sees the forward pass "
+                    "without gradients, and once more the one that backward runs. It may look and "
+                    "replace; but what it keeps trains nothing in a loss. For that put it on the "
+                    "%s itself, or ask for output_hidden_states",
+                    path, type(self.module).__name__, type(self.module).__name__,
+                )  # fmt: skip
+                return
+
+    def check_backward(self) -> None:
+        """Raise OffloadError for a backward pass that would leave gradients where nobody asked for
+        them, or without what is asked for: the unit goes through one of its own."""
+        kind = type(self.module).__name__
+        if torch.is_grad_enabled():
+            raise OffloadError(
+                f"create_graph=True: gradients of gradients do not go through a streamed "
+                f"{kind}, whose graph is gone when its backward has ended; leave such a penalty out"
+            )
+        engine: Any = torch.autograd.Variable._execution_engine
+        if engine.is_checkpoint_valid():
+            return
+        if self.trains or any(p.requires_grad for p in self.module.parameters()):
+            raise OffloadError(
+                f"torch.autograd.grad and backward(inputs=...) cannot go through a streamed "
+                f"{kind} that trains: its weights' gradients are added to p.grad whoever is asked "
+                f"for. Call backward() and read .grad (of an input, too), and optimizer.zero_grad()"
+                f" where the weights' are not wanted"
+            )
+
     def restore(self) -> None:
         self.module.__dict__.pop("forward", None)
         if self._before is not None:
             self.module.__dict__["forward"] = self._before
+
+
+_WARNED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Runtimes of models whose user has been told of hooks."""
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Not transformers', whose results are handed on (``captured``), nor ours."""
+    owner = getattr(hook, "__module__", None) or ""
+    return owner != CAPTURES and not owner.startswith("offload.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +295,7 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         runtime, unit = call.segment.runtime, call.segment.unit
+        call.segment.check_backward()
         if ctx.graph is not None:
             return None, None, *_backward_of_graph(ctx, call, grads)
         saved = iter(ctx.saved_tensors)

@@ -173,14 +173,16 @@ class Stepping:
             self._experts_taken += len(self._trained_experts.intersection(touched))
         else:
             touched = self._with_siblings(blocks)
+        layout = self.layout
+        some = {layout.blocks[b].pieces[i].param for b in blocks for i in self.gradients.pieces(b)}
         jobs, taken = [], set()
         for index in touched:
             block = self.layout.blocks[index]
             have = self.gradients.pieces(index)
             steps = {}
             for i, piece in enumerate(block.pieces):
-                if i not in have and piece.expert is None:
-                    continue
+                if i not in have and (piece.expert is None or piece.param not in some):
+                    continue  # not of this step: nothing of the parameter has a gradient
                 taken.add(piece.param)
                 factor = clip * self.gradients.factor(index, i)
                 steps[i] = group_of(piece).step(self.steps.get(piece.param, 0) + 1, factor)

@@ -40,6 +40,10 @@ class Source(Protocol):
         """Whether gradients of the parameter have somewhere to go."""
         ...
 
+    def comes_whole(self, name: str) -> bool:
+        """Whether autograd has the parameter's gradient in one piece."""
+        ...
+
     def read(self, name: str, start: int, count: int) -> Tensor:
         """A copy of these elements' current values, flat."""
         ...
@@ -63,6 +67,8 @@ _FACTS = frozenset(
     "_is_any_true result_type can_cast".split()
 )
 """Answered by the stand-in: shape, dtype and device, nothing of the values."""
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 _VALUES = frozenset("data T mT H mH real imag".split())
 """Attributes that are values; all others are facts."""
@@ -92,6 +98,8 @@ class StreamedTensor(Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _attribute(func, name, args)
+        if name in _HOOKS and _is_own(args):
+            _check_hook(args[0], name)
         if name in _FACTS and _is_own(args):
             with _PLAIN():
                 return func(*args, **kwargs)
@@ -173,6 +181,14 @@ def _check_trainable(tensor: Any) -> None:
         )
 
 
+def _check_hook(tensor: Any, name: str) -> None:
+    if not tensor._source.comes_whole(tensor._name):
+        raise StreamedAccessError(
+            f"{name}: the gradient of {tensor._name} comes expert by expert and never whole, so "
+            f"the hook would not be called; change it after backward: p.grad = f(p.grad)"
+        )
+
+
 def _detached(tensor: Any) -> Tensor:
     """A lazy alias; while the memory is in place, a plain one."""
     with _PLAIN():
@@ -200,6 +216,11 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             _check_trainable(first)
         with _PLAIN():
             return func(*args, **kwargs)
+    if name == "grad":  # torch.autograd's
+        raise StreamedAccessError(
+            f"torch.autograd.grad cannot be asked for the gradient of {first._name}, which leaves "
+            f"autograd as it comes: call backward() and read p.grad"
+        )
     if name in _ADDRESSES:
         if first._source.present(first._name):
             with _PLAIN():

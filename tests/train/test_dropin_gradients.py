@@ -1,0 +1,143 @@
+"""Ways to gradients that a streamed model cannot go as a resident one does: each an error, and no
+other gradient; and weights that train for some steps only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dropin_support import EPS, PLACES, batches, close, loop, maker, resident, streamed
+
+from offload.errors import OffloadError
+from offload.train.lazy_grad import GradientError
+from offload.train.optimizer import AdamW
+from offload.train.streamed import StreamedAccessError
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return maker(tmp_path_factory)
+
+
+def test_gradients_of_some_inputs_alone_are_refused(tiny: Any) -> None:
+    """Those of the weights were added to ``p.grad``, too: the next step had them twice."""
+    with streamed(tiny()) as model:
+        ids = next(batches(1))
+        hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
+
+        def loss() -> torch.Tensor:
+            found: torch.Tensor = model(inputs_embeds=hidden, labels=ids).loss
+            return found
+
+        with pytest.raises(OffloadError, match="cannot go through"):
+            torch.autograd.grad(loss(), hidden)
+        with pytest.raises(OffloadError, match="cannot go through"):
+            loss().backward(inputs=[hidden])
+        with pytest.raises(OffloadError, match="create_graph"):
+            torch.autograd.grad(loss(), hidden, create_graph=True)
+        with pytest.raises(StreamedAccessError, match="lm_head"):
+            torch.autograd.grad(loss(), [model.lm_head.weight], allow_unused=True)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_of_inputs_of_a_frozen_model(tiny: Any) -> None:
+    """Prompts that are sought, say: no weight is in the way."""
+    directory, ids, found = tiny("qwen3_moe"), next(batches(1)), []
+    wanted = resident(directory).requires_grad_(False)
+    with streamed(directory, train="adapters") as model:
+        for m in (model, wanted):
+            hidden = m.get_input_embeddings()(ids).detach().requires_grad_()
+            found += torch.autograd.grad(m(inputs_embeds=hidden, labels=ids).loss, hidden)
+        assert torch.allclose(*found, atol=1e-7)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("what", ["mlp", "gate_up_proj", "layers.1"])
+def test_weights_that_are_frozen_for_a_while(tiny: Any, what: str, place: str) -> None:
+    """Fused experts went on training."""
+    directory = tiny("qwen3_moe")
+
+    def run(model: Any, optimizer: Any) -> list[float]:
+        out = []
+        for step, ids in enumerate(batches(5)):
+            for name, param in model.named_parameters():
+                param.requires_grad_(what not in name or step not in (1, 2))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            out.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return out
+
+    wanted = resident(directory)
+    expected = run(wanted, torch.optim.AdamW(wanted.parameters(), lr=1e-3, eps=EPS))
+    with streamed(directory, place) as model:
+        found = run(model, AdamW(model.parameters(), lr=1e-3, eps=EPS))
+        assert found == pytest.approx(expected, rel=2e-5)
+        assert close(model, wanted)
+
+
+@pytest.mark.parametrize("what", ["down_proj", "gate_up_proj"])
+def test_a_part_of_fused_experts(tiny: Any, what: str) -> None:
+    """Whether all of it trained was decided by the first."""
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    for name, param in wanted.named_parameters():
+        param.requires_grad_(what in name)
+    expected = loop(wanted, torch.optim.AdamW([p for p in wanted.parameters() if p.requires_grad]))
+    with streamed(directory, train=lambda name: what in name) as model:
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+        assert loop(model, optimizer) == pytest.approx(expected, rel=1e-5)
+        assert close(model, wanted)
+
+
+def test_hooks_on_a_gradient_that_never_is_whole(tiny: Any) -> None:
+    with streamed(tiny("qwen3_moe")) as model:
+        named = dict(model.named_parameters())
+        for register in ("register_hook", "register_post_accumulate_grad_hook"):
+            with pytest.raises(StreamedAccessError, match="expert by expert"):
+                getattr(named["model.layers.0.mlp.experts.down_proj"], register)(lambda g: None)
+        seen: list[float] = []
+        model.lm_head.weight.register_hook(lambda g: seen.append(float(g.norm())))
+        ids = next(batches(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert seen == pytest.approx([float(model.lm_head.weight.grad.norm())])
+
+
+def test_data_of_a_gradient(tiny: Any) -> None:
+    with streamed(tiny()) as model:
+        ids = next(batches(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        grad = model.lm_head.weight.grad
+        before = grad.clone()
+        with pytest.raises(GradientError, match=r"p\.grad = "):
+            grad.data = torch.zeros(1)
+        grad.data.mul_(0.5)
+        assert torch.equal(model.lm_head.weight.grad.clone(), before / 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_evaluation_in_inference_mode(tiny: Any, family: str) -> None:
+    directory, ids = tiny(family), next(batches(1))
+    with torch.no_grad():
+        expected = float(resident(directory)(input_ids=ids, labels=ids).loss)
+    with streamed(directory) as model:
+        with torch.inference_mode():
+            assert float(model(input_ids=ids, labels=ids).loss) == pytest.approx(expected)
+        model(input_ids=ids, labels=ids).loss.backward()
+        AdamW(model.parameters()).step()
+
+
+def test_a_hook_inside_of_a_layer_is_warned_of(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with streamed(tiny()) as model:
+        ids = next(batches(1))
+        layer = model.model.layers[1]
+        layer.register_forward_hook(lambda *_: None)
+        model(input_ids=ids, labels=ids, output_hidden_states=True).loss.backward()
+        assert not caplog.records
+        layer.mlp.register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+        (said,) = caplog.records
+        assert "trains nothing in a loss" in said.getMessage()
