@@ -30,6 +30,7 @@ from offload.kv.kernel_layout import is_latent, kernel_layout
 from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, block_tokens_for
 from offload.models.footprint import Footprint, decode_peak
 from offload.models.options import Options, check_device
+from offload.models.pieces import why_not_in_pieces
 from offload.models.prompt_plan import Rounded
 from offload.models.recipes import spill_directory
 from offload.units import format_bytes
@@ -272,6 +273,10 @@ def kv_need(model: Any, footprint: Footprint, options: Options, tokens: int) -> 
             raise UnsupportedModelError(
                 f"{type(model).__name__} expands what it caches before it attends (MLA), and "
                 f"--kv-keep cannot tell what attention went to; drop --kv-keep"
+            )
+        if (why := why_not_in_pieces(model)) is not None:
+            raise UnsupportedModelError(
+                f"--kv-keep reads long prompts in pieces, and {why}; drop --kv-keep"
             )
         # Where nothing would ever go blocks are as large as ever: the same partial results.
         keep = keep if keep.tokens < context else None
