@@ -64,7 +64,7 @@ def family_of(model: nn.Module) -> tuple[Any, ...]:
     """Equal for models of one class and with layers of the same kinds; for ``toys``."""
     config: Any = model.config
     text = config.get_text_config()
-    lists = [(k, v) for k, v in text.to_dict().items() if isinstance(v, list)]
+    lists = [(k, v) for k, v in vars(text).items() if isinstance(v, list) and v]
     kinds = [
         (name, tuple(dict.fromkeys(value)))
         for name, value in lists
