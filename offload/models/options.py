@@ -36,7 +36,7 @@ text, and 64 KiB for rows that are multiplied together (``offload.batch.joined``
 
 ROW_SHARE = 0.2
 """Of what a layer takes besides its products, what each row more takes where layers are computed
-for all sequences at once: its attention, and what is done row by row (0.12 of 0.65 ms)."""
+for all sequences at once: its attention, and what is done row by row. An estimate."""
 
 COUNTS = ("context", "batch", "sequences", "prompt_tokens", "queue_depth", "request_bytes",
           "kv_block_tokens", "prompt_cache_chunk")  # fmt: skip
