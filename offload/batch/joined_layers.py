@@ -16,6 +16,7 @@ whoever wants to see attention.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -28,7 +29,7 @@ from torch import nn
 
 from offload.batch.row_attention import Alone, Parts, Replay, Rows, Together, listening, same_bits
 from offload.batch.row_functions import Multiply, NotJoined, RowFunctions, row_of
-from offload.errors import OffloadError
+from offload.errors import ClosedError, OffloadError, StoreError, WatchdogError
 from offload.models.lean_watch import LayerWatch
 from offload.models.shadow import CAPTURES
 
@@ -171,7 +172,7 @@ class JoinedLayer:
             for i, call in enumerate(calls):
                 if not _equal(_part(output, i, len(calls)), call.output):
                     raise NotJoined("another result than alone")
-        except OffloadError as error:  # a disk's: says nothing of the layer
+        except (StoreError, WatchdogError, ClosedError) as error:  # say nothing of the layer
             logger.debug("%s could not be tried: %s", self._trial.name, error)
         except Exception as error:  # noqa: BLE001  whatever it is: not this way
             self._refuse(error)
@@ -255,7 +256,8 @@ def _is_own(layer: nn.Module) -> bool:
     return True
 
 
-def _names(kind: type) -> tuple[str, ...]:
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
     """Of a layer's arguments; none if it takes any number, or lacks those that are needed."""
     forward: Any = getattr(kind, "forward", None)
     parameters = list(inspect.signature(inspect.unwrap(forward)).parameters.values())[1:]

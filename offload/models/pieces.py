@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 LAYERS = (6, 4, 2)
 """Of a toy: as many as have each kind of layer, if the family's config can be made so."""
-MOST_BYTES = 64 * 2**20
-"""A toy that is larger is none: its config has sizes that ``small_config`` does not know."""
 PROMPT, PIECE, TOKENS = 29, 8, 3
 """Tokens of a toy's prompt, of its pieces, and that it says behind them."""
 CLOSE = 1e-3
@@ -78,7 +76,7 @@ def toys(
 ) -> Iterator[Any]:
     """Small random models of a family in float32, with fewer and fewer layers. Random numbers are
     left as they were."""
-    from offload.models.toy import quiet, small_config
+    from offload.models.toy import TOY_BYTES, quiet, small_config
 
     for layers in LAYERS:
         try:
@@ -88,7 +86,7 @@ def toys(
                 config = small_config(config_cls, num_hidden_layers=layers, **of_each)
                 with torch.device("meta"):
                     meta = model_cls._from_config(config, dtype=torch.float32)
-                if sum(p.nbytes for p in meta.parameters()) > MOST_BYTES:
+                if sum(p.nbytes for p in meta.parameters()) > TOY_BYTES:
                     continue
                 model = model_cls._from_config(config, dtype=torch.float32).eval()
         except Exception as error:  # noqa: BLE001  families refuse toys in their own ways

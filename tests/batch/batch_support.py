@@ -134,3 +134,10 @@ def opened(path: Path, ram: str, **options: Any) -> Iterator[Any]:
 def all_alone(model: Any, cases: Sequence[Case] = CASES) -> list[Generation]:
     with torch.random.fork_rng(devices=[]):
         return [case.alone(model) for case in cases]
+
+
+def logits(model: Any, ids: Sequence[int], new: int) -> torch.Tensor:
+    """Of ``new`` tokens behind a prompt, greedily: [new, V]."""
+    how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": []}
+    how |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    return torch.cat(model.generate(torch.tensor([list(ids)]), **how).logits)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_support import opened
+from batch_support import logits, opened
 from families import write
 from torch import nn
 from torch.nn import functional as F
@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from offload.batch import joined_layers
 from offload.batch.conductor import Conductor
 from offload.batch.joined_layers import JoinedLayer, Kind, kind_of, layers_of
-from offload.batch.row_attention import Pending, install
+from offload.batch.row_attention import Pending, Replay, install
 from offload.batch.row_functions import NotJoined, RowFunctions
+from offload.errors import StoreError, UnsupportedModelError
 from offload.models.lean_watch import LayerWatch
 
 PROMPTS = ((5, 6, 7), tuple(range(3, 30)), (9,), (8, 7, 6, 5), (4, 4, 2))
@@ -57,18 +58,12 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
     return found
 
 
-def logits(model: Any, ids: tuple[int, ...], **more: Any) -> torch.Tensor:
-    how: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": []}
-    how |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    return torch.cat(model.generate(torch.tensor([ids]), **how, **more).logits)
-
-
 def check(directory: Path, ram: str = "200MiB", **options: Any) -> None:
     """Each sequence's logits beside others are those that it has alone."""
     with opened(directory, ram, sequences=len(PROMPTS), **options) as model:
-        alone = [logits(model, ids) for ids in PROMPTS]
+        alone = [logits(model, ids, NEW) for ids in PROMPTS]
         with Conductor(model) as conductor:
-            running = [conductor.start(lambda ids=ids: logits(model, ids)) for ids in PROMPTS]
+            running = [conductor.start(lambda ids=ids: logits(model, ids, NEW)) for ids in PROMPTS]
             conductor.run()
         for sequence, want in zip(running, alone, strict=True):
             assert sequence.error is None
@@ -207,6 +202,27 @@ def test_attention_is_asked_for_in_many_ways(
     assert bool(joined) == some
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_error_in_a_trial_is_the_layers_unless_it_is_the_disks(
+    checkpoint: Callable[[str], Path], joined: list[int], kinds: list[Kind],
+    monkeypatch: pytest.MonkeyPatch, refused: bool,
+) -> None:  # fmt: skip
+    """What the layer does in vain is not tried again with every token."""
+    error = UnsupportedModelError("not so") if refused else StoreError("a bad sector")
+    left = [error]
+    end = Replay.end
+
+    def failing(self: Replay) -> None:
+        if left:
+            raise left.pop()
+        end(self)
+
+    monkeypatch.setattr(Replay, "end", failing)
+    check(checkpoint("qwen3"))
+    assert [kind.refused for kind in kinds] == (["not so"] if refused else [None])
+    assert bool(joined) is not refused
+
+
 def test_hooks_inside_see_one_sequence_at_a_time(
     checkpoint: Callable[[str], Path], joined: list[int]
 ) -> None:
@@ -219,7 +235,7 @@ def test_hooks_inside_see_one_sequence_at_a_time(
 
         with Conductor(model) as conductor:
             for ids in PROMPTS:
-                conductor.start(lambda ids=ids: logits(model, ids))
+                conductor.start(lambda ids=ids: logits(model, ids, NEW))
             while conductor.step():
                 if conductor.counters.passes == 4 and not inside._forward_hooks:
                     before, hook = len(joined), inside.register_forward_hook(listen)
@@ -246,7 +262,7 @@ def test_whoever_wants_attention_gets_its_own(tmp_path: Path, joined: list[int])
         with Conductor(model) as conductor:
             seeing = [conductor.start(lambda ids=ids: attentions(ids)) for ids in PROMPTS[:2]]
             for ids in PROMPTS[2:]:
-                conductor.start(lambda ids=ids: logits(model, ids))
+                conductor.start(lambda ids=ids: logits(model, ids, NEW))
             conductor.run()
         for sequence, want in zip(seeing, alone, strict=True):
             assert sequence.error is None
@@ -257,10 +273,8 @@ def test_whoever_wants_attention_gets_its_own(tmp_path: Path, joined: list[int])
 def test_a_disk_that_fails_in_a_layer_fails_those_who_wait(
     checkpoint: Callable[[str], Path], joined: list[int]
 ) -> None:
-    from offload.errors import StoreError
-
     with opened(checkpoint("qwen3_moe"), "2MiB") as model:
-        alone = [logits(model, ids) for ids in PROMPTS]
+        alone = [logits(model, ids, NEW) for ids in PROMPTS]
         route, broken = model.offload.executor.acquire, False
 
         def acquire(expert: str) -> Any:
@@ -270,13 +284,13 @@ def test_a_disk_that_fails_in_a_layer_fails_those_who_wait(
 
         model.offload.executor.acquire = acquire
         with Conductor(model) as conductor:
-            running = [conductor.start(lambda ids=ids: logits(model, ids)) for ids in PROMPTS]
+            running = [conductor.start(lambda ids=ids: logits(model, ids, NEW)) for ids in PROMPTS]
             while conductor.step():
                 broken = conductor.counters.passes == 5
             broken = False
             assert joined
             assert all(isinstance(s.error, StoreError) for s in running)
-            again = [conductor.start(lambda ids=ids: logits(model, ids)) for ids in PROMPTS]
+            again = [conductor.start(lambda ids=ids: logits(model, ids, NEW)) for ids in PROMPTS]
             conductor.run()
         for sequence, want in zip(again, alone, strict=True):
             assert torch.equal(sequence.result, want)
@@ -296,7 +310,7 @@ def test_what_changes_its_ways_after_the_trial_is_an_error_and_no_other_answer(
 
     monkeypatch.setattr(Qwen3MLP, "forward", changed)
     with opened(checkpoint("qwen3"), "40MiB") as model, Conductor(model) as conductor:
-        running = [conductor.start(lambda ids=ids: logits(model, ids)) for ids in PROMPTS]
+        running = [conductor.start(lambda ids=ids: logits(model, ids, NEW)) for ids in PROMPTS]
         conductor.run()
     assert all("had not done when it was tried" in str(s.error) for s in running)
 

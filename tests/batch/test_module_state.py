@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_support import opened
+from batch_support import logits, opened
 from families import tiny_config, write
 from torch import nn
 
@@ -18,12 +18,6 @@ from offload.errors import UnsupportedModelError
 from offload.models.module_state import OwnState, Place, state_places, states_of
 
 PROMPTS = ((5, 6, 7), tuple(range(3, 30)), (9,), tuple(range(40, 3, -1)))
-
-
-def logits(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
-    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": []}
-    how |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    return torch.cat(model.generate(torch.tensor([ids]), **how).logits)
 
 
 def growing() -> Any:
@@ -40,15 +34,15 @@ def test_sequences_do_not_see_each_others(family: str, ram: str, tmp_path: Path)
     alone = []
     for ids in PROMPTS:  # of a model that has read nothing before
         with opened(directory, ram, sequences=1) as model:
-            alone.append(logits(model, ids))
+            alone.append(logits(model, ids, 6))
     with opened(directory, ram) as model:
         with Conductor(model) as conductor:
-            running = [conductor.start(lambda ids=ids: logits(model, ids)) for ids in PROMPTS]
+            running = [conductor.start(lambda ids=ids: logits(model, ids, 6)) for ids in PROMPTS]
             conductor.run()
         for sequence, want in zip(running, alone, strict=True):
             assert sequence.error is None
             assert torch.equal(sequence.result, want)
-        assert torch.equal(logits(model, PROMPTS[0]), alone[0]), "nothing is left behind"
+        assert torch.equal(logits(model, PROMPTS[0], 6), alone[0]), "nothing is left behind"
 
 
 def test_a_state_in_modules_is_no_prefix(tmp_path: Path) -> None:
