@@ -85,7 +85,7 @@ class JoinedLayer:
         self._layer, self._kind, self._join, self._multiply = layer, kind, join, multiply
         self._unrecorded = unrecorded
         self._inner: Callable[..., Any] = layer.forward
-        self._names = _names(type(layer))
+        self._names = _names(layer)
         self._watch = LayerWatch(layer, [])
         self._bytes = _bytes_of(layer)
         self._trial = Trial(f"{name} (tried)", self)
@@ -219,7 +219,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         return []
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, base) and not m.training]
     inner = {id(part) for _, m in found for part in m.modules() if part is not m}
-    return [(n, m) for n, m in found if id(m) not in inner and _names(type(m)) and _is_own(m)]
+    return [(n, m) for n, m in found if id(m) not in inner and _names(m) and _is_own(m)]
 
 
 _LAYER = "GradientCheckpointingLayer"
@@ -256,9 +256,14 @@ def _is_own(layer: nn.Module) -> bool:
     return True
 
 
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
+def _names(layer: nn.Module) -> tuple[str, ...]:
     """Of a layer's arguments; none if it takes any number, or lacks those that are needed."""
+    kind: Any = type(layer)
+    return _names_of(kind)
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
     forward: Any = getattr(kind, "forward", None)
     parameters = list(inspect.signature(inspect.unwrap(forward)).parameters.values())[1:]
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
