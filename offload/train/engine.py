@@ -74,6 +74,8 @@ class Engine(Stepping):
         self.on_backward: Callable[[], Any] | None = None
         """Set: called in backward before a unit runs in it, and before a gradient outside of units
         is taken. For loops that do not say which backward is the last."""
+        self.compares = False
+        """See ``segments.Runtime``. For loops that may change anything at any time."""
         self.present: set[str] = set()
         """Parameters whose memory is in place."""
         self.hollow: dict[str, torch.Tensor] = {}

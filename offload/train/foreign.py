@@ -67,6 +67,7 @@ class ForeignLoop:
             p.param: b for b in engine.layout.rest for p in engine.layout.blocks[b].pieces
         }
         engine.on_backward = self._in_backward
+        engine.compares = True
         for name, param in engine.params.items():
             if name in self._places:
                 adopt(param, self, name)

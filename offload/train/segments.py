@@ -72,6 +72,11 @@ class Runtime(Protocol):
         """Gradients of the unit's tables that are looked up inside leave by rows."""
         ...
 
+    @property
+    def compares(self) -> bool:
+        """Whether a unit that backward runs again is held to what it has returned in forward."""
+        ...
+
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(loss, its gradient) of what the unit that was run again adds to the step's loss."""
         ...
@@ -245,6 +250,8 @@ class _Call:
         self.key: Any = None
         self.autocast = _Autocast.now(segment.runtime.kind(segment.unit))
         self.capture = Capture()
+        self.sums: list[str] | None = None
+        """Of what forward has returned, to compare with."""
 
     def run(self, tensors: list[torch.Tensor | None]) -> list[Any]:
         leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
@@ -261,6 +268,22 @@ class _Call:
                 f"again; it cannot be trained with recomputation"
             )
         return out
+
+    def check_again(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Raise OffloadError unless forward, as it was run, still comes to what it came to. With
+        autograd torch may choose another kernel, that rounds otherwise: attention with a mask that
+        wants a gradient does."""
+        segment = self.segment
+        with torch.no_grad(), segment.runtime.replay(segment.unit, self.key):
+            found = self.run([None if t is None else t.detach() for t in tensors])
+        if _sums(found) != self.sums:
+            raise OffloadError(
+                f"a streamed {type(segment.module).__name__} is run again in backward, and came to "
+                f"another result than in forward: something was changed between the two (train() "
+                f"or eval(), which adapters are on, a hook, or its weights by optimizer.step()), "
+                f"and gradients would be those of another loss. Call backward() before that, and "
+                f"zero_grad() now"
+            )
 
 
 class _Run(torch.autograd.Function):
@@ -283,7 +306,9 @@ class _Run(torch.autograd.Function):
             with runtime.visiting(unit) as visit:
                 same = [i for i in range(len(tensors)) if i != place]
                 left = partial(visit.leave, wanted=True)
-                out = _tensors(call.run(visit.up(tensors, same=same)), left)
+                found = call.run(visit.up(tensors, same=same))
+                call.sums = _sums(found) if runtime.compares else None
+                out = _tensors(found, left)
         ctx.call = call
         ctx.present = [t is not None for t in tensors]
         ctx.place = place
@@ -318,6 +343,11 @@ class _Run(torch.autograd.Function):
                     tensor.requires_grad_()
             with torch.enable_grad(), runtime.replay(unit, call.key), runtime.lookups(unit):
                 out = call.run(tensors)
+            if call.sums is not None and call.sums != _sums(out):
+                del out
+                call.check_again(tensors)
+                with torch.enable_grad(), runtime.replay(unit, call.key), runtime.lookups(unit):
+                    out = call.run(tensors)
             pairs = _pairs(out, there[n:])
             del out, there
             pairs += runtime.extra_losses()
@@ -336,6 +366,12 @@ class _Run(torch.autograd.Function):
             )
         runtime.backward_done(unit)
         return None, None, *result
+
+
+def _sums(out: Sequence[Any]) -> list[str]:
+    """What tells a result from another one."""
+    found = [x.detach() for x in out if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return [float(x.sum(dtype=torch.float64)).hex() for x in found]
 
 
 def _tensors(leaves: Sequence[Any], move: Callable[[Tensors], Tensors]) -> list[Any]:

@@ -141,3 +141,60 @@ def test_a_hook_inside_of_a_layer_is_warned_of(tiny: Any, caplog: pytest.LogCapt
             model(input_ids=ids, labels=ids).loss.backward()
         (said,) = caplog.records
         assert "trains nothing in a loss" in said.getMessage()
+
+
+def _eval(model: Any, optimizer: Any) -> None:
+    model.eval()
+
+
+def _hook(model: Any, optimizer: Any) -> None:
+    for layer in model.transformer.h:
+        layer.mlp.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def _step(model: Any, optimizer: Any) -> None:
+    ids = next(batches(1))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [_eval, _hook, _step])
+def test_what_is_changed_between_forward_and_backward(tiny: Any, change: Any) -> None:
+    """Layers ran again as they were by then: dropout was gone from gradients, say."""
+    with streamed(tiny("gpt2")) as model:
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        ids = next(batches(1))
+        loss = model(input_ids=ids, labels=ids).loss
+        change(model, optimizer)
+        with pytest.raises(OffloadError, match="came to another result"):
+            loss.backward()
+        optimizer.zero_grad()
+        if change is not _hook:
+            model.train()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_that_are_changed_between_forward_and_backward(tiny: Any) -> None:
+    peft = pytest.importorskip("peft")
+    with streamed(tiny(), train="adapters") as base:
+        settings = peft.LoraConfig(
+            target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        model = peft.get_peft_model(base, settings, "one")
+        model.add_adapter("two", settings)
+        ids = next(batches(1))
+        loss = model(input_ids=ids, labels=ids).loss
+        model.set_adapter("two")
+        with pytest.raises(OffloadError, match="which adapters are on"):
+            loss.backward()
+
+
+def test_kernels_that_are_others_with_autograd(tiny: Any) -> None:
+    """Doge's mask wants a gradient, for which torch has one way of attention only."""
+    with streamed(tiny("doge")) as model:
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        for ids in batches(2, rows=3, length=37):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
