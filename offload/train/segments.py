@@ -27,6 +27,7 @@ from offload.train.captured import Capture, hand_over_captured
 from offload.train.inputs import Waits
 from offload.train.landing import Landing
 from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
+from offload.train.same_again import Sums, check_same
 from offload.train.visits import AT_HOME, Tensors, Visit
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,10 @@ class Segment:
         self.unit = unit
         self.module = module
         self.inner = module.forward
+        self.repeatable = True
+        """As far as is known: run twice, it comes to the same."""
+        self.rounds_otherwise = False
+        """With autograd than without it."""
         self._before = module.__dict__.get("forward")
         module.__dict__["forward"] = self
 
@@ -250,8 +255,8 @@ class _Call:
         self.key: Any = None
         self.autocast = _Autocast.now(segment.runtime.kind(segment.unit))
         self.capture = Capture()
-        self.sums: list[str] | None = None
-        """Of what forward has returned, to compare with."""
+        self.sums: Sums | None = None
+        """Of what forward has returned, to compare with; None: nobody does."""
 
     def run(self, tensors: list[torch.Tensor | None]) -> list[Any]:
         leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
@@ -269,21 +274,30 @@ class _Call:
             )
         return out
 
-    def check_again(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Raise OffloadError unless forward, as it was run, still comes to what it came to. With
-        autograd torch may choose another kernel, that rounds otherwise: attention with a mask that
-        wants a gradient does."""
+    def run_again(self, tensors: list[torch.Tensor | None], visit: Visit) -> list[Any]:
+        """With autograd, and the same randomness. Raises: see ``check_same``."""
         segment = self.segment
-        with torch.no_grad(), segment.runtime.replay(segment.unit, self.key):
-            found = self.run([None if t is None else t.detach() for t in tensors])
-        if _sums(found) != self.sums:
-            raise OffloadError(
-                f"a streamed {type(segment.module).__name__} is run again in backward, and came to "
-                f"another result than in forward: something was changed between the two (train() "
-                f"or eval(), which adapters are on, a hook, or its weights by optimizer.step()), "
-                f"and gradients would be those of another loss. Call backward() before that, and "
-                f"zero_grad() now"
-            )
+        if self.sums is None:
+            return self._with_autograd(tensors)
+        if not segment.rounds_otherwise:
+            out = self._with_autograd(tensors)
+            if visit.same(self.sums, Sums(out)):
+                return out
+            del out
+        kind = type(segment.module).__name__
+        segment.repeatable = check_same(kind, self.sums, partial(self._sums_again, tensors))
+        segment.rounds_otherwise = True
+        return self._with_autograd(tensors)
+
+    def _with_autograd(self, tensors: list[torch.Tensor | None]) -> list[Any]:
+        runtime, unit = self.segment.runtime, self.segment.unit
+        with torch.enable_grad(), runtime.replay(unit, self.key), runtime.lookups(unit):
+            return self.run(tensors)
+
+    def _sums_again(self, tensors: Sequence[torch.Tensor | None]) -> Sums:
+        runtime, unit = self.segment.runtime, self.segment.unit
+        with torch.no_grad(), runtime.replay(unit, self.key):
+            return Sums(self.run([None if t is None else t.detach() for t in tensors]))
 
 
 class _Run(torch.autograd.Function):
@@ -307,7 +321,8 @@ class _Run(torch.autograd.Function):
                 same = [i for i in range(len(tensors)) if i != place]
                 left = partial(visit.leave, wanted=True)
                 found = call.run(visit.up(tensors, same=same))
-                call.sums = _sums(found) if runtime.compares else None
+                if runtime.compares and call.segment.repeatable:
+                    call.sums = Sums(found)
                 out = _tensors(found, left)
         ctx.call = call
         ctx.present = [t is not None for t in tensors]
@@ -341,13 +356,7 @@ class _Run(torch.autograd.Function):
             for tensor, need in zip(tensors, needs, strict=True):
                 if tensor is not None and need:
                     tensor.requires_grad_()
-            with torch.enable_grad(), runtime.replay(unit, call.key), runtime.lookups(unit):
-                out = call.run(tensors)
-            if call.sums is not None and call.sums != _sums(out):
-                del out
-                call.check_again(tensors)
-                with torch.enable_grad(), runtime.replay(unit, call.key), runtime.lookups(unit):
-                    out = call.run(tensors)
+            out = call.run_again(tensors, visit)
             pairs = _pairs(out, there[n:])
             del out, there
             pairs += runtime.extra_losses()
@@ -366,12 +375,6 @@ class _Run(torch.autograd.Function):
             )
         runtime.backward_done(unit)
         return None, None, *result
-
-
-def _sums(out: Sequence[Any]) -> list[str]:
-    """What tells a result from another one."""
-    found = [x.detach() for x in out if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return [float(x.sum(dtype=torch.float64)).hex() for x in found]
 
 
 def _tensors(leaves: Sequence[Any], move: Callable[[Tensors], Tensors]) -> list[Any]:

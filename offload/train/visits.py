@@ -30,6 +30,7 @@ from offload.train.device_plan import DevicePlacement
 from offload.train.device_values import typed
 from offload.train.landing import Home, Landing, plain
 from offload.train.rings import Part, Ring
+from offload.train.same_again import Sums
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class Visit(Protocol):
         """These in RAM, for good, and now."""
         ...
 
+    def same(self, before: Sums, now: Sums) -> bool:
+        """Whether these are equal, of which the last one was computed in this visit."""
+        ...
+
 
 class AtHome:
     """The unit runs in RAM: everything is where it is."""
@@ -76,6 +81,9 @@ class AtHome:
 
     def down(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
         return list(tensors)
+
+    def same(self, before: Sums, now: Sums) -> bool:
+        return now.same(before)
 
 
 AT_HOME = AtHome()
@@ -389,6 +397,11 @@ class Visits:
         """
         left = self._leave(tensors, wanted=True, ends=False)
         return [None if tensor is None else _come(tensor) for tensor in left]
+
+    def same(self, before: Sums, now: Sums) -> bool:
+        """See ``Visit``."""
+        self.stalls["sums"] += 1
+        return now.same(before)
 
     def _leave(
         self, tensors: Sequence[torch.Tensor | None], *, wanted: bool, ends: bool

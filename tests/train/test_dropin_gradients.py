@@ -3,6 +3,8 @@ other gradient; and weights that train for some steps only."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 from typing import Any
 
 import pytest
@@ -198,3 +200,16 @@ def test_kernels_that_are_others_with_autograd(tiny: Any) -> None:
         for ids in batches(2, rows=3, length=37):
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
+
+
+def test_a_layer_that_is_not_repeatable(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Sums that come together in another order each time are nobody's change."""
+    with streamed(tiny("gpt2")) as model:
+        runs = itertools.count()
+        for layer in model.transformer.h:
+            layer.mlp.register_forward_hook(lambda module, args, out: out * (1 + 1e-6 * next(runs)))
+        with caplog.at_level(logging.WARNING, "offload.train.same_again"):
+            for ids in batches(2):
+                model(input_ids=ids, labels=ids).loss.backward()
+        said = [r.getMessage() for r in caplog.records if "each time" in r.getMessage()]
+        assert len(said) == len(model.transformer.h)
