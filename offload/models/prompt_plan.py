@@ -30,7 +30,6 @@ from offload.models.meta import MetaModel
 from offload.models.module_state import why_not_in_a_cache
 from offload.models.options import Options, check_device
 from offload.models.pieces import why_not_in_pieces
-from offload.models.shadow import CAPTURES
 from offload.units import format_bytes
 
 HARMLESS = frozenset({
@@ -218,44 +217,6 @@ def facts_of(meta: MetaModel, options: Options) -> dict[str, Any]:
         "machine": machine(),
         "kernels": _kernels() if meta.index is None else "",
     }
-
-
-def live_facts(model: Any) -> dict[str, Any]:
-    """What changes numbers and can be changed while the model is open."""
-    text = model.config.get_text_config()
-    return {
-        "threads": torch.get_num_threads(),
-        "attention": getattr(text, "_attn_implementation", None),
-        "experts": getattr(text, "_experts_implementation", None),
-        "training": model.training,
-        "onednn": torch.backends.mkldnn.enabled,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        # Adapters and other layers come as modules of their own.
-        "modules": sum(1 for _ in model.modules()),
-    }
-
-
-def marks(model: Any) -> dict[str, Any]:
-    """What a program changes of an open model where no name can say it: hooks that may replace what
-    a module returns, and weights that are in memory (written to, but not through ``.data``, or
-    replaced)."""
-    modules = list(model.modules())
-    return {
-        # Those on the model itself get no keys and values: a pass has ended.
-        "hooks": sum(_changes(hook) for m in modules[1:] for hook in m._forward_hooks.values()),
-        "weights": [
-            (id(p), p._version)
-            for m in modules
-            for p in m._parameters.values()
-            if type(p) is torch.nn.Parameter and not p.is_inference()
-        ],
-    }
-
-
-def _changes(hook: Any) -> bool:
-    """Not those that transformers leaves on layers once somebody has asked for hidden states: they
-    only look."""
-    return getattr(hook, "__module__", "") != CAPTURES
 
 
 @functools.cache

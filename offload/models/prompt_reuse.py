@@ -27,7 +27,8 @@ from offload.kv.generation import take_place
 from offload.kv.prefix_cache import PrefixCache, Reuse
 from offload.kv.prefix_layers import cached_tokens, crop_to
 from offload.models.prompt_end import PromptEnds
-from offload.models.prompt_plan import PromptPlan, live_facts, marks
+from offload.models.prompt_marks import live_facts, marks
+from offload.models.prompt_plan import PromptPlan
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import offload
 from offload.errors import OffloadError
@@ -47,6 +50,21 @@ def generate(model: Any, ids: torch.Tensor = IDS, **how: Any) -> Any:
         output_logits=True,
         **{"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **how},
     )
+
+
+@contextmanager
+def looked_up() -> Iterator[list[int]]:
+    """How many tokens each pass has had embedded. Not by a hook: that might change something."""
+    found: list[int] = []
+    inner = torch.nn.Embedding.forward
+
+    def forward(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        found.append(ids.numel())
+        return inner(self, ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Embedding, "forward", forward)
+        yield found
 
 
 def check_equal(got: Any, want: Any) -> None:
@@ -146,7 +164,7 @@ def test_a_model_that_is_changed_is_not_served_from_the_disk(
         with caplog.at_level(logging.WARNING, "offload"):
             generate(model)
         assert model.offload.prompts.last is None
-        assert "modules changed" in caplog.text
+        assert "not reused: modules, modules in place" in caplog.text
         del model.model.layers[0].extra
         generate(model)
         assert model.offload.prompts.last.tokens == ALL
@@ -179,29 +197,122 @@ def test_a_model_that_is_changed_is_not_served_from_the_disk(
         assert model.offload.prompts.last.tokens == 0
 
 
+@contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    if name == "forward":
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+def forward_of_its_own(model: Any) -> Any:
+    inner = model.model.layers[1].self_attn.forward
+
+    def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return inner(hidden_states * 2, *args, **kwargs)
+
+    return attribute(model.model.layers[1].self_attn, "forward", forward)
+
+
+@contextmanager
+def hook_before(model: Any) -> Iterator[None]:
+    norm = model.model.layers[1].input_layernorm
+    handle = norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    yield
+    handle.remove()
+
+
+@contextmanager
+def hook_on_all(model: Any) -> Iterator[None]:
+    def double(module: Any, _: Any, out: Any) -> Any:
+        return out * 2 if type(module).__name__.endswith("RMSNorm") else None
+
+    handle = register_module_forward_hook(double)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def frequencies(model: Any) -> Iterator[None]:
+    buffer = model.model.rotary_emb.inv_freq
+    buffer.mul_(0.5)
+    yield
+    buffer.mul_(2)
+
+
+@contextmanager
+def attends(model: Any) -> Iterator[None]:
+    name = model.config._attn_implementation
+    inner = ALL_ATTENTION_FUNCTIONS[name]
+
+    def function(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
+        return inner(module, q * 2, k, v, mask, **more)
+
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    yield
+    ALL_ATTENTION_FUNCTIONS.register(name, inner)
+
+
+class Shifted(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out + 0.125 if func is torch.nn.functional.silu else out
+
+
+CHANGES: dict[str, Any] = {
+    "scale of scores": lambda m: attribute(m.model.layers[1].self_attn, "scaling", 0.5),
+    "epsilon": lambda m: attribute(m.model.layers[0].input_layernorm, "variance_epsilon", 0.5),
+    "experts of a token": lambda m: attribute(m.model.layers[0].mlp.gate, "top_k", 1),
+    "activation": lambda m: attribute(m.model.layers[0].mlp.experts, "act_fn", torch.nn.Tanh()),
+    "depth": lambda m: attribute(m.config, "num_hidden_layers", 1),
+    "forward": forward_of_its_own,
+    "hook before": hook_before,
+    "hook on all": hook_on_all,
+    "frequencies": frequencies,
+    "attention": attends,
+    "mode": lambda _: Shifted(),
+    "autocast": lambda _: torch.autocast("cpu", torch.float16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_passes_that_would_come_to_something_else(
+    reference: Any, tmp_path: Path, change: str
+) -> None:
+    """Keys and values from before were used, with whatever was changed since."""
+    how = CHANGES[change]
+    with loaded(tmp_path) as model:
+        unchanged = generate(model)
+        with how(reference):
+            want = generate(reference, prefill_chunk_size=CHUNK)
+        assert not torch.equal(want.logits[0], unchanged.logits[0])
+        with how(model):
+            check_equal(generate(model), want)
+            assert model.offload.prompts.last is None
+        check_equal(generate(model), unchanged)
+        if change == "frequencies":  # written to twice
+            assert model.offload.prompts.last is None
+        else:
+            assert model.offload.prompts.last.tokens == ALL
+
+
 def test_packed_weights_and_their_decode_kernels(tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     with contextlib.closing(open_source(TINY)) as source:
         pack(source, packed, quant="q8")
 
-    asked = 0
-
-    def count(_: Any, args: Any) -> None:
-        nonlocal asked
-        asked += args[0].numel()
-
     def run() -> tuple[Any, int]:
-        nonlocal asked
-        asked = 0
-        with loaded(tmp_path / "p", packed) as model:
-            model.get_input_embeddings().register_forward_pre_hook(count)
+        with loaded(tmp_path / "p", packed) as model, looked_up() as asked:
             found = generate(model)
             assert type(model.offload.new_cache()).__name__ == "LeanCache"
             last = model.offload.prompts.last
             config = model.config
         row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
         assert last.read_bytes >= last.tokens * row, "keys and values of every layer"
-        assert asked == IDS.shape[1] - last.tokens + NEW - 1
+        assert sum(asked) == IDS.shape[1] - last.tokens + NEW - 1
         return found, last.tokens
 
     first, none = run()
@@ -237,22 +348,16 @@ def test_the_end_of_a_prompt(
     """Of a prompt that comes again whole nothing is computed, whatever fills its last group."""
     ids = IDS[:, : 2 * CHUNK + rest]
     want = generate(reference, ids, prefill_chunk_size=CHUNK)
-    passes = 0
-
-    def count(_: Any, args: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    with loaded(tmp_path) as model:
+    with loaded(tmp_path) as model, looked_up() as passes:
         check_equal(generate(model, ids), want)
-        model.get_input_embeddings().register_forward_pre_hook(count)
+        passes.clear()
         check_equal(generate(model, ids), want)
-        assert (model.offload.prompts.last.tokens, passes) == (ids.shape[1], NEW - 1)
+        assert (model.offload.prompts.last.tokens, len(passes)) == (ids.shape[1], NEW - 1)
         # Whoever wants more than logits, or has put something around the model's forward, gets it.
-        passes = 0
+        passes.clear()
         more = generate(model, ids, output_hidden_states=True)
         check_equal(more, want)
-        assert (len(more.hidden_states), passes) == (NEW, NEW)
+        assert (len(more.hidden_states), len(passes)) == (NEW, NEW)
         assert model.offload.prompts.last.tokens == 2 * CHUNK
         handle = model.register_forward_hook(
             lambda _, __, out: setattr(out, "logits", -out.logits) or out
