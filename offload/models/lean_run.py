@@ -15,22 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from offload.blocks import align_up
 from offload.cpu_ops.block_layout import PART
-from offload.cpu_ops.decode import DenseMlp, Scratch, TokenRouter, scratch_need
+from offload.cpu_ops.decode import Scratch, scratch_need
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.formats import FORMATS, Format, get_format
-from offload.cpu_ops.kernels import Floats, address_of
-from offload.cpu_ops.kv_cache import KvCache, KvType, kv_cache_bytes
+from offload.cpu_ops.kv_cache import KvType, kv_cache_bytes
 from offload.cpu_ops.kv_quantised import QuantisedKv, make_kv, quantised_bytes
 from offload.cpu_ops.layer_plan import LayerPlan
-from offload.cpu_ops.packing import pack_rows
 from offload.cpu_ops.program import program_kernels
 from offload.cpu_ops.prompt import CHUNK, fits, room_bytes
-from offload.cpu_ops.quantised_half import half_for
 from offload.cpu_ops.rope import Rope
 from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
@@ -40,22 +36,18 @@ from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_detect import Lean, detect
 from offload.models.lean_layer import rope_of
-from offload.models.lean_many import Join, ManyTokens, Positions, Rooms, Row, RowLayers
-from offload.models.lean_masks import is_causal
+from offload.models.lean_many import Join, Rooms, Row, RowLayers
 from offload.models.lean_program import TokenProgram
+from offload.models.lean_step import LayerStep
 from offload.models.lean_verify import twin_kernels, verify
-from offload.models.lean_watch import Around, LayerWatch
+from offload.models.lean_watch import Around
 from offload.models.pack_reader import PackedModel
-from offload.models.packed_modules import PackedExperts, PackedLinear
 from offload.models.units import unit_modules
 
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
 """Of a twin's output: float32 sums in another order differ by about 1e-6."""
-
-_MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
-
 
 LEAST_ELEMENT = 1.2
 """Bytes of keys and values that are read in the time of an element's products: fewer bits than
@@ -209,13 +201,13 @@ class LeanRun:
         ropes: dict[str | None, Rope] = {}
         rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
         self._around, self._changed = Around(model, rotary), False
-        steps: list[tuple[Any, _Step]] = []
+        steps: list[tuple[Any, LayerStep]] = []
         for i, (path, found) in enumerate(lean.layers.items()):
             if found.layer_type not in ropes:
                 ropes[found.layer_type] = rope_of(rotary, found.layer_type)
             layer = model.get_submodule(path)
             rope = ropes[found.layer_type]
-            step = _Step(layer, found, rope, self._store, i, scratch, rooms)
+            step = LayerStep(layer, found, rope, self._store, i, scratch, rooms)
             before = layer.__dict__.get("forward")
             row_layers = RowLayers(path, [step], i)
             layer.__dict__["forward"] = partial(self._layer, step, row_layers, layer.forward)
@@ -284,7 +276,7 @@ class LeanRun:
         """Whether every layer is as it was opened: no hook inside, no module replaced."""
         if self._changed or not self._around.untouched():
             return False
-        return all(step.watch.untouched() for step in self._steps)
+        return all(step.untouched() for step in self._steps)
 
     def _look(self) -> None:
         """See whether a program has changed numbers that layers keep; as a text begins, as there
@@ -307,7 +299,7 @@ class LeanRun:
         return program(hidden, position, cache.store) if program.fits() else None
 
     def _layer(
-        self, step: _Step, row_layers: RowLayers, inner: Callable[..., Any],
+        self, step: LayerStep, row_layers: RowLayers, inner: Callable[..., Any],
         hidden_states: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """A layer's forward; ``inner``: its own."""
@@ -316,7 +308,7 @@ class LeanRun:
             return inner(hidden_states, *args, **kwargs)
         if step.attention.layer == 0 and hidden.shape[1] > 1:
             self._look()
-        if self._changed or not step.watch.untouched() or not self._around.untouched():
+        if self._changed or not step.untouched() or not self._around.untouched():
             cache.check_live()
             return inner(hidden_states, *args, **kwargs)
         positions = kwargs.get("position_ids")
@@ -369,138 +361,6 @@ class LeanRun:
         new = setting("max_new_tokens")
         total = ids.shape[1] + new if new is not None else setting("max_length") or 20
         return single and plain and total <= self._store.capacity
-
-
-class _Step:
-    """One layer for one token, or for a prompt."""
-
-    def __init__(
-        self, layer: Any, lean: Lean, rope: Rope, store: KvCache, index: int, scratch: Scratch,
-        rooms: Rooms | None,
-    ) -> None:  # fmt: skip
-        """``rooms``: None: prompts run as they are."""
-        plan, parts = lean.plan, lean.parts
-        self._keep: list[Any] = []
-        self._kept: list[tuple[torch.nn.Module, str]] = []
-        self._moving: list[tuple[Any, str, PackedLinear]] = []
-        self.attention = half_for(plan.attention, rope, store, index, scratch)
-        self._place(self.attention, layer, parts.attention)
-        self.mlp = self.router = self.shared = None
-        self.experts: PackedExperts | None = None
-        if plan.mlp is not None:
-            self.mlp = DenseMlp(plan.mlp, scratch)
-            self._place(self.mlp, layer, parts.mlp)
-        if plan.router is not None:
-            self.router = TokenRouter(plan.router, scratch)
-            self._place(self.router, layer, parts.router)
-            self.experts = layer.get_submodule(parts.experts).__dict__["forward"]
-        if plan.shared is not None:
-            self.shared = DenseMlp(plan.shared, scratch)
-            self._place(self.shared, layer, parts.shared)
-        self.watch = LayerWatch(layer, self._kept)
-        self.rooms = rooms
-        self._prompts = None if rooms is None else ManyTokens(self, rooms)
-        self._rows = None if rooms is None else ManyTokens(self, rooms, alone=True)
-
-    def _place(self, region: Any, layer: Any, parts: dict[str, str]) -> None:
-        for slot, name in parts.items():
-            path, _, leaf = name.rpartition(".")
-            module = layer.get_submodule(path)
-            if isinstance(module, PackedLinear) and leaf == "weight":
-                if module.packed.device.type == "cpu" and type(module.packed) is torch.nn.Parameter:
-                    region.place(**{slot: module.packed.data_ptr()})
-                else:  # streamed: it is somewhere else each time
-                    self._moving.append((region, slot, module))
-                continue
-            self._kept.append((module, leaf))
-            value = module._parameters[leaf].detach().float().contiguous()
-            if slot in _MATRICES:
-                rows = value.numpy().view(np.uint8)
-                packed = pack_rows(FORMATS["f32"], rows, value.shape[1])
-                self._keep.append(packed)
-                region.place(**{slot: address_of(packed)})
-            else:
-                self._keep.append(value)
-                region.place(**{slot: value.data_ptr()})
-
-    @property
-    def stays(self) -> bool:
-        """Whether its weights, but for experts, are where they are for good."""
-        return not self._moving
-
-    def prompt(
-        self, hidden: torch.Tensor, positions: torch.Tensor | None, store: KvCache
-    ) -> torch.Tensor:
-        """The layer's output for ``hidden`` [1, T, H]; keys and values are added to ``store``.
-
-        ``positions``: for the rotation, [..., T]; None: those behind what is cached.
-        """
-        assert self._prompts is not None
-        self._ready(store)
-        out = torch.empty(hidden.shape).copy_(hidden.detach())
-        x_TH = out[0].numpy()
-        if positions is None:
-            first = store.length(self.attention.layer)
-            positions_T = np.arange(first, first + len(x_TH))
-        else:
-            positions_T = positions.reshape(-1).numpy()
-        self._prompts.prompt(x_TH, positions_T)
-        return out.to(hidden.dtype)
-
-    def of_each(self, x_TH: Floats, positions_T: Positions, caches: Sequence[KvCache]) -> None:
-        """``x`` becomes the layer's output for the next tokens of T sequences; their keys and
-        values are added to their caches."""
-        assert self._rows is not None
-        self._place_moving()
-        self._rows.of_each(x_TH, positions_T, caches)
-
-    def sees_past(self, cache: LeanCache, kwargs: dict[str, Any]) -> bool:
-        """Whether a call for one token hides from it nothing but what is out of the layer's
-        window, and gives it one position."""
-        cache.check_live()
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if positions is not None and positions.numel() != 1:
-            return False
-        return mask is None or is_causal(
-            mask, 1, cache.store.length(self.attention.layer), self.attention.plan.window
-        )
-
-    def sees_all(self, cache: LeanCache, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a call hides from each token nothing but what comes later, and what is out of
-        the layer's window, and gives each one position."""
-        cache.check_live()
-        positions = kwargs.get("position_ids")
-        if positions is not None and positions.numel() != hidden.shape[1]:
-            return False
-        return is_causal(
-            kwargs.get("attention_mask"), hidden.shape[1],
-            cache.store.length(self.attention.layer), self.attention.plan.window,
-        )  # fmt: skip
-
-    def _ready(self, store: KvCache) -> None:
-        self.attention.read(store)
-        self._place_moving()
-
-    def _place_moving(self) -> None:
-        for region, slot, module in self._moving:
-            region.place(**{slot: module.packed.data_ptr()})
-
-    def __call__(self, hidden: torch.Tensor, position: int | None, store: KvCache) -> torch.Tensor:
-        self._ready(store)
-        x = hidden.detach().float().reshape(-1).numpy().copy()
-        self.attention(x, position)
-        if self.mlp is not None:
-            self.mlp(x)
-        if self.router is not None and self.experts is not None:
-            ids, weights, normed = self.router(x)
-            if self.experts.session.waits:
-                normed = normed.copy()  # the router's own: another sequence may come meanwhile
-            order = np.argsort(ids)  # every eager loop goes by ascending number
-            out = self.experts.for_token(ids[order], weights[order], normed)
-            if self.shared is not None:
-                self.shared(normed, out)
-            x += out
-        return torch.from_numpy(x).view(hidden.shape).to(hidden.dtype)
 
 
 def _restore(module: Any, name: str, before: Any) -> None:

@@ -7,12 +7,15 @@ place, would be passed over without a word. Such a layer runs as it is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_function_stack
 from torch.nn.modules import module as torch_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offload.models.shadow import CAPTURES, STANDS_IN
@@ -53,6 +56,28 @@ class LayerWatch:
         return all(table.get(name) == there for table, name, there in self._numbers)
 
 
+class Copied:
+    """A parameter of which a kernel reads a copy."""
+
+    def __init__(self, module: nn.Module, name: str, copy: Callable[[torch.Tensor], Any]) -> None:
+        """``copy`` puts the parameter's values where the kernel has them."""
+        self._table, self._name = module._parameters, name
+        self._copy = copy
+        self._version = self._now()
+
+    def _now(self) -> int:
+        parameter = self._table[self._name]
+        return 0 if parameter is None or parameter.is_inference() else parameter._version
+
+    def refresh(self) -> None:
+        """Have the kernel's values be the parameter's, if a program has written to it."""
+        if (version := self._now()) != self._version:
+            parameter = self._table[self._name]
+            assert parameter is not None
+            self._copy(parameter.detach())
+            self._version = version
+
+
 class Around:
     """What layers share: the rotary embedding, of which kernels have a copy, and the function that
     attends, in whose place they are."""
@@ -60,15 +85,15 @@ class Around:
     def __init__(self, model: Any, rotary: nn.Module) -> None:
         self._config = model.config.get_text_config()
         self._rotary = rotary
+        self._scales = [n for n in rotary.__dict__ if n.endswith("attention_scaling")]
         self._there = self._now()
         self._copies = [None if b is None else b.clone() for b in rotary._buffers.values()]
         self._written, self._equal = self._versions(), True
 
     def _now(self) -> list[Any]:
         own = self._rotary.__dict__
-        scaling = [value for name, value in own.items() if name.endswith("attention_scaling")]
-        hooks = [len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])]
-        return [own.get("forward"), *hooks, *scaling]
+        hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
+        return [own.get("forward"), *hooks, *map(own.get, self._scales)]
 
     def _versions(self) -> list[Any]:
         return [
@@ -92,26 +117,38 @@ class Around:
         """Whether positions and attention are as they were, and nobody listens to every module."""
         if torch_modules._has_any_global_hook() or self._now() != self._there:
             return False
+        if torch.is_autocast_enabled("cpu") or (_len_torch_function_stack() and _is_in_a_mode()):
+            return False
         attention = getattr(self._config, "_attn_implementation", None)
         return self._frequencies() and _is_stock(attention)
 
 
 class DecoderWatch:
-    """What a model had around its layers when it was opened: which modules, in which order, and
-    whose forward."""
+    """What a model had around its layers when it was opened: which modules, in which order, whose
+    forward, and a config."""
 
     def __init__(self, model: nn.Module, base: nn.Module, layers: nn.Module) -> None:
         """``layers``: the list of ``base`` that has them."""
         self._lists = [(m._modules, list(m._modules.items())) for m in (model, base, layers)]
         self._forward = base.__dict__, base.__dict__.get("forward")
+        config: Any = model.config
+        self._config = vars(config.get_text_config())
+        self._settings = dict(self._config)
 
     def untouched(self) -> bool:
         """Whether all is in its place."""
         own, forward = self._forward
-        if not _is_same(own.get("forward"), forward):
+        if not _is_same(own.get("forward"), forward) or self._config != self._settings:
             return False
         # Modules are equal to themselves alone.
         return all(list(now.items()) == there for now, there in self._lists)
+
+
+def _is_in_a_mode() -> bool:
+    """Whether somebody listens to torch's functions. A default device does so, too, and makes of
+    none another one."""
+    stack = _get_current_function_mode_stack()
+    return any(type(mode) is not DeviceContext for mode in stack)
 
 
 def _is_stock(name: Any) -> bool:
@@ -141,4 +178,4 @@ def _is_same(now: Any, there: Any) -> bool:
     return now is there or getattr(now, STANDS_IN, False) is True
 
 
-__all__ = ["Around", "DecoderWatch", "LayerWatch"]
+__all__ = ["Around", "Copied", "DecoderWatch", "LayerWatch"]

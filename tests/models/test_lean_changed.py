@@ -3,8 +3,10 @@ hides from a token, and what a program changes of an open model, is heeded as by
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ import torch
 from families import tiny_config, write
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import offload
 from offload.models.lean_cache import LeanCache
-from offload.models.lean_run import _Step
+from offload.models.lean_step import LayerStep
 
 IDS = torch.tensor([[5, 9, 17, 3, 44, 21, 8, 30, 2, 11]])
 FAMILIES = ["qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
@@ -219,7 +222,72 @@ def hook_on_all(model: Any) -> Iterator[None]:
         hook.remove()
 
 
+@contextmanager
+def same_name(model: Any) -> Iterator[None]:
+    name = model.config._attn_implementation
+    stock = ALL_ATTENTION_FUNCTIONS[name]
+
+    def sharper(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
+        return stock(module, q * 2, k, v, mask, **more)
+
+    ALL_ATTENTION_FUNCTIONS.register(name, sharper)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(name, stock)
+
+
+@contextmanager
+def hook_before(model: Any) -> Iterator[None]:
+    norm = model.base_model.layers[1].input_layernorm
+    hook = norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def own_forward_inside(model: Any) -> Iterator[None]:
+    attention = model.base_model.layers[1].self_attn
+    inner = attention.forward
+    attention.forward = lambda hidden_states, *a, **k: inner(hidden_states * 2, *a, **k)
+    try:
+        yield
+    finally:
+        del attention.forward
+
+
+@contextmanager
+def written(parameter: Any) -> Iterator[None]:
+    with torch.no_grad():
+        parameter.mul_(0.5)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            parameter.mul_(2)
+
+
+class Shifted(TorchFunctionMode):
+    """What nobody would expect of a function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out + 0.125 if func is torch.rsqrt else out
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attention of the same name": same_name,
+    "a hook before": hook_before,
+    "own forward inside": own_forward_inside,
+    "depth": lambda m: instead(m.config, "num_hidden_layers", 2),
+    "last epsilon": lambda m: instead(m.base_model.norm, "variance_epsilon", 0.5),
+    "a norm's weight": lambda m: written(m.base_model.layers[1].input_layernorm.weight),
+    "the last norm's weight": lambda m: written(m.base_model.norm.weight),
+    "the router's weight": lambda m: written(m.base_model.layers[1].mlp.gate.weight),
+    "mode": lambda _: Shifted(),
+    "autocast": lambda _: torch.autocast("cpu", torch.bfloat16),
     "fewer layers": fewer_layers,
     "another norm": another_child("norm"),
     "another head": another_child("lm_head"),
@@ -254,13 +322,36 @@ def test_what_a_program_changes(change: str, opened: Callable[[str], Any]) -> No
     assert all(torch.equal(a, b) for a, b in zip(again.logits, plain.logits, strict=True))
 
 
+@pytest.mark.parametrize(
+    "name", ["layers.1.input_layernorm.weight", "layers.1.mlp.gate.weight", "norm.weight"]
+)
+def test_copies_that_kernels_read(name: str, tmp_path: Path) -> None:
+    """Of what is kept in another type or order than the model has it."""
+    directory = write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload.models.pack_cache.pack_cache_dir", lambda *_: tmp_path / "p")
+        model = offload.load(directory, quant="none", ram="256MiB", context=48)
+    asked = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    asked |= {"output_logits": True, "return_dict_in_generate": True}
+
+    def last(**more: Any) -> torch.Tensor:
+        return model.generate(IDS % 64, **asked, **more).logits[-1].float()
+
+    with contextlib.closing(model.offload):
+        plain = last()
+        with written(model.base_model.get_parameter(name)):
+            got, want = last(), last(past_key_values=DynamicCache(config=model.config))
+            assert (got - want).abs().max() < 0.1 * (plain - want).abs().max()
+        assert torch.equal(last(), plain), "the kernels are used again"
+
+
 def test_kernels_are_used_again_after_a_change(
     opened: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = opened("qwen3_moe")
     prompts: list[int] = []
-    inner = _Step.prompt
-    monkeypatch.setattr(_Step, "prompt", lambda *a: prompts.append(1) or inner(*a))
+    inner = LayerStep.prompt
+    monkeypatch.setattr(LayerStep, "prompt", lambda *a: prompts.append(1) or inner(*a))
     with CHANGES["fewer experts"](model):
         model.generate(IDS, max_new_tokens=2, do_sample=False)
     assert not prompts

@@ -15,7 +15,7 @@ from offload.cpu_ops import threads
 from offload.cpu_ops.attention import BLOCK
 from offload.cpu_ops.prompt import Room
 from offload.errors import OffloadError
-from offload.models import lean_run
+from offload.models import lean_step
 from offload.models.lean_masks import is_causal
 
 STEPS = 50
@@ -74,13 +74,13 @@ def test_over_several_blocks(name: str, window: int) -> None:
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every layer's prompt that the kernels computed."""
     found: list[int] = []
-    inner = lean_run._Step.prompt
+    inner = lean_step.LayerStep.prompt
 
     def counted(self: Any, hidden: torch.Tensor, *args: Any) -> Any:
         found.append(hidden.shape[1])
         return inner(self, hidden, *args)
 
-    monkeypatch.setattr(lean_run._Step, "prompt", counted)
+    monkeypatch.setattr(lean_step.LayerStep, "prompt", counted)
     return found
 
 
