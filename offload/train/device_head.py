@@ -20,7 +20,8 @@ from offload.train.device_values import typed
 from offload.train.head_place import Cut, HeadPlacement, HeadSlice
 from offload.train.marks import Marks
 from offload.train.packed_values import Unpacker
-from offload.train.visits import Visit, Visits
+from offload.train.visit import Visit
+from offload.train.visits import Visits
 from offload.train.weights import Entry, Shared, Weights
 
 

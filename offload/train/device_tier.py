@@ -25,7 +25,8 @@ from offload.train.grads import Gradients
 from offload.train.layout import TrainLayout
 from offload.train.marks import Marks
 from offload.train.order import UseOrder
-from offload.train.visits import AT_HOME, Visit, Visits
+from offload.train.visit import AT_HOME, Visit
+from offload.train.visits import Visits
 from offload.train.weights import Entry, Shared, Weights
 
 

@@ -34,7 +34,7 @@ from offload.train.segments import Segment
 from offload.train.stepping import Stepping
 from offload.train.steps import Group, NotFinite, StepResult
 from offload.train.updates import Updater
-from offload.train.visits import AT_HOME, Visit
+from offload.train.visit import AT_HOME, Visit
 from offload.train.weights import Entry, Shared, Weights
 
 __all__ = ["Engine", "Group", "NotFinite", "StepResult"]

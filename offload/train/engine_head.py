@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.train.engine import Engine
 from offload.train.head_find import HeadForm
 from offload.train.head_weights import slices_of
-from offload.train.visits import AT_HOME, Visit
+from offload.train.visit import AT_HOME, Visit
 
 
 class EngineHead:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offload.errors import OffloadError
 from offload.models.expert_groups import expert_groups
 from offload.models.request import expert_top_k
-from offload.train.visits import AT_HOME, Visit
+from offload.train.visit import AT_HOME, Visit
 
 
 @dataclass(slots=True)

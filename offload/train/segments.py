@@ -28,7 +28,7 @@ from offload.train.inputs import Waits
 from offload.train.landing import Landing
 from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
 from offload.train.same_again import Sums, check_same
-from offload.train.visits import AT_HOME, Tensors, Visit
+from offload.train.visit import AT_HOME, Tensors, Visit
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,62 +31,10 @@ from offload.train.device_values import typed
 from offload.train.landing import Home, Landing, plain
 from offload.train.rings import Part, Ring
 from offload.train.same_again import Sums
+from offload.train.visit import Tensors, Visit
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
-
-Tensors = list[torch.Tensor | None]
-
-
-class Visit(Protocol):
-    """Where a unit runs."""
-
-    def up(
-        self, tensors: Sequence[torch.Tensor | None], *, same: Collection[int] = (),
-        kept: Collection[int] = (),
-    ) -> Tensors:  # fmt: skip
-        """These where the unit runs, without their history. Valid until the end of the visit.
-
-        ``same``: which of them other units get, too; ``kept``: which were kept in RAM, and are
-        brought from there.
-        """
-        ...
-
-    def leave(self, tensors: Sequence[torch.Tensor | None], *, wanted: bool) -> Tensors:
-        """These for whoever comes next; the last thing of a visit. ``wanted``: in RAM, soon."""
-        ...
-
-    def down(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
-        """These in RAM, for good, and now."""
-        ...
-
-    def same(self, before: Sums, now: Sums) -> bool:
-        """Whether these are equal, of which the last one was computed in this visit."""
-        ...
-
-
-class AtHome:
-    """The unit runs in RAM: everything is where it is."""
-
-    def up(
-        self, tensors: Sequence[torch.Tensor | None], *, same: Collection[int] = (),
-        kept: Collection[int] = (),
-    ) -> Tensors:  # fmt: skip
-        del same, kept
-        return [plain(tensor) for tensor in tensors]
-
-    def leave(self, tensors: Sequence[torch.Tensor | None], *, wanted: bool) -> Tensors:
-        del wanted
-        return list(tensors)
-
-    def down(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
-        return list(tensors)
-
-    def same(self, before: Sums, now: Sums) -> bool:
-        return now.same(before)
-
-
-AT_HOME = AtHome()
 
 
 class Pair:
@@ -547,4 +495,4 @@ def _key(value: torch.Tensor) -> Any:
     return storage._cdata, *place, value._version
 
 
-__all__ = ["AT_HOME", "AtHome", "Pair", "Tensors", "Visit", "Visits"]
+__all__ = ["Pair", "Visits"]
