@@ -262,7 +262,7 @@ class DeviceWeights:
             return
         if self.rising >= EXPERTS_RISING:
             return
-        for block, distance in self._weights.experts_soon(EXPERTS_AHEAD, self._expert_there):
+        for block, distance in self._weights.uses.experts_soon(EXPERTS_AHEAD, self._expert_there):
             if self.rising >= EXPERTS_RISING:
                 return
             victim = None if pool.free else self._victim(pool, distance)
@@ -283,12 +283,12 @@ class DeviceWeights:
         return self._units, self._experts
 
     def _distance(self, blocks: tuple[int, ...]) -> int:
-        return min(self._weights.next_use(b) for b in blocks)
+        return min(self._weights.uses.next_use(b) for b in blocks)
 
     def _victim(self, pool: _Pool, distance: int) -> tuple[int, ...] | None:
         """What is needed last, and later than ``distance`` (``NOW``: whatever it is)."""
         if pool is self._experts:
-            found = self._weights.farthest(k for (k,), c in pool.cargos.items() if not c.users)
+            found = self._weights.uses.farthest(k for (k,), c in pool.cargos.items() if not c.users)
             return (found[1],) if found is not None and found[0] > distance else None
         idle = [(self._distance(key), key) for key, c in pool.cargos.items() if not c.users]
         if not idle:

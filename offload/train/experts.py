@@ -144,7 +144,7 @@ class ExpertRun:
         """Routed experts come in ascending order; where backward follows at once, which goes
         through them the other way round, again from the last one to the first."""
         weights = self.engine.weights
-        weights.expect_experts(len(experts), self.group.n_experts)
+        weights.uses.expect_experts(len(experts), self.group.n_experts)
         self._routed = [self.blocks[e] for e in experts]
         back = self._routed[::-1] if torch.is_grad_enabled() else []
         # What another micro-batch reaches in the same layer, behind this one, is much the same.

@@ -27,9 +27,10 @@ from offload.runtime.memory import HostMemory
 from offload.train.buffers import BufferPool
 from offload.train.layout import Block, TrainLayout
 from offload.train.marks import UPDATE, Marks, reading
-from offload.train.order import NEVER, NOW, Agenda, UseOrder
+from offload.train.order import NEVER, NOW, UseOrder
 from offload.train.shared import Shared
 from offload.train.tiles import numbers
+from offload.train.uses import Uses
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Weights:
         """``limit``: bytes for all of it; ``pinned``: blocks that never leave; ``marks``: told who
         writes them, if a device copies from them; ``memory``: makes what they lie in."""
         self.layout = layout
-        self.order = order
+        self.uses = Uses(layout, order)
         self.pinned = frozenset(pinned)
         self._source = source
         self._shared = shared
@@ -103,7 +104,6 @@ class Weights:
         self._entries: dict[int, Entry] = {}
         self._loose: dict[int, Entry] = {}
         """Those of them that may leave."""
-        self._agenda = Agenda()
         self.stale: set[int] = set()
         """Blocks whose update is pending: nobody may read them before."""
         self.unsettled: dict[int, int] = {}
@@ -111,9 +111,6 @@ class Weights:
         self._updating = -1
         """The block whose update is under way: its memory stays."""
         self._loading = 0
-        self._experts_too = self._every_expert = False
-        self._routed = False
-        """What is expected has been routed to, and not only guessed."""
         self._pinning = False
         self._awaiting = 0
         """Threads that wait instead of computing."""
@@ -223,7 +220,7 @@ class Weights:
                 shared.check()
                 entry = self._entries.get(block)
                 if entry is None:
-                    distance = self.next_use(block, default=0)
+                    distance = self.uses.next_use(block, default=0)
                     if self._room(block, NOW if must else distance):
                         if not must:
                             entry = self._add(block)
@@ -277,30 +274,25 @@ class Weights:
         """``unit`` runs now. Where experts are read before they are routed to, all of its are
         expected: what runs before the routing must not take their place."""
         with self._shared.changed:
-            self.order.enter(unit)
-            if self._experts_too:
-                self._routed = False
-                mine = [b for ids in self.layout.units[unit].experts.values() for b in ids]
-                self._agenda.put_first([*mine, *mine[::-1]] if backward else mine, mine)
+            self.uses.enter(unit, backward=backward)
 
     def expect(self, blocks: Sequence[int], instead: Collection[int] = ()) -> None:
         """The unit that runs asks for these one by one from now on, before what else it was
         expected to ask for, ``instead`` of what it is not: begin to read them as far as there is
         room."""
         with self._shared.changed:
-            self._agenda.put_first(blocks, instead)
-            self._routed = True
+            self.uses.expect(blocks, instead)
             self.pump()
 
     def reached(self, block: int) -> None:
         """The unit that runs is at ``block`` of what it was expected to ask for."""
         with self._shared.changed:
-            self._agenda.reached(block)
+            self.uses.agenda.reached(block)
 
     def expect_nothing(self) -> None:
         """The unit that runs asks for nothing more."""
         with self._shared.changed:
-            self._agenda.clear()
+            self.uses.agenda.clear()
 
     # -- inside, with the lock held ----------------------------------------------------------
 
@@ -333,7 +325,7 @@ class Weights:
     def _read_ahead(self) -> None:
         if len(self._entries) == len(self.layout.blocks):
             return
-        for block, distance in self._upcoming():
+        for block, distance in self.uses.upcoming(LOADING_AHEAD):
             if self._loading >= LOADING_AHEAD:
                 return
             if self._held_or_away(block):
@@ -341,52 +333,6 @@ class Weights:
             if not self._room(block, distance):
                 return
             self._load(block, PREFETCH)
-
-    def experts_soon(
-        self, count: int, there: Callable[[int], bool] = lambda block: False
-    ) -> Iterator[tuple[int, int]]:
-        """(block, how far away) of the next ``count`` experts, in order: those that the unit which
-        runs will ask for, then the next units' where all are routed to. Those ``there`` are
-        counted, and left out: every use of an expert asks, and nearly all are."""
-        if not (self._routed or self._every_expert):
-            return
-        left = count
-        for block in self._agenda.soon(count):
-            left -= 1
-            if not there(block) and (distance := self._agenda.distance(block)) is not None:
-                yield block, distance
-        if not self._every_expert:
-            return
-        for distance, unit in self.order.upcoming():
-            if distance >= 2 or left <= 0:
-                return
-            for ids in self.layout.units[unit].experts.values():
-                for block in ids[:left]:
-                    if not there(block):
-                        yield block, distance
-                left -= len(ids)
-
-    def _upcoming(self) -> Iterator[tuple[int, int]]:
-        """(block, how far away) of what is needed next, in order."""
-        for i, block in enumerate(self._agenda.rest()):
-            distance = self._agenda.distance(block)
-            if distance is not None:
-                # What the unit will need later does not leave for what it needs only somewhat
-                # earlier: soon there is room of what it has used.
-                yield block, distance if i < LOADING_AHEAD else -1
-        for distance, unit in self.order.upcoming():
-            for block in self.layout.units[unit].blocks:
-                yield block, distance
-            if self._experts_too and distance < 2:
-                for ids in self.layout.units[unit].experts.values():
-                    for block in ids:
-                        yield block, distance
-
-    def expect_experts(self, routed: int, count: int) -> None:
-        """A unit has routed to ``routed`` of its ``count`` experts: from half of them on all are
-        worth reading before they are routed to, and if that were all, copying to a device."""
-        self._experts_too = 2 * routed >= count
-        self._every_expert = routed == count
 
     def _room(self, block: int, distance: int) -> bool:
         """Make room by dropping what is needed later than ``distance`` (``NOW``: anything)."""
@@ -426,32 +372,7 @@ class Weights:
     def _distance(self, block: int) -> int:
         if self.above is not None and self.above.has(block):
             return NEVER  # computed with where it has been copied to
-        return self.next_use(block)
-
-    def next_use(self, block: int, default: int = NEVER) -> int:
-        """How far away the block's next use is."""
-        soon = self._agenda.distance(block)
-        if soon is not None:
-            return soon
-        return min((self.order.distance(u) for u in self.layout.users[block]), default=default)
-
-    def farthest(self, blocks: Iterable[int]) -> tuple[int, int] | None:
-        """(how far away, block) of what is needed last of these, as the greatest ``next_use`` and
-        then block says; None: of none. Asked for every copy up, of all experts on a device."""
-        agenda, order, users = self._agenda, self.order, self.layout.users
-        units: dict[int, int] = {}
-        found: tuple[int, int] | None = None
-        for block in blocks:
-            when = agenda.distance(block)
-            if when is None:
-                when = NEVER
-                for unit in users[block]:
-                    if unit not in units:  # its experts are many
-                        units[unit] = order.distance(unit)
-                    when = min(when, units[unit])
-            if found is None or (when, block) > found:
-                found = when, block
-        return found
+        return self.uses.next_use(block)
 
     def _add(self, block: int) -> Entry:
         spec = self.layout.blocks[block]

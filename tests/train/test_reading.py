@@ -54,7 +54,7 @@ def reads_of_a_step(room: int, pinned: frozenset[int], micro_batches: int) -> in
     limit = (room + len(pinned)) * PAGE
     weights = Weights(layout, order, source, Shared(), limit, pinned=pinned)
     weights.pin_all()
-    weights.expect_experts(4, 4)
+    weights.uses.expect_experts(4, 4)
 
     def visit(unit: int, backward: bool) -> None:
         weights.enter(unit, backward=backward)

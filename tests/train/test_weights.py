@@ -77,21 +77,21 @@ def test_room_that_comes_while_another_block_is_read(weights: tuple[Weights, Rea
 
 def test_what_is_needed_last_of_many(weights: tuple[Weights, Reads]) -> None:
     ram, _ = weights
-    assert ram.farthest([]) is None
+    assert ram.uses.farthest([]) is None
     for agenda in ([], [2], [1, 0, 2, 1], [2, 1, 0]):
         ram.expect(agenda, instead=range(3))
         for some in ([0], [0, 1], [1, 0, 2], [2, 1]):
-            assert ram.farthest(some) == max((ram.next_use(b), b) for b in some)
+            assert ram.uses.farthest(some) == max((ram.uses.next_use(b), b) for b in some)
 
 
 def test_what_is_there_counts_as_an_expert_that_comes_soon(weights: tuple[Weights, Reads]) -> None:
     ram, reads = weights
     ram.expect([1, 0, 2, 1])
     try:
-        soon = list(ram.experts_soon(3))
+        soon = list(ram.uses.experts_soon(3))
         assert [block for block, _ in soon] == [1, 0, 2]
-        assert list(ram.experts_soon(3, lambda block: block == 0)) == [soon[0], soon[2]]
-        assert list(ram.experts_soon(1, lambda block: block == 1)) == []
+        assert list(ram.uses.experts_soon(3, lambda block: block == 0)) == [soon[0], soon[2]]
+        assert list(ram.uses.experts_soon(1, lambda block: block == 1)) == []
     finally:
         for block in list(reads.begun):
             reads.end(block)
@@ -153,7 +153,7 @@ def test_routed_experts_are_read_no_more_often_than_they_must_be(room: int) -> N
     layout = SimpleNamespace(blocks=blocks, users=[[i // 8] for i in range(16)], units=units)
     order, source = UseOrder(3), AtOnce()
     weights_ = Weights(cast(TrainLayout, layout), order, source, Shared(), room * PAGE, pinned=())
-    weights_.expect_experts(4, 4)
+    weights_.uses.expect_experts(4, 4)
     back = [ids + ids[::-1] for ids in experts]
     visits = [experts[0], experts[1], [], back[1], back[0]]
     steps = 4
