@@ -11,14 +11,15 @@ from typing import Any
 def take_place(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
     """Have ``model.generate`` be ``generate``; returns what puts everything back.
 
-    A checkpoint's wish for a kind of cache of its own is set aside meanwhile. ``generate`` gets all
-    arguments but the prompt by name (``by_name``).
+    A checkpoint's wish for a kind of cache of its own, or for none, is set aside meanwhile: beside
+    a cache that is given, none means that all that it holds is read again with each token.
+    ``generate`` gets all arguments but the prompt by name (``by_name``).
     """
     before = model.__dict__.get("generate")
     settings = getattr(model, "generation_config", None)
-    wish = getattr(settings, "cache_implementation", None)
+    wish, cached = (getattr(settings, name, None) for name in ("cache_implementation", "use_cache"))
     if settings is not None:
-        settings.cache_implementation = None
+        settings.cache_implementation, settings.use_cache = None, True
     model.__dict__["generate"] = by_name(model, generate)
 
     def undo() -> None:
@@ -26,7 +27,7 @@ def take_place(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
         if before is not None:
             model.__dict__["generate"] = before
         if settings is not None:
-            settings.cache_implementation = wish
+            settings.cache_implementation, settings.use_cache = wish, cached
 
     return undo
 

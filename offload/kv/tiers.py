@@ -259,7 +259,8 @@ class KvTiers:
             named = kwargs.get("cache_implementation") or getattr(
                 asked, "cache_implementation", None
             )
-            if kwargs.get("past_key_values") is None and kwargs.get("use_cache") is not False:
+            cached = kwargs.get("use_cache", getattr(asked, "use_cache", None))
+            if kwargs.get("past_key_values") is None and cached is not False:
                 if named is not None:
                     raise OffloadError(
                         f"cache_implementation={named!r} would keep keys and values past the KV "

@@ -38,10 +38,11 @@ _ALONE: dict[str, Any] = {
     "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None, "dola_layers": None,
     "constraints": None, "force_words_ids": None, "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None, "is_assistant": False, "token_healing": False,
-    "cache_implementation": None,
+    "cache_implementation": None, "use_cache": True,
 }  # fmt: skip
 """Ways to generate that need several sequences, another model, code from the hub, the tokenizer, or
-a cache of another kind than the plan's."""
+a cache of another kind than the plan's. None at all is what trainers leave in the files they save:
+with a cache that is there all the same, transformers reads the whole text again for each token."""
 
 
 def vocabulary_of(model: Any) -> int:

@@ -114,6 +114,19 @@ def test_a_template_that_rewrites_what_was_said(
         assert 0 < turn["reused_tokens"] < before["prompt_tokens"] + before["new_tokens"] - 1
 
 
+def test_a_checkpoint_that_was_trained_without_a_cache(
+    cli: Cli, tiny: Path, tmp_path: Path
+) -> None:
+    """Trainers leave ``use_cache: false`` in the files they save."""
+    words = ("-n", NEW, "--dtype", "float32")
+    want = answers(chat(cli, tiny, tmp_path, *words))
+    settings = json.loads((tiny / "generation_config.json").read_text())
+    (tiny / "generation_config.json").write_text(json.dumps(settings | {"use_cache": False}))
+    kept = chat(cli, tiny, tmp_path, *words)
+    assert answers(kept) == want
+    assert kept["total"]["reused_tokens"] > 0
+
+
 def test_sampling_with_a_seed_repeats(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     words = ("-n", 8, "--temp", 0.9, "--seed", 3)
     assert answers(chat(cli, tiny, tmp_path, *words)) == answers(chat(cli, tiny, tmp_path, *words))

@@ -369,6 +369,7 @@ def test_generation_settings_that_work_as_in_transformers(
         {"is_assistant": True},
         {"token_healing": True},
         {"cache_implementation": "offloaded"},
+        {"use_cache": False},
         {"num_beams": 3, "num_return_sequences": 2},
     ],
 )

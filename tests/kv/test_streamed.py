@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,35 @@ def test_a_kv_budget_streams_and_changes_no_token(llama: Golden, tmp_path: Path)
         assert torch.equal(again, want)
         with pytest.raises(OffloadError, match=r"cache_implementation='static'.*KV budget"):
             model.generate(llama.ids_BL, max_new_tokens=2, cache_implementation="static")
+        none = copy.deepcopy(model.generation_config)
+        none.use_cache = False  # whoever says so of a call gets it: without a cache, as ever
+        for how in ({"use_cache": False}, {"generation_config": none}):
+            few = model.generate(llama.ids_BL, max_new_tokens=3, do_sample=False, **how)
+            assert torch.equal(few, want[:, : few.shape[1]])
     finally:
         model.offload.close()
     assert list(tmp_path.iterdir()) == [], "the file has a name"
+
+
+def test_a_checkpoint_that_was_trained_without_a_cache(tmp_path: Path) -> None:
+    """Trainers leave ``use_cache: false`` in the files they save: what a cache held was then read
+    again with each token, at other positions."""
+    directory = tmp_path / "model"
+    write("llama", directory, torch.bfloat16)
+    llama = golden(directory)
+    want = load_reference(llama).generate(llama.ids_BL, max_new_tokens=12, do_sample=False)
+    (directory / "generation_config.json").write_text('{"use_cache": false}')
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    model = prepare(directory, asked(disk, kv_ram=2**30)).open()
+    settings = model.generation_config
+    try:
+        got = model.generate(llama.ids_BL, max_new_tokens=12, do_sample=False)
+        assert torch.equal(got, want)
+        assert settings.use_cache
+    finally:
+        model.offload.close()
+    assert settings.use_cache is False, "it is given back as it was"
 
 
 def load_reference(want: Golden) -> Any:

@@ -101,6 +101,22 @@ def test_the_checkpoints_stop_strings_end_every_answer(model: Any, alone: Alone)
         model.generation_config.stop_strings = None
 
 
+def test_a_checkpoint_that_was_trained_without_a_cache(model: Any, alone: Alone) -> None:
+    """Trainers leave ``use_cache: false`` in the files they save."""
+    ids = alone.ids("What is a list, and what is a tuple, and which of them is longer?")
+    assert len(ids) > CHUNK
+    model.generation_config.use_cache = False
+    engine = make_engine(model, alone.tokenizer)
+    try:
+        engine.start()
+        text, end = Listener(engine, request(ids, 8)).result()
+        assert isinstance(end, Ended), end
+        assert text == alone.answer(ids, 8)
+    finally:
+        engine.close()
+        model.generation_config.use_cache = True
+
+
 @pytest.mark.parametrize(
     "wrong", [{"temperature": -1.0}, {"temperature": "hot"}, {"repetition_penalty": 0}]
 )
