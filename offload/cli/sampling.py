@@ -64,6 +64,8 @@ class Sampling:
         settings.temperature = max(self.temp, LEAST_TEMPERATURE)
         # 0 and not None: transformers would fill a top-k of 50 in.
         settings.top_k = self.top_k or settings.top_k or 0
+        if self.top_k is not None and vocabulary is not None and self.top_k >= vocabulary:
+            settings.top_k = 0  # all of them: nothing to sort
         settings.top_p = self.top_p or settings.top_p or 1.0
         settings.min_p = settings.min_p if self.min_p is None else self.min_p
         check_settings(settings)

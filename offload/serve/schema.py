@@ -21,6 +21,8 @@ from pydantic import (
 from offload.cli.sampling import Sampling
 
 MOST_STOPS = 16
+ALL_TOKENS = 2**31 - 1
+"""What ``top_k`` 0 asks for: to leave it out would ask for the checkpoint's own."""
 
 
 def _text_parts(value: Any) -> Any:
@@ -123,7 +125,7 @@ class Body(_Strict):
             return Sampling()
         return Sampling(
             temp=temp,
-            top_k=self.top_k or None,
+            top_k=ALL_TOKENS if self.top_k == 0 else self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from serve_support import (
     CONTEXT,
     Alone,
@@ -22,6 +25,7 @@ from serve_support import (
 )
 
 from offload.serve.engine import Engine
+from offload.serve.schema import CompletionBody
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -210,6 +214,52 @@ def test_what_is_no_body_at_all(served: Any, content: bytes) -> None:
     send = lambda http: http.post("/v1/completions", content=content, headers=kind)  # noqa: E731
     refused(run(app, send), 400)
     assert engine.state == "ok"
+
+
+def test_what_is_switched_off_is_off() -> None:
+    """Whatever the checkpoint says; what is left out is as the checkpoint says."""
+
+    def in_force(**asked: Any) -> tuple[int, float, float]:
+        body = CompletionBody(prompt="x", temperature=1.0, seed=0, **asked)
+        settings = SimpleNamespace(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
+        body.sampling(0.0).apply(settings, 2048)
+        return settings.top_k, settings.top_p, settings.min_p
+
+    with torch.random.fork_rng(devices=[]):
+        assert in_force() == (20, 0.9, 0.1)
+        assert in_force(top_k=0, top_p=1, min_p=0) == (0, 1.0, 0.0)
+        assert in_force(top_k=2048)[0] == 0, "all of them"
+        assert in_force(top_k=2047)[0] == 2047
+
+
+def test_a_value_that_is_no_text_is_refused_and_repeated(served: Any) -> None:
+    """JSON can escape half of a surrogate pair, which no encoding has."""
+    app, _ = served
+    kind = {"Content-Type": "application/json"}
+    content = b'{"prompt": "x", "n": {"\\ud800": 1}}'
+    send = lambda http: http.post("/v1/completions", content=content, headers=kind)  # noqa: E731
+    refused(run(app, send), 400, "takes only 1 here", "\ud800")
+
+
+def test_a_name_that_is_no_text(served: Any, alone: Alone) -> None:
+    """A directory may be called what is no UTF-8; clients hear of it and can ask for it."""
+    name = os.fsdecode(b"caf\xe9")
+    app, prompts = make_guarded(served[1], alone.tokenizer, name=name)
+    try:
+        (described,) = get(app, "/v1/models").json()["data"]
+        assert described["id"] == name
+        body = {"prompt": "The list", "max_tokens": 2, "model": name}
+        content = json.dumps(body).encode()  # escapes it
+        kind = {"Content-Type": "application/json"}
+        send = lambda http: http.post("/v1/completions", content=content, headers=kind)  # noqa: E731
+        assert run(app, send).json()["model"] == name
+        lines = post(app, "/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": True})
+        assert json.loads(lines.text.split("\n\n")[0].removeprefix("data: "))["model"] == name
+        assert get(app, "/stats").json()["model"] == name
+        refused(get(app, "/v1/models/other"), 404)
+        refused(post(app, "/v1/completions", {"prompt": "x", "model": "gpt"}), 404, "caf")
+    finally:
+        prompts.close()
 
 
 def test_other_refusals(served: Any) -> None:
