@@ -7,6 +7,8 @@ import secrets
 import time
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from offload.serve.events import Ended
 from offload.serve.problems import Problem
 
@@ -85,7 +87,21 @@ def timings(end: Ended) -> dict[str, float | None]:
 
 def line(data: dict[str, Any]) -> bytes:
     """A server-sent event. JSON escapes line ends, so that it is one line."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: " + encoded(data) + b"\n\n"
+
+
+def encoded(data: Any) -> bytes:
+    """JSON in UTF-8. Half of a surrogate pair (of a directory's name that is no UTF-8, of what a
+    client has escaped) comes as JSON's escape for it, which happens to be Python's."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+class Reply(JSONResponse):
+    """Any answer that is no stream."""
+
+    def render(self, content: Any) -> bytes:
+        return encoded(content)
 
 
 def error_line(problem: Problem) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -128,23 +128,23 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
         return await answer(http, body, False)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described]}
+    async def models() -> Response:
+        return answers.Reply({"object": "list", "data": [described]})
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> Response:
         if name != model:
             raise Problem(404, f"the model {name!r} is not served here", code="model_not_found")
-        return described
+        return answers.Reply(described)
 
     @app.api_route("/health", methods=["GET", "HEAD"])  # watchers ask either way
     async def health() -> Response:
         state = engine.state
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+        return answers.Reply({"status": state}, 200 if state == "ok" else 503)
 
     @app.get("/stats")
-    async def stats() -> dict[str, Any]:
-        return {"model": model, **engine.stats()}
+    async def stats() -> Response:
+        return answers.Reply({"model": model, **engine.stats()})
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -199,7 +199,7 @@ async def _whole(
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
             return Response(status_code=GONE)
-        return JSONResponse(shape.whole(*collecting.result()))
+        return answers.Reply(shape.whole(*collecting.result()))
     finally:
         engine.cancel(handle)
         collecting.cancel()
@@ -238,7 +238,7 @@ def _role(role: str) -> str:
 
 
 def _reply(problem: Problem) -> Response:
-    return JSONResponse(problem.body, problem.status, problem.headers)
+    return answers.Reply(problem.body, problem.status, problem.headers)
 
 
 async def _problem(_: Request, error: Exception) -> Response:

@@ -13,9 +13,9 @@ import hmac
 import ipaddress
 from collections.abc import Sequence
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from offload.serve.answers import Reply
 from offload.serve.problems import Problem
 from offload.units import format_bytes
 
@@ -152,7 +152,7 @@ class _Incoming:
 
 async def _refuse(problem: Problem, incoming: _Incoming, send: Send) -> None:
     """Answer at once, and end the answer when the client has sent its body, or enough of it."""
-    response = JSONResponse(problem.body, problem.status, problem.headers)
+    response = Reply(problem.body, problem.status, problem.headers)
     start = {"status": response.status_code, "headers": response.raw_headers}
     await send({"type": "http.response.start", **start})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})

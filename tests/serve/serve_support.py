@@ -114,9 +114,11 @@ def make_engine(
     )
 
 
-def make_guarded(engine: Engine, tokenizer: Any, keys: Sequence[str] = ()) -> tuple[Guard, Prompts]:
+def make_guarded(
+    engine: Engine, tokenizer: Any, keys: Sequence[str] = (), name: str = "tiny_moe"
+) -> tuple[Guard, Prompts]:
     prompts = Prompts(tokenizer, directory=TINY, config=read_config(TINY), context=CONTEXT)
-    app = make_app(engine, prompts, model="tiny_moe")
+    app = make_app(engine, prompts, model=name)
     return Guard(app, keys=keys, body_limit=prompts.body_limit, local_only=not keys), prompts
 
 
