@@ -227,7 +227,7 @@ def finish_model(model: Any, directory: Path) -> None:
     try:
         model.generation_config = GenerationConfig.from_pretrained(directory)
         check_tokens(model.generation_config)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # Whatever transformers makes of a value of another kind.
         raise OffloadError(f"generation_config.json of {directory.name}: {error}") from error
 

@@ -39,6 +39,9 @@ _ALONE: dict[str, Any] = {
     "constraints": None, "force_words_ids": None, "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None, "is_assistant": False, "token_healing": False,
     "cache_implementation": None, "use_cache": True,
+    # Nobody reads them, and no plan has room for what all layers of a prompt give.
+    "output_attentions": False, "output_hidden_states": False, "output_scores": False,
+    "output_logits": False,
 }  # fmt: skip
 """Ways to generate that need several sequences, another model, code from the hub, the tokenizer, or
 a cache of another kind than the plan's. None at all is what trainers leave in the files they save:
@@ -75,6 +78,9 @@ def choose_alone(settings: Any, vocabulary: int | None = None) -> None:
         value = getattr(settings, name, None)
         if value is not None and type(value) is not int:
             _refuse(name, value, "not a number of tokens")
+    piece = getattr(settings, "prefill_chunk_size", None)
+    if piece is not None and not (type(piece) is int and piece > 0):
+        _refuse("prefill_chunk_size", piece, "not a number of tokens")
     seconds = getattr(settings, "max_time", None)
     if seconds is not None and not _is_number(seconds):
         _refuse("max_time", seconds, "not a number of seconds")
@@ -90,9 +96,11 @@ def choose_alone(settings: Any, vocabulary: int | None = None) -> None:
 
 def _check_forced(settings: Any, vocabulary: int) -> None:
     """What the file says of single tokens."""
-    end = getattr(settings, "forced_eos_token_id", None)
-    if end is not None and not _are_ids(end if isinstance(end, list) else [end], vocabulary):
-        _refuse("forced_eos_token_id", end, f"not an id below {vocabulary}")
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        one = getattr(settings, name, None)
+        many = one if isinstance(one, list) and name == "forced_eos_token_id" else [one]
+        if one is not None and not _are_ids(many, vocabulary):
+            _refuse(name, one, f"not an id below {vocabulary}")
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         never = getattr(settings, name, None)
         # Beyond the vocabulary they suppress nothing, in transformers as here.
@@ -107,6 +115,8 @@ def _check_forced(settings: Any, vocabulary: int) -> None:
     ):
         why = "not a number of tokens and a factor"
         _refuse("exponential_decay_length_penalty", decay, why)
+    if decay is not None and getattr(settings, "eos_token_id", None) is None:
+        settings.exponential_decay_length_penalty = None  # transformers fails without an end
     bias = getattr(settings, "sequence_bias", None)
     if bias is not None and not (
         isinstance(bias, list)
@@ -182,14 +192,22 @@ def check_settings(settings: Any) -> None:
         if value is None:
             continue
         if name == "top_k":
-            good = isinstance(value, int) and value >= 0
+            good = type(value) is int and value >= 0
         else:
-            good = isinstance(value, (int, float)) and 0 <= value <= 1
+            good = _is_number(value) and 0 <= value <= 1
         if not good:
             raise OffloadError(
                 f"generation_config.json says {name} {value!r}, which is nothing to sample by; "
                 f"correct it, or give {name} yourself"
             )
+    # The cutoffs do nothing outside of 0 to 1, nor does typical_p from 1 on.
+    for name, low, high in (
+        ("typical_p", 0.0, math.inf), ("top_h", 0.0, 1.0),
+        ("epsilon_cutoff", -math.inf, math.inf), ("eta_cutoff", -math.inf, math.inf),
+    ):  # fmt: skip
+        value = getattr(settings, name, None)
+        if value is not None and not (_is_number(value) and low < value <= high):
+            _refuse(name, value, "nothing to sample by")
 
 
 def check_tokens(settings: Any) -> None:
@@ -198,10 +216,11 @@ def check_tokens(settings: Any) -> None:
     Raises:
         OffloadError: what the checkpoint's file says is no id.
     """
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    lists = ("eos_token_id", "decoder_start_token_id")
+    for name in ("bos_token_id", "pad_token_id", *lists):
         value = getattr(settings, name, None)
-        many = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if value is not None and not all(type(i) is int for i in many):
+        many = value if isinstance(value, list) and name in lists else [value]
+        if value is not None and not all(type(i) is int and -(2**63) <= i < 2**63 for i in many):
             raise OffloadError(
                 f"generation_config.json says {name} {value!r}, which is no token's id; correct it"
             )

@@ -313,6 +313,11 @@ def test_generation_settings_that_are_nothing(
         {"sequence_bias": [[[999999], 3.0]]},
         {"min_length": "long"},
         {"max_time": "short"},
+        {"forced_bos_token_id": 999999},
+        {"prefill_chunk_size": 0},
+        {"prefill_chunk_size": "all"},
+        {"decoder_start_token_id": "<s>"},
+        {"eos_token_id": 10**30},
     ],
 )
 def test_generation_settings_of_logits_that_are_nothing(
@@ -325,6 +330,28 @@ def test_generation_settings_of_logits_that_are_nothing(
         f"generation_config.json says {name} {value!r}",
         "correct",
     )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"typical_p": 0},
+        {"typical_p": "most"},
+        {"epsilon_cutoff": "small"},
+        {"eta_cutoff": "small"},
+        {"top_h": 0},
+        {"top_h": 1.5},
+        {"top_k": True},
+    ],
+)
+def test_generation_settings_of_sampling_that_are_nothing(
+    cli: Cli, bare: Path, wrong: dict[str, Any]
+) -> None:
+    (bare / "generation_config.json").write_text(json.dumps(wrong))
+    assert cli("generate", "-m", bare, *IDS).code == 0, "greedy, it is not looked at"
+    name, value = next(iter(wrong.items()))
+    said = f"generation_config.json says {name} {value!r}"
+    refused(cli("generate", "-m", bare, *IDS, "--temp", 1), said, "correct")
 
 
 @pytest.mark.parametrize("wrong", [{"suppress_tokens": 3}, {"watermarking_config": {"a": 1}}])
@@ -370,6 +397,8 @@ def test_generation_settings_that_work_as_in_transformers(
         {"token_healing": True},
         {"cache_implementation": "offloaded"},
         {"use_cache": False},
+        {"exponential_decay_length_penalty": [0, 1.5]},  # of an end that there is not
+        {"output_hidden_states": "all", "output_attentions": True, "output_logits": True},
         {"num_beams": 3, "num_return_sequences": 2},
     ],
 )
