@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 _TICK_S = 0.2
+_IMPORT_S = 0.02
+"""A signal within an import looks so often whether that has ended."""
 
 
 class Interrupted(BaseException):
@@ -28,12 +31,14 @@ class _State:
 
     received: int | None = None
     waits: bool = False
+    due: bool = False  # it came within an import, and raises behind it
     listen: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise ``Interrupted`` in the main thread, once.
+    """Inside, SIGINT and SIGTERM raise ``Interrupted`` in the main thread, once; within an import
+    as soon as that has ended.
 
     A second signal ends the process at once: nothing that we write survives a kill, so cleaning
     up is a courtesy that the user can decline. A signal that the parent ignores (a job in the
@@ -43,20 +48,38 @@ def signals_raise() -> Iterator[None]:
         yield
         return
     before: dict[signal.Signals, Any] = {}
+    alarm: list[Any] = []  # the handler before ours, once that is there
+    around = _imports(sys._getframe())
 
-    def stop(signum: int, _frame: FrameType | None) -> None:
+    def stop(signum: int, frame: FrameType | None) -> None:
         for number in before:
             signal.signal(number, signal.SIG_DFL)
         _State.received = signum
-        if not _State.waits:
-            raise Interrupted(signum)
+        if _State.waits:
+            return
+        if _imports(frame) > around:
+            # A library goes on without what it could not import, or with half of it: torch's C code
+            # forgets what numpy raises, and a numpy that is there by half asks itself for ever.
+            _State.due = True
+            alarm.append(signal.signal(signal.SIGALRM, again))
+            signal.setitimer(signal.ITIMER_REAL, _IMPORT_S, _IMPORT_S)
+            return
+        raise Interrupted(signum)
+
+    def again(_signum: int, frame: FrameType | None) -> None:
+        if _State.due and not _State.waits and _imports(frame) > around:
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        due, _State.due = _State.due and not _State.waits, False
+        if due and _State.received is not None:
+            raise Interrupted(_State.received)
 
     def listen() -> None:
-        _State.received = None
+        _State.received, _State.due = None, False
         for number in before:
             signal.signal(number, stop)
 
-    _State.received = None
+    _State.received, _State.due = None, False
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, stop)
@@ -64,9 +87,28 @@ def signals_raise() -> Iterator[None]:
     try:
         yield
     finally:
-        _State.listen = None
+        _State.listen, _State.received, _State.due = None, None, False
         for number, handler in before.items():
             signal.signal(number, handler)
+        if alarm:
+            _end_alarms(alarm[0])
+
+
+def _imports(frame: FrameType | None) -> int:
+    """How many imports are under way."""
+    found = 0
+    while frame is not None:
+        found += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    return found
+
+
+def _end_alarms(handler: Any) -> None:
+    """Back to ``handler``. An alarm may still be on its way to a thread that sleeps, and kills by
+    default: to ignore a signal discards what is pending of it."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, handler)
 
 
 @contextlib.contextmanager
@@ -119,11 +161,7 @@ def _ticks() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        # The last tick may still be on its way to a thread that sleeps, and kills by default: to
-        # ignore a signal discards what is pending of it.
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.signal(signal.SIGALRM, before)
+        _end_alarms(before)
 
 
 def listen_again() -> None:
@@ -138,4 +176,5 @@ def listen_again() -> None:
 def raise_received(*_: object) -> None:
     """Raise ``Interrupted`` if a signal has come. Takes any arguments: it serves as a hook."""
     if _State.received is not None:
+        _State.due = False
         raise Interrupted(_State.received)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,6 +163,35 @@ def test_a_signal_raises_at_once_or_waits_for_a_safe_place() -> None:
         raise_received()  # the one before is forgotten
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_module_is_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What libraries could not import they go on without, or with half of it; the signal raises
+    when all is there."""
+    (tmp_path / "interrupted.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nwhole = True\n"
+    )
+    (tmp_path / "optional.py").write_text(
+        "try:\n    import interrupted\nexcept BaseException:\n    interrupted = None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.getsignal(signal.SIGALRM)
+
+    def import_and_wait() -> None:
+        importlib.import_module("optional")
+        threading.Event().wait(60)
+
+    try:
+        with signals_raise():
+            with pytest.raises(Interrupted) as raised:
+                import_and_wait()
+            assert raised.value.signum == signal.SIGTERM
+        assert sys.modules["optional"].interrupted.whole
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        assert signal.getsignal(signal.SIGALRM) is before
+    finally:
+        for name in ("interrupted", "optional"):
+            sys.modules.pop(name, None)
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
