@@ -105,6 +105,8 @@ def chat(
     """  # fmt: skip
     if system is not None and system_file is not None:
         raise OffloadError("--system and --system-file contradict each other; give one")
+    if system is not None:
+        flags.check_text(system, "--system")
     if system_file is not None:
         system = read_text(system_file, "--system-file")
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)

@@ -61,13 +61,28 @@ def few_threads(count: int | None) -> int | None:
 
 
 def check_stops(stops: list[str] | None) -> None:
-    """Refuse ``--stop ''``.
+    """Refuse ``--stop ''``, and what no text could meet.
 
     Raises:
-        OffloadError: a stop string is empty.
+        OffloadError: a stop string is empty, or no text.
     """
     if stops is not None and "" in stops:
         raise OffloadError("--stop '' would stop before the first token; give some text")
+    for stop in stops or ():
+        check_text(stop, "--stop")
+
+
+def check_text(text: str, flag: str) -> None:
+    """Refuse bytes that are no UTF-8: Python makes halves of surrogate pairs of them, which no
+    tokenizer takes.
+
+    Raises:
+        OffloadError: there are such; says where.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OffloadError(f"{flag} is not UTF-8 text (character {error.start})") from None
 
 
 Model = Annotated[

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.cli.flags import check_text
 from offload.errors import CheckpointError, OffloadError
 from offload.models.naming import model_name
 
@@ -54,6 +55,7 @@ def read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> Asked
         text = decode_text(sys.stdin.buffer.read(), "stdin")
     else:
         text = prompt
+        check_text(text, "-p")
     if not text:
         where = given[0] if given and prompt != "-" else "stdin"
         raise OffloadError(f"the prompt from {where} is empty; give at least one character")

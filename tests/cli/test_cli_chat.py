@@ -236,6 +236,12 @@ def test_what_cannot_work_is_refused_before_the_plan(
     refused(cli("chat", "-m", strict, "--system", "a"), "no system", "without")
 
 
+def test_words_that_are_no_text(cli: Cli, tiny: Path) -> None:
+    """Python takes bytes of the command line that are no UTF-8 for halves of surrogate pairs."""
+    refused(cli("chat", "-m", tiny, "--system", "be\udcff", stdin="hi\n"), "--system is not UTF-8")
+    refused(cli("chat", "-m", tiny, "--stop", "\udcff", stdin="hi\n"), "--stop is not UTF-8")
+
+
 def test_a_line_that_is_no_text(cli: Cli, tiny: Path) -> None:
     done = cli("chat", "-m", tiny, "--no-predict", "-n", 2, "-c", 64, stdin=b"hi\n\xff\n")
     assert done.code == 2

@@ -110,6 +110,9 @@ def test_a_file_as_model_and_a_model_that_is_not_there(cli: Cli, dense: Path) ->
         (["--prompt-ids", ""], b"", "not a list"),
         (["--prompt-ids", "-1"], b"", "'-1'"),
         (["--prompt-file", "/nowhere"], b"", "/nowhere"),
+        (["-p", "a\udce9b"], b"", "-p is not UTF-8 text (character 1)"),
+        (["-p", "a\udce9b", "--raw"], b"", "-p is not UTF-8 text (character 1)"),
+        (["-p", "a", "--stop", "b", "--stop", "\udce9"], b"", "--stop is not UTF-8 text"),
     ],
 )
 def test_a_prompt_that_cannot_be_read(
