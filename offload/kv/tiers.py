@@ -249,23 +249,30 @@ class KvTiers:
         """Have ``model.generate`` use a cache of these tiers where it is given none.
 
         ``on_detach`` is called with what undoes it. A call that asks for another kind of cache by
-        name raises OffloadError: that would go past the budget. A cache that the caller made is
-        the caller's business.
+        name raises OffloadError: that would go past the budget; so does one that drafts with the
+        model's own first layers, whose cache would end the call's own. A cache that the caller made
+        is the caller's business.
         """
         inner = model.generate
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            asked = kwargs.get("generation_config")
-            named = kwargs.get("cache_implementation") or getattr(
-                asked, "cache_implementation", None
-            )
-            cached = kwargs.get("use_cache", getattr(asked, "use_cache", None))
-            if kwargs.get("past_key_values") is None and cached is not False:
-                if named is not None:
+            def setting(name: str) -> Any:
+                own = getattr(model, "generation_config", None)
+                said = (getattr(w, name, None) for w in (kwargs.get("generation_config"), own))
+                return next((v for v in (kwargs.get(name), *said) if v is not None), None)
+
+            if kwargs.get("past_key_values") is None and setting("use_cache") is not False:
+                if (named := setting("cache_implementation")) is not None:
                     raise OffloadError(
                         f"cache_implementation={named!r} would keep keys and values past the KV "
                         f"budget of {format_bytes(self.ram)}; drop it, or load the model without "
                         f"kv_ram and with RAM for all of them"
+                    )
+                if setting("assistant_early_exit") is not None:
+                    raise OffloadError(
+                        "assistant_early_exit drafts with some of the layers and a cache of their "
+                        "own, and one cache of blocks is alive at a time; drop it, or load the "
+                        "model without kv_ram"
                     )
                 kwargs["past_key_values"] = self.new_cache()
             self._divide(args, kwargs)

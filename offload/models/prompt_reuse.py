@@ -33,8 +33,8 @@ from offload.models.prompt_plan import PromptPlan
 logger = logging.getLogger(__name__)
 
 _OTHERS = (
-    "assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size", "cache_implementation",
-    "use_mtp", "custom_generate",
+    "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "prefill_chunk_size",
+    "cache_implementation", "use_mtp", "custom_generate",
 )  # fmt: skip
 """Settings of ``generate`` that bring a prompt in by another way."""
 

@@ -117,6 +117,7 @@ def test_what_is_not_one_plain_sequence_goes_its_own_way(reference: Any, tmp_pat
         {"ids": padded, "attention_mask": mask},
         {"ids": padded},
         {"prompt_lookup_num_tokens": 2},
+        {"assistant_early_exit": 1},  # drafts with the first layer, in a cache of its own
         {"use_cache": False},
         {"ids": IDS[:, :CHUNK]},
     ]
@@ -153,6 +154,9 @@ def test_settings_are_found_without_their_name(reference: Any, tmp_path: Path) -
         static = settings(cache_implementation="static")
         with pytest.raises(OffloadError, match="past the KV budget"):
             model.generate(IDS, static)
+        with pytest.raises(OffloadError, match="assistant_early_exit"):
+            model.generate(IDS, settings(assistant_early_exit=1))
+        assert torch.equal(model.generate(IDS, settings()), reference.generate(IDS, settings()))
 
 
 def test_a_model_that_is_changed_is_not_served_from_the_disk(
