@@ -213,6 +213,27 @@ def test_templates_that_mark_the_assistant_are_asked() -> None:
     assert one(tok, chat(TURNS, 4))[1] == "a héro 🎭;" + eos
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("mark", ["{% generation %}", "{%+ generation -%}"])
+def test_marked_words_end_with_their_last_token(
+    fast: bool, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An emoji is several tokens, of which transformers' mask has the first."""
+    tok = tokenizer(
+        "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}" + mark
+        + "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %};"
+        "{% endfor %}"
+    )  # fmt: skip
+    if not fast:
+        monkeypatch.setattr(type(tok), "is_fast", property(lambda _: False))
+    turns = [*TURNS[:2], {"role": "assistant", "content": "the 🎭"}, *TURNS[3:]]
+    whole, learns = one(tok, chat(turns))
+    assert whole == tok.apply_chat_template(turns, tokenize=False) + tok.eos_token
+    assert learns.replace(" ", "") == "the🎭ahéro🎭" + tok.eos_token
+    # A token that begins before the mark and ends behind it is learnt, too.
+    assert learns.startswith(" the" if fast else "the")
+
+
 def test_a_template_without_an_end_gets_one() -> None:
     tok = tokenizer()  # joins the messages by newlines
     whole, learns = one(tok, chat(TURNS[1:3]))

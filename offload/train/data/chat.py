@@ -12,7 +12,9 @@ too. Where none of that holds, a row is bad: a guess would teach the model the u
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from offload.errors import DataError
@@ -20,7 +22,7 @@ from offload.train.data.bad_rows import BadRow
 from offload.train.data.calls import Calls
 from offload.train.data.shapes import Chat, Message, learnt
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class ChatEncoder:
@@ -49,7 +51,7 @@ class ChatEncoder:
         # A template's own marks know nothing of weights.
         all_of_them = all(m.get("weight", 1) for m in chat.messages)
         marked = bool(_MARKS.search(template)) and all_of_them
-        ids, learn = self._marked(chat) if marked else self._located(chat)
+        ids, learn = self._marked(chat, template) if marked else self._located(chat)
         if not any(learn):
             raise BadRow("has nothing to learn: the template shows no assistant's words")
         return self._closed(chat, ids, learn)
@@ -64,11 +66,17 @@ class ChatEncoder:
             ) from e
 
     def _render(self, messages: tuple[Message, ...], chat: Chat, *, invite: bool = False) -> str:
-        return str(self._apply(messages, chat, tokenize=False, add_generation_prompt=invite))
+        apply = partial(
+            self._tokenizer.apply_chat_template, list(messages), tools=chat.tools, tokenize=False,
+            add_generation_prompt=invite,
+        )  # fmt: skip
+        return str(self._judged(apply))
 
-    def _apply(self, messages: tuple[Message, ...], chat: Chat, **how: Any) -> Any:
+    @staticmethod
+    def _judged(render: Callable[[], Any]) -> Any:
+        """What ``render`` gives; its errors are of the template or of the row."""
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tools=chat.tools, **how)
+            return render()
         except ImportError as e:
             raise DataError(f"rows with messages cannot be read: {e}") from e
         except Exception as e:  # a template is a program: it fails in its own ways
@@ -76,23 +84,32 @@ class ChatEncoder:
                 raise DataError(f"the tokenizer's chat template is broken: {e}") from e
             raise BadRow(f"the chat template refuses it: {type(e).__name__}: {e}") from e
 
-    def _marked(self, chat: Chat) -> tuple[list[int], list[bool]]:
-        found = self._apply(
-            chat.messages,
-            chat,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
-        ids, learn = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
+    def _marked(self, chat: Chat, template: str) -> tuple[list[int], list[bool]]:
+        whole, spans = self._with_marks(chat, template)
         if chat.first:
             given = self._render(chat.messages[: chat.first], chat)
-            before = self._plain(given)
-            if ids[: len(before)] != before:
+            if not whole.startswith(given):
                 raise BadRow("the chat template renders the prompt differently before a completion")
-            learn[: len(before)] = [False] * len(before)
-        return ids, learn
+            spans = [(max(begin, len(given)), end) for begin, end in spans if end > len(given)]
+        return self._tokenised(whole, spans, touching=True)
+
+    def _with_marks(self, chat: Chat, template: str) -> tuple[str, list[tuple[int, int]]]:
+        """The rendering, and which characters of it the template marks.
+
+        Not as transformers make a mask of them: that asks which token a marked part's last
+        character is in, is given the first one of several (an emoji's), and leaves the others out;
+        and where a tokenizer drops a part's first character it leaves out all parts that follow."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def render() -> tuple[list[str], list[list[tuple[int, int]]]]:
+            made: Any = render_jinja_template(
+                conversations=[list(chat.messages)], tools=chat.tools, chat_template=template,
+                return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map,
+            )  # fmt: skip
+            return made  # type: ignore[no-any-return]
+
+        texts, marks = self._judged(render)
+        return texts[0], sorted(marks[0])
 
     def _located(self, chat: Chat) -> tuple[list[int], list[bool]]:
         whole = self._render(chat.messages, chat)
@@ -137,18 +154,22 @@ class ChatEncoder:
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _tokenised(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Ids of ``text``, and which begin within one of the spans (characters, ascending)."""
+    def _tokenised(
+        self, text: str, spans: list[tuple[int, int]], *, touching: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of ``text``, and which begin within one of the spans (characters, ascending), or with
+        ``touching`` have some of it."""
         if not self._tokenizer.is_fast:
             return self._in_parts(text, spans)
         found = self._tokenizer(
             text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
         )
         learn, at = [], 0
-        for begin, _ in found["offset_mapping"]:
+        for begin, end in found["offset_mapping"]:
             while at < len(spans) and begin >= spans[at][1]:
                 at += 1
-            learn.append(at < len(spans) and begin >= spans[at][0])
+            last = max(begin, end - 1) if touching else begin
+            learn.append(at < len(spans) and last >= spans[at][0])
         return list(found["input_ids"]), learn
 
     def _in_parts(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
