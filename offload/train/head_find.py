@@ -67,7 +67,8 @@ def run_body(model: Any, form: HeadForm, **inputs: Any) -> Tensor:
 
     ``inputs``: the model's own (``input_ids``, ``attention_mask``, ...), without labels.
     """
-    return _run(model, form.head, form.body, inputs)
+    # Mamba adds its layers up in float32 and rounds on the way to the head. Twins are float32.
+    return _run(model, form.head, form.body, inputs).to(model.get_submodule(form.head).weight.dtype)
 
 
 class _Stopped(Exception):

@@ -155,6 +155,24 @@ def test_bodies(family: str, body: str | None) -> None:
     check_gradients(model, form)
 
 
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "llama"])
+def test_a_body_that_is_wider_than_its_head(family: str) -> None:
+    """State spaces sum their layers in float32, whatever the weights are."""
+    model = real(family).to(torch.bfloat16)
+    form = form_of(model)
+    ids = torch.randint(3, 250, (2, 16), generator=torch.Generator().manual_seed(2))
+    own = model(input_ids=ids, labels=ids, use_cache=False).loss
+    with torch.no_grad():
+        hidden = run_body(model, form, input_ids=ids, **no_cache(model))
+        head = model.get_submodule(form.head)
+        loss, _ = head_loss(
+            hidden.flatten(0, 1), shift_labels(ids), ResidentHead(head.weight, head.bias, rows=100),
+            scale=1.0, transform=form.transform,
+        )  # fmt: skip
+    assert hidden.dtype == torch.bfloat16
+    torch.testing.assert_close(loss / 30, own, rtol=1e-3, atol=0)
+
+
 def test_router_losses_are_not_the_heads() -> None:
     assert form_of(meta("mixtral", output_router_logits=True)).transform == Transform()
 
