@@ -278,6 +278,7 @@ def test_a_gguf_file(finetune: Finetune, tmp_path: Path) -> None:
         ("bert", "MaskedLM"),
         ("bert", "CausalLM"),
         ("marian", "CausalLM"),
+        ("git", "CausalLM"),
         ("vit", "ImageClassification"),
     ],
 )
