@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -62,15 +61,18 @@ class RouterLoss:
         self._visit = visit
         self._sums: dict[int, _Sums] = {}
         self._handles = [
-            router.register_forward_hook(partial(self._seen, index))
-            for router, index in _routers(model)
+            router.register_forward_hook(self._hook(index)) for router, index in _routers(model)
         ]
 
     def begin(self, valid: Tensor | None) -> None:
         """A micro-batch's forward begins. ``valid`` [B, S]: 0 for padding, None: all are valid."""
         self._sums[self._current()] = _Sums(None if valid is None else valid.reshape(-1).bool())
 
-    def _seen(self, index: int, router: nn.Module, args: Any, output: Any) -> None:
+    def _hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        # A function of this module, which a partial one is not: a unit warns of others' hooks.
+        return lambda router, args, output: self._seen(index, output)
+
+    def _seen(self, index: int, output: Any) -> None:
         sums = self._sums.get(self._current())
         if sums is None:
             return  # an evaluation

@@ -136,6 +136,17 @@ def test_on_a_device_it_has_the_bits_of_the_cpu(tmp_path: Path, room: str, card:
         assert torch.equal(found[at], gradient), at
 
 
+def test_a_run_warns_of_no_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is ours, and does train."""
+    planned_once(monkeypatch)
+    model = write_model(tmp_path / "model", "qwen3_moe")
+    data = write_data(tmp_path / "data.jsonl")
+    train(options_for(model, data, tmp_path, router_aux_loss=0.5, max_steps=2))
+    assert "hook" not in caplog.text
+
+
 LORA = {"method": "lora", "lora_r": 4, "lora_targets": ("q_proj", "gate_up_proj", "down_proj")}
 ONE_LAYER = {**LORA, "lora_targets": r"model\.layers\.1\.mlp\.experts\..*"}
 """The logits of its router have no gradient, those of the layers above it have."""
