@@ -109,6 +109,35 @@ def test_a_prompt_keeps_the_tokens_it_has_alone() -> None:
         assert tok.decode((words[len(alone) :] & ~LABEL).tolist()) == completion + tok.eos_token
 
 
+def puts_blanks() -> Any:
+    """As SentencePiece: a blank is a part of the word behind it, and every text has one before."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<eos>", *"abcdefghijklmnopqrstuvwxyz:;\n▁", "no", "▁no"]
+    raw = Tokenizer(models.BPE({x: i for i, x in enumerate(letters)}, [("n", "o"), ("▁", "no")]))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    raw.decoder = decoders.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
+
+
+def test_a_completion_goes_on_from_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenised apart it has no blank of its own before it."""
+    tok = puts_blanks()
+    assert one(tok, Completion("yes: ", "no: no")) == ("yes: no: no<eos>", "no: no<eos>")
+    (found,) = Encoder(tok, 64).encode([Completion("yes: ", "no")])
+    assert not isinstance(found, BadRow)
+    assert tok.convert_ids_to_tokens((found.pieces[0] & ~LABEL)[-3:].tolist()) == [
+        "▁", "no", "<eos>"
+    ]  # fmt: skip
+    assert one(tok, Completion("yes:", " no")) == ("yes: no<eos>", "no<eos>")
+    # So are the parts of a conversation for a tokenizer that cannot say where its tokens lie.
+    tok.chat_template = MARKED.replace("[{{", "a:{{").replace("}}]", "}}:")
+    monkeypatch.setattr(type(tok), "is_fast", property(lambda _: False))
+    turns = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "no"}]
+    assert one(tok, chat(turns)) == ("a:user:yes;a:assistant:no;<eos>", "no;<eos>")
+
+
 def test_without_an_end_token_nothing_is_terminated(tmp_path: Path) -> None:
     tok = tokenizer(eos_token=None, pad_token=None)
     assert one(tok, Text("a b")) == ("a b", tok.decode(tok("a b")["input_ids"][1:]))

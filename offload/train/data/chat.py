@@ -20,6 +20,7 @@ from typing import Any
 from offload.errors import DataError
 from offload.train.data.bad_rows import BadRow
 from offload.train.data.calls import Calls
+from offload.train.data.continuing import Continued
 from offload.train.data.shapes import Chat, Message, learnt
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -31,6 +32,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._calls = Calls()
+        self._continued = Continued(self._plain)
         self._special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
     def encode(self, chat: Chat) -> tuple[list[int], list[bool]]:
@@ -180,7 +182,7 @@ class ChatEncoder:
         at = 0
         for begin, end in [*spans, (len(text), len(text))]:
             for part, flag in ((text[at:begin], False), (text[begin:end], True)):
-                fresh = self._plain(part) if part else []
+                fresh = (self._continued if ids else self._plain)(part) if part else []
                 ids += fresh
                 learn += [flag] * len(fresh)
             at = end

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from offload.errors import DataError
 from offload.train.data.bad_rows import BadRow
 from offload.train.data.chat import ChatEncoder
+from offload.train.data.continuing import Continued
 from offload.train.data.shapes import Chat, Completion, Shape, Text
 from offload.train.data.store import LABEL
 
@@ -47,6 +48,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, seq_len: int) -> None:
         self._tokenizer = tokenizer
         self._chat = ChatEncoder(tokenizer)
+        self._continued = Continued(lambda text: self._ids([text])[0])
         self.seq_len = seq_len
         self.eos: int | None = tokenizer.eos_token_id
         self.before: list[int] = self._before()
@@ -85,7 +87,7 @@ class Encoder:
                 case Text(text):
                     texts.append(text)
                 case Completion(prompt, completion):
-                    texts += [prompt, completion, prompt + completion]
+                    texts += [prompt, prompt + completion]
         ids = iter(self._ids(texts))
         result: list[Encoded | BadRow] = []
         for shape in shapes:
@@ -94,7 +96,7 @@ class Encoder:
                     case Text():
                         result.append(self._text(next(ids)))
                     case Completion():
-                        result.append(self._completion(next(ids), next(ids), next(ids)))
+                        result.append(self._completion(shape, *(next(ids) for _ in range(2))))
                     case Chat():
                         result.append(self._cut(*self._chat.encode(shape)))
             except BadRow as bad:
@@ -107,11 +109,13 @@ class Encoder:
             raise BadRow("is a single token: nothing to predict")
         return Encoded(tuple(pieces(np.array(ids, dtype=np.uint32), self.seq_len)))
 
-    def _completion(self, prompt: list[int], completion: list[int], both: list[int]) -> Encoded:
+    def _completion(self, row: Completion, prompt: list[int], both: list[int]) -> Encoded:
         # Together if that leaves the prompt's tokens alone, else apart: as the model will meet it,
         # the prompt is tokenised before there is a completion.
         if both[: len(prompt)] == prompt and len(both) > len(prompt):
             completion = both[len(prompt) :]
+        else:
+            completion = self._continued(row.completion)
         prompt, completion = self._begun(prompt), self._ended(completion)
         return self._cut(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
