@@ -227,7 +227,8 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
                 return func(*args, **kwargs)
         raise StreamedAccessError(
             f"{first._name} is streamed: it has no memory of its own to ask {name} of; take a copy "
-            f"with .detach().clone(), or save the model with save_pretrained"
+            f"with .detach().clone(), or save the model with save_pretrained (of PEFT's, with "
+            f"adapters of embeddings: save_pretrained(..., save_embedding_layers=False))"
         )
     if _changes(name, args, kwargs):
         raise StreamedAccessError(

@@ -267,6 +267,26 @@ def test_more_than_adapters_of_peft(tiny: Any, tmp_path: Path, how: dict[str, An
             assert torch.allclose(adapters(ours)[name], value, atol=1e-5), name
 
 
+def test_adapters_of_embeddings_are_saved_without_these(tiny: Any, tmp_path: Path) -> None:
+    """PEFT wants to write the embeddings themselves beside them, unless told not to."""
+    peft = pytest.importorskip("peft")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with streamed(tiny(), train="adapters") as model:
+        config = peft.LoraConfig(r=4, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
+        ours = peft.get_peft_model(model, config)
+        for name, p in ours.named_parameters():
+            if "lora_embedding" in name:
+                torch.nn.init.normal_(p, std=0.1)
+        with pytest.raises(OffloadError, match="save_embedding_layers=False"):
+            ours.save_pretrained(tmp_path / "whole")
+        ours.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        with torch.no_grad():
+            found = ours.eval()(input_ids=ids).logits
+    back = peft.PeftModel.from_pretrained(resident(tiny()), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        assert torch.allclose(found, back(input_ids=ids).logits, atol=1e-5)
+
+
 # -- TRL --------------------------------------------------------------------------------------
 
 
