@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -41,8 +42,9 @@ def betas(text: str) -> tuple[float, float]:
 
 
 def targets(text: str) -> tuple[str, ...]:
-    """Names of modules from a flag's text; empty for what names none."""
-    return tuple(word.strip() for word in text.split(","))
+    """Names of modules from a flag's text; empty for what names none. A comma within brackets is
+    its regular expression's: ``layers\\.[0-9]{1,2}\\.``."""
+    return tuple(word.strip() for word in _BETWEEN.split(text))
 
 
 def given(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def given(asked: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_BETWEEN = re.compile(r",(?![^{(\[]*[})\]])")
 _PARSERS = {"betas": betas, "lora_targets": targets}
 
 

@@ -20,6 +20,7 @@ from cli_support import Cli, Result, refused
 from finetune_support import FakeRun, fake_engine
 
 from offload.cli import finetune_text as say
+from offload.cli.finetune_flags import targets
 from offload.cli.finetune_stop import stop_after_step
 from offload.cli.finetune_view import View
 from offload.errors import OffloadError
@@ -180,6 +181,19 @@ def test_every_flag_reaches_the_engine(
     assert (runs[-1].options.epochs, runs[-1].options.eval_share) == (2.5, 0.5)
     assert tune("--gpu", "1GiB", "--device", "sim", "--head", "gpu", "--gpu-updates", 3).code == 0
     assert (runs[-1].options.head, runs[-1].options.gpu_updates) == ("gpu", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("q_proj,v_proj", ("q_proj", "v_proj")),
+        (r".*\.[0-9]{1,2}\.q_proj, v_proj", (r".*\.[0-9]{1,2}\.q_proj", "v_proj")),
+        ("x,(q|v)_proj,y{2}", ("x", "(q|v)_proj", "y{2}")),
+        ("", ("",)),
+    ],
+)
+def test_commas_of_a_regular_expression(text: str, named: tuple[str, ...]) -> None:
+    assert targets(text) == named
 
 
 @pytest.mark.parametrize(
