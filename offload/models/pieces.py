@@ -9,6 +9,7 @@ or do not, sparse attention chooses among other tokens. Nothing in a class says 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,14 @@ LAYERS = (6, 4, 2)
 """Of a toy: as many as have each kind of layer, if the family's config can be made so."""
 PROMPT, PIECE, TOKENS = 29, 8, 3
 """Tokens of a toy's prompt, of its pieces, and that it says behind them."""
+_DEPTHS = {"prophetnet": ("num_encoder_layers", "num_decoder_layers")}
+"""What sets the number of layers where the usual name only reads it."""
+_OF_ITS_USE = frozenset({
+    "architectures", "dtype", "_name_or_path", "transformers_version", "model_type", "use_cache",
+    "output_attentions", "output_hidden_states", "return_dict", "_attn_implementation",
+    "_experts_implementation", "torchscript", "chunk_size_feed_forward",
+})  # fmt: skip
+"""What a config says of where it comes from and what is done with it."""
 CLOSE = 1e-3
 """Of the largest logit: what pieces of whole sums round otherwise is a thousand times less."""
 
@@ -59,7 +68,8 @@ def _why(*family: Any) -> str | None:
 
 
 def family_of(model: nn.Module) -> tuple[Any, ...]:
-    """Equal for models of one class and with layers of the same kinds; for ``toys``."""
+    """Equal for models of one class, with layers of the same kinds, whose configs say the same but
+    for numbers; for ``toys``."""
     config: Any = model.config
     text = config.get_text_config()
     lists = [(k, v) for k, v in vars(text).items() if isinstance(v, list) and v]
@@ -68,22 +78,44 @@ def family_of(model: nn.Module) -> tuple[Any, ...]:
         for name, value in lists
         if len(value) == getattr(text, "num_hidden_layers", 0) and isinstance(value[0], str)
     ]
-    return type(model), type(config), tuple(kinds) if text is config else ()
+    if text is not config:
+        return type(model), type(config), (), ()
+    return type(model), type(config), tuple(kinds), _switches(config)
+
+
+def _switches(config: Any) -> tuple[tuple[str, Any], ...]:
+    """What a config says in words, or with yes and no, otherwise than its class does."""
+    try:
+        usual = type(config)().to_dict()
+    except Exception as error:  # noqa: BLE001  config classes validate in their own ways
+        logger.info("%s has no defaults: %s", type(config).__name__, error)
+        return ()
+    said = config.to_dict()
+    return tuple(
+        (name, said[name])
+        for name, value in sorted(usual.items())
+        if name not in _OF_ITS_USE
+        and isinstance(said.get(name), bool | str)
+        and said[name] != value
+    )
 
 
 def toys(
-    model_cls: Any, config_cls: Any, kinds: tuple[tuple[str, tuple[str, ...]], ...]
-) -> Iterator[Any]:
+    model_cls: Any, config_cls: Any, kinds: tuple[tuple[str, tuple[str, ...]], ...],
+    switches: tuple[tuple[str, Any], ...] = (),
+) -> Iterator[Any]:  # fmt: skip
     """Small random models of a family in float32, with fewer and fewer layers. Random numbers are
     left as they were."""
     from offload.models.toy import TOY_BYTES, quiet, small_config
 
-    for layers in LAYERS:
+    depth = _DEPTHS.get(config_cls.model_type, ("num_hidden_layers",))
+    for layers, said in itertools.product(LAYERS, dict.fromkeys((switches, ()))):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
                 torch.manual_seed(0)
                 of_each = {name: [v[i % len(v)] for i in range(layers)] for name, v in kinds}
-                config = small_config(config_cls, num_hidden_layers=layers, **of_each)
+                more = {**dict(said), **dict.fromkeys(depth, layers), **of_each}
+                config = small_config(config_cls, **more)
                 with torch.device("meta"):
                     meta = model_cls._from_config(config, dtype=torch.float32)
                 if sum(p.nbytes for p in meta.parameters()) > TOY_BYTES:

@@ -58,6 +58,11 @@ def test_families() -> None:
     assert "in pieces than of the whole" in str(why_not_in_pieces(meta("jamba")))
     assert "cannot go on behind a piece" in str(why_not_in_pieces(meta("mamba")))
     assert "no toy of it shows" in str(why_not_in_pieces(meta("zamba")))
+    # Of these a toy runs only with what their own configs say, in words or with yes and no.
+    assert "cannot go on behind a piece" in str(why_not_in_pieces(meta("reformer")))
+    assert "cannot go on behind a piece" in str(why_not_in_pieces(meta("prophetnet")))
+    assert "in pieces than of the whole" in str(why_not_in_pieces(meta("xmod")))
+    assert why_not_in_pieces(meta("xmod", is_decoder=True)) is None
 
 
 def test_what_needs_pieces_is_refused_or_left_out(tmp_path: Path) -> None:
