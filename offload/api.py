@@ -60,8 +60,9 @@ def load(
         kv_ram: of ``ram`` for keys and values of past tokens; what does not fit streams from a
             private file in ``disk``. The results are the same. None: all are in RAM, or as many
             as fit beside the least that weights need. ``model.generate`` then makes its own cache
-            (``model.offload.new_cache()`` one to pass as ``past_key_values``), refuses a
-            ``cache_implementation``, and one cache is alive at a time.
+            (``model.offload.new_cache()`` one to pass as ``past_key_values``, or as ``cache`` since
+            transformers 5.24), refuses a ``cache_implementation``, and one cache is alive at a
+            time.
         kv: ``"q8"``, ``"q4"``: keys and values in 8 or 4 bits, quantised when a block of them is
             full; ``"bf16"``: in bfloat16. Lossy: ``model.offload.stats()["kv"]`` has by how much
             attention differed on the first prompt. Implies ``attention="offload"``.

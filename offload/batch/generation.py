@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from offload.kv.named import CACHE
 from offload.models.sampling import (
     LEAST_TEMPERATURE,
     FiniteLogits,
@@ -147,7 +148,7 @@ def generate(
     if own:
         cache = (prompts or model.offload).new_cache()
     if cache is not None:
-        more["past_key_values"] = cache
+        more[CACHE] = cache
     try:
         model.generate(
             ids,

@@ -30,6 +30,7 @@ from torch import nn
 from offload.batch.row_attention import Alone, Parts, Replay, Rows, Together, listening, same_bits
 from offload.batch.row_functions import Multiply, NotJoined, RowFunctions, row_of
 from offload.errors import ClosedError, OffloadError, StoreError, WatchdogError
+from offload.kv.named import CACHE
 from offload.models.lean_watch import LayerWatch
 from offload.models.shadow import CAPTURES
 
@@ -44,7 +45,7 @@ JOINED_BYTES = 64 * 2**10
 wider rows fewer are computed at once, and the weights are read again for the others; but the plan
 has a place of its own for logits."""
 
-CACHE, HIDDEN, MASK = "past_key_values", "hidden_states", "attention_mask"
+HIDDEN, MASK = "hidden_states", "attention_mask"
 """What transformers calls a layer's arguments."""
 
 Join = Callable[[Any, Any], Any]

@@ -9,7 +9,7 @@ the tensors that it would have given. So a cache may hand out a buffer that the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -150,7 +150,7 @@ class Alone:
         return found
 
     def _note(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != len(Stored._fields) or any(v is not None for v in kwargs.values()):
+        if len(args) != len(Stored._fields) or _is_told_more(kwargs):
             self.odd = "a cache that is told other than keys, values and a layer"
         else:
             self.stored.append(Stored(*args))
@@ -178,7 +178,7 @@ class RowsCache:
         self._store = store
 
     def update(self, keys: Any, values: Any, layer: int, *more: Any, **kwargs: Any) -> Any:
-        if more or any(value is not None for value in kwargs.values()):
+        if more or _is_told_more(kwargs):
             raise NotJoined("a cache that is told more than keys and values")
         stored = Stored(keys, values, layer)
         self._store(stored)
@@ -297,6 +297,13 @@ def _masks(ask: Ask, count: int) -> Sequence[Any]:
     if not isinstance(mask, Rows):
         raise NotJoined("a mask of the layer's own")
     return mask.each
+
+
+def _is_told_more(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a cache may do otherwise for what it is given besides keys and values. What attention
+    is told (``kwargs``, since transformers 5.24) is for caches of pages, which look their table up
+    in there."""
+    return any(value is not None for name, value in kwargs.items() if name != "kwargs")
 
 
 def _alike(joined: torch.Tensor, i: int, own: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from offload.cli.signals import Interrupted, raise_received
 from offload.cli.text import Decoder, StoppedText
 from offload.errors import OffloadError
+from offload.kv.named import CACHE
 from offload.models.sampling import FiniteLogits, own_stops
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def generate(
     run = Run(prompt_tokens=len(prompt_ids), at_start=start, at_end=start, finished="failed")
     if cache is not None:
         run.reused_tokens = cache.get_seq_length()
-        more["past_key_values"] = cache
+        more[CACHE] = cache
     kept, own = settings.stop_strings, own_stops(settings) if decoder.is_text else ()
     tap = Tap(run, model.offload.stats, decoder, [*stops, *own], show)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)

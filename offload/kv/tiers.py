@@ -25,6 +25,7 @@ from offload.kv.generation import take_place
 from offload.kv.homes import KvHomes, place
 from offload.kv.keep import Keep
 from offload.kv.kernel_layout import is_latent
+from offload.kv.named import CACHE, given_cache
 from offload.kv.pool import Pool
 from offload.kv.shape import BLOCK_TOKENS, BlockLayout, KvShape, layout_within
 from offload.kv.spill import Spill
@@ -261,7 +262,7 @@ class KvTiers:
                 said = (getattr(w, name, None) for w in (kwargs.get("generation_config"), own))
                 return next((v for v in (kwargs.get(name), *said) if v is not None), None)
 
-            if kwargs.get("past_key_values") is None and setting("use_cache") is not False:
+            if given_cache(kwargs) is None and setting("use_cache") is not False:
                 if (named := setting("cache_implementation")) is not None:
                     raise OffloadError(
                         f"cache_implementation={named!r} would keep keys and values past the KV "
@@ -274,7 +275,7 @@ class KvTiers:
                         "own, and one cache of blocks is alive at a time; drop it, or load the "
                         "model without kv_ram"
                     )
-                kwargs["past_key_values"] = self.new_cache()
+                kwargs[CACHE] = self.new_cache()
             self._divide(args, kwargs)
             return inner(*args, **kwargs)
 

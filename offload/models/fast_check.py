@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from offload.cpu_ops.formats import TILE_ROWS, Format
 from offload.cpu_ops.packing import packed_bytes, unpack_rows
 from offload.io.pack_manifest import Layout
+from offload.kv.named import CACHE
 from offload.models.options import Options
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedExperts, PackedLinear
@@ -151,16 +152,16 @@ def _largest(logits: torch.Tensor, right: torch.Tensor) -> float:
 def _ours(model: Any, ids: torch.Tensor, compared: int) -> torch.Tensor:
     """Logits [compared, V] of the last tokens: the first of them ends the prompt."""
     cache, at = model.offload.new_cache(), ids.shape[1] - compared + 1
-    rows = [_logits(model, ids[:, :at], 1, past_key_values=cache)]
+    rows = [_logits(model, ids[:, :at], 1, **{CACHE: cache})]
     for i in range(at, ids.shape[1]):
-        rows.append(_logits(model, ids[:, i : i + 1], 1, past_key_values=cache))  # noqa: PERF401
+        rows.append(_logits(model, ids[:, i : i + 1], 1, **{CACHE: cache}))  # noqa: PERF401
     return torch.cat(rows)
 
 
 def _logits(model: Any, ids: torch.Tensor, keep: int, **more: Any) -> torch.Tensor:
     if model._supports_logits_to_keep():
         more["logits_to_keep"] = keep
-    out = model(input_ids=ids, use_cache="past_key_values" in more, **more)
+    out = model(input_ids=ids, use_cache=CACHE in more, **more)
     logits: torch.Tensor = out.logits[0, -keep:].float()
     return logits
 

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.kv.named import CACHE
 from offload.kv.shape import KvShape
 from offload.models.expert_groups import expert_groups
 from offload.models.meta_attention import CardAttention, CpuAttention
@@ -183,7 +184,7 @@ def decode_peak(model: Any, cache: Any, batch: int = 1) -> int:
         weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         watch = LiveBytes(weights)
         with watch:
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, use_cache=True, **{CACHE: cache})
     return watch.peak
 
 
@@ -211,11 +212,11 @@ def _run(
         finally:
             for hook in hooks:
                 hook.remove()
-        cache = _cache_bytes(getattr(out, "past_key_values", None))
+        cache = _cache_bytes(getattr(out, CACHE, None))
         if held is not None:
-            held += [getattr(out, "past_key_values", None), watch.parked]
+            held += [getattr(out, CACHE, None), watch.parked]
         if decode and model.can_generate():
-            kept = [n for n in ("past_key_values", "cache_params") if getattr(out, n, None)]
+            kept = [n for n in (CACHE, "cache_params") if getattr(out, n, None)]
             if not kept:
                 raise NotImplementedError(
                     f"{type(model).__name__} returned no cache to decode with"

@@ -55,10 +55,10 @@ class OffloadHandle:
     """Which number of threads computes a token, where another than torch's may."""
 
     def new_cache(self) -> Any:
-        """An empty KV cache for one sequence, to be given as ``past_key_values``; of a packed model
-        the one that its decode kernels read, and where keys and values are kept in blocks, one of
-        those: the last one made owns the memory, or as many as the model was opened for
-        (``sequences``)."""
+        """An empty KV cache for one sequence, to be given as ``past_key_values`` (``cache``, since
+        transformers 5.24); of a packed model the one that its decode kernels read, and where keys
+        and values are kept in blocks, one of those: the last one made owns the memory, or as many
+        as the model was opened for (``sequences``)."""
         if self.make_cache is not None:
             return self.make_cache()
         from transformers import DynamicCache

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from offload.errors import OffloadError
+from offload.kv.named import CACHE, NAMES, given_cache
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_watch import DecoderWatch
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 Token = Callable[[torch.Tensor, int | None, LeanCache], torch.Tensor | None]
 """See ``LeanRun.token``."""
 
-_READ = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
+_READ = {"input_ids", "attention_mask", "position_ids", *NAMES}
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "return_dict"}
 """For one token, as long as a cache is given and a dictionary is wanted."""
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -74,7 +75,7 @@ class LeanForward:
         stand_ins = [_ScaleAndShift(layer, i) for i, layer in enumerate(self._layers)]
         ids = torch.ones((1, 1), dtype=torch.int64)
         with torch.no_grad(), _layers_replaced(model, self._parent, stand_ins):
-            stock = self._inner(input_ids=ids, past_key_values=cache, use_cache=True)
+            stock = self._inner(input_ids=ids, use_cache=True, **{CACHE: cache})
             logits = self._logits(self._embedding(ids), cache, None, stand_ins)
         if not torch.equal(stock.logits, logits):
             raise OffloadError(
@@ -91,7 +92,7 @@ class LeanForward:
         attachment.on_detach(shadow(model, "forward", not_compiled(forward)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         ids: Any = kwargs.get("input_ids")
         if args or not isinstance(cache, LeanCache) or not self._is_plain(ids, kwargs):
             return self._inner(*args, **kwargs)
@@ -108,7 +109,7 @@ class LeanForward:
                 logits = self._logits(embedded, cache, positions, self._layers)
             else:
                 logits = self._head(self._norm(hidden))
-        return self._output(logits=logits, past_key_values=cache)
+        return self._output(logits=logits, **{CACHE: cache})
 
     def _is_plain(self, ids: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a call asks for the next token's logits and nothing else."""
@@ -139,7 +140,7 @@ class LeanForward:
         self, hidden: torch.Tensor, cache: LeanCache, positions: Any, layers: Sequence[nn.Module]
     ) -> torch.Tensor:
         for layer in layers:
-            hidden = layer(hidden, past_key_values=cache, position_ids=positions)
+            hidden = layer(hidden, position_ids=positions, **{CACHE: cache})
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits
 

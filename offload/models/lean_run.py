@@ -32,6 +32,7 @@ from offload.cpu_ops.warm import layer_kernels
 from offload.errors import OffloadError
 from offload.io.pack_manifest import Layout
 from offload.kv.generation import by_name
+from offload.kv.named import CACHE, NAMES, given_cache
 from offload.models.attach import Attachment
 from offload.models.lean_cache import LeanCache
 from offload.models.lean_detect import Lean, detect
@@ -303,7 +304,7 @@ class LeanRun:
         hidden_states: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """A layer's forward; ``inner``: its own."""
-        cache, hidden = kwargs.get("past_key_values"), hidden_states
+        cache, hidden = given_cache(kwargs), hidden_states
         if not isinstance(cache, LeanCache) or hidden.shape[0] != 1 or hidden.dim() != 3:
             return inner(hidden_states, *args, **kwargs)
         if step.attention.layer == 0 and hidden.shape[1] > 1:
@@ -326,11 +327,11 @@ class LeanRun:
         return inner(hidden_states, *args, **kwargs)
 
     def _generate(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" in kwargs:
+        if any(name in kwargs for name in NAMES):
             return inner(*args, **kwargs)
         if self._fits(args, kwargs):
             with self._turn:  # to its end: another thread's generation would take the memory
-                return inner(*args, **kwargs, past_key_values=self.new_cache())
+                return inner(*args, **kwargs, **{CACHE: self.new_cache()})
         if self._store.kind is not KvType.F32:
             raise OffloadError(
                 f"keys and values are kept in {self._store.kind.value} for one sequence of up "

@@ -108,7 +108,7 @@ def toys(
     left as they were."""
     from offload.models.toy import TOY_BYTES, quiet, small_config
 
-    depth = _DEPTHS.get(config_cls.model_type, ("num_hidden_layers",))
+    depth = _DEPTHS.get(getattr(config_cls, "model_type", ""), ("num_hidden_layers",))
     for layers, said in itertools.product(LAYERS, dict.fromkeys((switches, ()))):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from offload.kv.named import CACHE, given_cache
 from offload.kv.prefix_cache import PrefixCache
 from offload.models.shadow import shadow
 
@@ -63,13 +64,13 @@ class PromptEnds:
         def prefill(
             ids: Any, settings: Any, kwargs: Mapping[str, Any], *more: Any, **rest: Any
         ) -> Any:
-            cache = kwargs.get("past_key_values")
+            cache = given_cache(kwargs)
             tokens = self._known.pop(cache, None) if cache is not None else None
             if tokens is None:
                 return inner(ids, settings, kwargs, *more, **rest)
             logits = self._prefixes.restore_end(tokens, cache)
             if logits is not None:
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
             with self._prefixes.recording_end(tokens, cache) as put:
                 out = inner(ids, settings, kwargs, *more, **rest)
                 if (found := getattr(out, "logits", None)) is not None:

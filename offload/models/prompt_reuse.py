@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from offload.errors import UnsupportedModelError
 from offload.kv.generation import take_place
+from offload.kv.named import CACHE, NAMES, given_cache
 from offload.kv.prefix_cache import PrefixCache, Reuse
 from offload.kv.prefix_layers import cached_tokens, crop_to
 from offload.models.prompt_end import PromptEnds
@@ -99,7 +100,9 @@ class PromptReuse:
                 whole = not self._exact.get(cache) and len(tokens) > self.prefixes.chunk
                 self.fill(ids, cache)
                 self._used = True
-                kwargs["past_key_values"] = cache
+                for name in NAMES:
+                    kwargs.pop(name, None)
+                kwargs[CACHE] = cache
                 if whole:
                     self.ends.expect(cache, tokens, partial(self._setting, kwargs))
             return inner(*args, **kwargs)
@@ -172,7 +175,7 @@ class PromptReuse:
         if self._positions:
             more["position_ids"] = torch.arange(at, at + ids.shape[1])[None]
         inputs = self._model.prepare_inputs_for_generation(
-            ids, past_key_values=cache, use_cache=True, is_first_iteration=True, **more
+            ids, use_cache=True, is_first_iteration=True, **{CACHE: cache}, **more
         )
         self._model(**inputs, return_dict=True)
 
@@ -181,7 +184,7 @@ class PromptReuse:
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
             return None
-        given = kwargs.get("past_key_values")
+        given = given_cache(kwargs)
         if not self._plain(ids, kwargs):
             return None
         if given is not None:
@@ -212,7 +215,7 @@ class PromptReuse:
             return False  # generate would take them for padding
         if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
             return False
-        known = ("inputs", "input_ids", "attention_mask", "past_key_values")
+        known = ("inputs", "input_ids", "attention_mask", *NAMES)
         if any(isinstance(v, torch.Tensor) for k, v in kwargs.items() if k not in known):
             return False  # images, embeddings
         new = setting("max_new_tokens")

@@ -106,6 +106,17 @@ def test_the_logits_of_transformers_on_the_same_grid(reference: Any, tmp_path: P
             assert model.offload.prompts.last.tokens == ALL, more
 
 
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("more", [{}, {"quant": "q8"}, {"kv_ram": "640KiB"}], ids=str)
+def test_no_argument_has_a_name_that_is_deprecated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("offload.models.pack_cache.pack_cache_dir", lambda *_: tmp_path / "pack")
+    with loaded(tmp_path / "prompts", **more) as model:
+        for _ in range(2):
+            generate(model)
+
+
 def test_what_is_not_one_plain_sequence_goes_its_own_way(reference: Any, tmp_path: Path) -> None:
     padded = IDS.clone()
     padded[0, :4] = 0

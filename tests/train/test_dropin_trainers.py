@@ -126,6 +126,9 @@ def test_seq2seq_trainer(tmp_path: Path, family: str, place: str) -> None:
         return figures(trainer)
 
     wanted = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).train()
+    for name, parameter in wanted.named_parameters():
+        if "positions" in name and family == "marian":  # frozen, but for what loading forgets
+            parameter.requires_grad_(False)
     expected = run(wanted, ours=False)
     with streamed(directory, place) as model:
         assert run(model, ours=True) == pytest.approx(expected, rel=5e-5)
