@@ -6,6 +6,7 @@ sums over label tokens, divided by the label tokens of all micro-batches of the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from offload.train.engine import Engine, Group, NotFinite, StepResult
 from offload.train.engine_head import EngineHead
 from offload.train.head_find import HeadForm, run_body
 from offload.train.head_loss import evaluate, head_loss, shift_labels
+from offload.train.hollow_use import HollowUse
 from offload.train.layout import Piece
 from offload.train.phases import BACKWARD, FORWARD, Phases
 from offload.train.router_loss import RouterLoss
@@ -78,6 +80,9 @@ class LanguageLoop:
         self.head = None if form is None else EngineHead(engine, form)
         self._rounds = Rounds(vertical) if vertical > 1 else None
         self.phases = Phases()
+        self._uses = HollowUse(engine.params, engine.present)
+        self._tried = False
+        """A step was taken."""
         self._router: RouterLoss | None = None
         if router is not None:
             self._router = RouterLoss(
@@ -126,11 +131,15 @@ class LanguageLoop:
             result = engine.step(group_of, max_norm)
         except NotFinite as error:
             engine.abandon()
+            self._blame(error)
             rows = ", ".join(r for b in batches for r in b.rows[:4])
             raise NotFinite(f"step {number + 1}: {error}; its rows begin with {rows}") from None
-        except BaseException:
+        except BaseException as error:
             engine.abandon()
+            if isinstance(error, RuntimeError):  # there may be no gradient to go back for
+                self._blame(error)
             raise
+        self._tried = True
         self.phases.end()
         return Taken(
             loss=math.fsum(losses) / total,
@@ -149,7 +158,8 @@ class LanguageLoop:
             self._router.begin(torch.arange(width) < torch.tensor(batch.lengths)[:, None])
         if self.form is None or self.head is None:
             return self._own_loss(batch, total)
-        hidden = run_body(self.engine.model, self.form, **inputs_of(batch))
+        with self._watched():
+            hidden = run_body(self.engine.model, self.form, **inputs_of(batch))
         self.phases.enter(BACKWARD)
         labels = shift_labels(batch.labels)
         if self._router is not None:
@@ -167,21 +177,30 @@ class LanguageLoop:
             self._router.end()
         return float(loss)
 
+    def _watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, what reads weights past their layers is known, in the first step."""
+        return contextlib.nullcontext() if self._tried else self._uses
+
+    def _blame(self, error: BaseException) -> None:
+        self._uses.blame(type(self.engine.model).__name__, error)
+
     def _check(self, loss: Tensor) -> None:
         if not math.isfinite(float(loss)):
             raise NotFinite(f"the loss is {float(loss)}")
 
     def _own_loss(self, batch: Batch, total: int) -> float:
-        out = self.engine.model(**inputs_of(batch), labels=batch.labels)
+        with self._watched():
+            out = self.engine.model(**inputs_of(batch), labels=batch.labels)
         loss = out.loss * batch.label_tokens
         self.phases.enter(BACKWARD)
-        self._check(loss)
+        value = loss.detach()
+        self._check(value)
         if self._router is not None:
             self._router.value()
         (loss / total).backward()
         if self._router is not None:
             self._router.end()
-        return float(loss)
+        return float(value)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch]) -> tuple[float, int]:
