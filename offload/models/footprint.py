@@ -216,14 +216,15 @@ def _run(
         if held is not None:
             held += [getattr(out, CACHE, None), watch.parked]
         if decode and model.can_generate():
-            kept = [n for n in (CACHE, "cache_params") if getattr(out, n, None)]
-            if not kept:
+            # One after the other: the old name of a new output's is warned of.
+            kept = next((n for n in (CACHE, "cache_params") if getattr(out, n, None)), None)
+            if kept is None:
                 raise NotImplementedError(
                     f"{type(model).__name__} returned no cache to decode with"
                 )
             last = "decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"
             with KnownResults():
-                model(**{**kwargs, last: ids[:, :1], kept[0]: getattr(out, kept[0])})
+                model(**{**kwargs, last: ids[:, :1], kept: getattr(out, kept)})
     return watch.peak - cache, cache
 
 

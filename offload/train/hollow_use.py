@@ -18,7 +18,8 @@ from offload.errors import UnsupportedModelError
 
 
 class HollowUse(TorchFunctionMode):
-    """Inside, hears of every function of torch's that makes a tensor of such a weight."""
+    """Inside, hears of every function of torch's that makes NaN of such a weight: those that only
+    ask for its shape or type come to something else."""
 
     def __init__(self, params: Mapping[str, torch.Tensor], present: Collection[str]) -> None:
         """``present``: names of those in memory, as it changes."""
@@ -40,7 +41,7 @@ class HollowUse(TorchFunctionMode):
         if self.first is None and isinstance(out, torch.Tensor):
             for leaf in tree_leaves((args, kwargs)):
                 name = self._names.get(id(leaf))
-                if name is not None and name not in self._present:
+                if name is not None and name not in self._present and bool(out.isnan().any()):
                     self.first = name
                     break
         return out
