@@ -13,10 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
+from program_changes import (
+    Shifted,
+    hook_before,
+    hook_on_all,
+    instead,
+    own_forward_inside,
+    rotary_buffer,
+    same_name,
+)
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import offload
 from offload.errors import OffloadError
@@ -212,82 +218,17 @@ def test_a_model_that_is_changed_is_not_served_from_the_disk(
         assert model.offload.prompts.last.tokens == 0
 
 
-@contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    yield
-    if name == "forward":
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
-
-
-def forward_of_its_own(model: Any) -> Any:
-    inner = model.model.layers[1].self_attn.forward
-
-    def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return inner(hidden_states * 2, *args, **kwargs)
-
-    return attribute(model.model.layers[1].self_attn, "forward", forward)
-
-
-@contextmanager
-def hook_before(model: Any) -> Iterator[None]:
-    norm = model.model.layers[1].input_layernorm
-    handle = norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
-    yield
-    handle.remove()
-
-
-@contextmanager
-def hook_on_all(model: Any) -> Iterator[None]:
-    def double(module: Any, _: Any, out: Any) -> Any:
-        return out * 2 if type(module).__name__.endswith("RMSNorm") else None
-
-    handle = register_module_forward_hook(double)
-    yield
-    handle.remove()
-
-
-@contextmanager
-def frequencies(model: Any) -> Iterator[None]:
-    buffer = model.model.rotary_emb.inv_freq
-    buffer.mul_(0.5)
-    yield
-    buffer.mul_(2)
-
-
-@contextmanager
-def attends(model: Any) -> Iterator[None]:
-    name = model.config._attn_implementation
-    inner = ALL_ATTENTION_FUNCTIONS[name]
-
-    def function(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
-        return inner(module, q * 2, k, v, mask, **more)
-
-    ALL_ATTENTION_FUNCTIONS.register(name, function)
-    yield
-    ALL_ATTENTION_FUNCTIONS.register(name, inner)
-
-
-class Shifted(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        return out + 0.125 if func is torch.nn.functional.silu else out
-
-
 CHANGES: dict[str, Any] = {
-    "scale of scores": lambda m: attribute(m.model.layers[1].self_attn, "scaling", 0.5),
-    "epsilon": lambda m: attribute(m.model.layers[0].input_layernorm, "variance_epsilon", 0.5),
-    "experts of a token": lambda m: attribute(m.model.layers[0].mlp.gate, "top_k", 1),
-    "activation": lambda m: attribute(m.model.layers[0].mlp.experts, "act_fn", torch.nn.Tanh()),
-    "depth": lambda m: attribute(m.config, "num_hidden_layers", 1),
-    "forward": forward_of_its_own,
+    "scale of scores": lambda m: instead(m.model.layers[1].self_attn, "scaling", 0.5),
+    "epsilon": lambda m: instead(m.model.layers[0].input_layernorm, "variance_epsilon", 0.5),
+    "experts of a token": lambda m: instead(m.model.layers[0].mlp.gate, "top_k", 1),
+    "activation": lambda m: instead(m.model.layers[0].mlp.experts, "act_fn", torch.nn.Tanh()),
+    "depth": lambda m: instead(m.config, "num_hidden_layers", 1),
+    "forward": own_forward_inside,
     "hook before": hook_before,
     "hook on all": hook_on_all,
-    "frequencies": frequencies,
-    "attention": attends,
+    "frequencies": rotary_buffer,
+    "attention": same_name,
     "mode": lambda _: Shifted(),
     "autocast": lambda _: torch.autocast("cpu", torch.float16),
 }

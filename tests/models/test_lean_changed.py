@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_config, write
+from program_changes import (
+    Shifted,
+    hook_before,
+    hook_on_all,
+    instead,
+    own_forward_inside,
+    rotary_buffer,
+    same_name,
+)
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -119,16 +126,6 @@ def test_padding_of_a_generation_on_a_cache_of_its_own(
     assert torch.equal(got, model.generate(ids, **want, past_key_values=stock))
 
 
-@contextmanager
-def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class Half(nn.Module):
     """Of what another module gives."""
 
@@ -200,65 +197,6 @@ def rotary_hook(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def rotary_buffer(model: Any) -> Iterator[None]:
-    with torch.no_grad():
-        model.base_model.rotary_emb.inv_freq.mul_(0.5)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            model.base_model.rotary_emb.inv_freq.mul_(2)
-
-
-@contextmanager
-def hook_on_all(model: Any) -> Iterator[None]:
-    def halve(module: nn.Module, _: Any, out: Any) -> Any:
-        return out / 2 if type(module).__name__.endswith("RMSNorm") else None
-
-    hook = register_module_forward_hook(halve)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def same_name(model: Any) -> Iterator[None]:
-    name = model.config._attn_implementation
-    stock = ALL_ATTENTION_FUNCTIONS[name]
-
-    def sharper(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
-        return stock(module, q * 2, k, v, mask, **more)
-
-    ALL_ATTENTION_FUNCTIONS.register(name, sharper)
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register(name, stock)
-
-
-@contextmanager
-def hook_before(model: Any) -> Iterator[None]:
-    norm = model.base_model.layers[1].input_layernorm
-    hook = norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def own_forward_inside(model: Any) -> Iterator[None]:
-    attention = model.base_model.layers[1].self_attn
-    inner = attention.forward
-    attention.forward = lambda hidden_states, *a, **k: inner(hidden_states * 2, *a, **k)
-    try:
-        yield
-    finally:
-        del attention.forward
-
-
-@contextmanager
 def written(parameter: Any) -> Iterator[None]:
     with torch.no_grad():
         parameter.mul_(0.5)
@@ -267,14 +205,6 @@ def written(parameter: Any) -> Iterator[None]:
     finally:
         with torch.no_grad():
             parameter.mul_(2)
-
-
-class Shifted(TorchFunctionMode):
-    """What nobody would expect of a function."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        return out + 0.125 if func is torch.rsqrt else out
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
