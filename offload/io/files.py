@@ -196,7 +196,8 @@ class DirectFile:
         """
         _check_aligned(offset, bufs)
         want = min(sum(b.nbytes for b in bufs), max(0, self.size - offset))
-        with self._use() as fd:
+        fd = self._begin()
+        try:
             done = self._loop(self._sys.preadv, fd, offset, bufs, want, "read")
             if done < want:
                 raise TransferError(
@@ -206,6 +207,8 @@ class DirectFile:
                     path=self.path,
                     offset=offset + done,
                 )
+        finally:
+            self._end()
         return done
 
     def write(self, offset: int, buf: memoryview) -> int:
@@ -280,16 +283,26 @@ class DirectFile:
 
     @contextmanager
     def _use(self) -> Iterator[int]:
-        """The descriptor, kept open meanwhile: a closed number may name another file by then."""
+        """The descriptor, kept open meanwhile."""
+        fd = self._begin()
+        try:
+            yield fd
+        finally:
+            self._end()
+
+    def _begin(self) -> int:
+        """The descriptor, kept open until ``_end``: a closed number may name another file by then.
+        Without a context's object and frames, for reads."""
         with self._idle:
             if self._closed:
                 raise ClosedError(f"{self.path} is closed")
             self._users += 1
-        try:
-            yield self._fd
-        finally:
-            with self._idle:
-                self._users -= 1
+        return self._fd
+
+    def _end(self) -> None:
+        with self._idle:
+            self._users -= 1
+            if self._closed:
                 self._idle.notify_all()
 
     def truncate(self, nbytes: int) -> None:

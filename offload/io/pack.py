@@ -171,8 +171,8 @@ class PackStore(FileStore):
     def writable(self) -> bool:
         return not self._sealed
 
-    def _pieces(self, spec: BlockSpec) -> list[Piece]:
-        return [Piece(0, self._offsets[spec.id], 0, spec.nbytes)]
+    def _pieces(self, block_id: str) -> list[Piece]:
+        return [Piece(0, self._offsets[block_id], 0, self._specs[block_id].nbytes)]
 
     def read_into(
         self, block_id: str, dst: memoryview, *, priority: int = DEMAND
@@ -182,7 +182,7 @@ class PackStore(FileStore):
         if (missing := self._unreadable(block_id)) is not None:
             return failed(missing)
         settle = self._verifier(spec, view) if self._verify else None
-        return self._read_block(spec, self._pieces(spec), view, priority, settle)
+        return self._read_block(spec, self._pieces, view, priority, settle)
 
     def read_spans_into(
         self, block_id: str, spans: Sequence[Span], dst: memoryview, *, priority: int = DEMAND
@@ -191,7 +191,7 @@ class PackStore(FileStore):
         view = check_spans(spec, spans, dst)
         if (missing := self._unreadable(block_id)) is not None:
             return failed(missing)
-        return self._read_spans(spec, self._pieces(spec), spans, view, priority)
+        return self._read_spans(spec, self._pieces(spec.id), spans, view, priority)
 
     def _unreadable(self, block_id: str) -> StoreError | None:
         with self._idle:
@@ -245,7 +245,7 @@ class PackStore(FileStore):
         base, room = address(view), min(view.nbytes, spec.slot_nbytes)
         in_place = base % ALIGN == 0 and room == spec.slot_nbytes
         requests = plan_requests(
-            self._pieces(spec),
+            self._pieces(spec.id),
             request_bytes=self._request_bytes if in_place else self._staging.chunk_bytes,
             room=room,
         )

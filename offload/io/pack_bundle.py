@@ -75,7 +75,8 @@ class BundleStore(FileStore):
     def writable(self) -> bool:
         return False
 
-    def _pieces(self, block: Block) -> list[Piece]:
+    def _pieces(self, block_id: str) -> list[Piece]:
+        block = self._blocks[block_id]
         return [Piece(block.file, block.offset, 0, block.nbytes)]
 
     def read_into(
@@ -84,7 +85,7 @@ class BundleStore(FileStore):
         block, spec = self._blocks[block_id], self._specs[block_id]
         view = check_target(spec, dst)
         settle = self._verifier(block, view) if self._verify else None
-        return self._read_block(spec, self._pieces(block), view, priority, settle)
+        return self._read_block(spec, self._pieces, view, priority, settle)
 
     def _verifier(self, block: Block, view: memoryview) -> Settle:
         def verify(error: BaseException | None) -> None:
@@ -103,7 +104,7 @@ class BundleStore(FileStore):
         block, spec = self._blocks[block_id], self._specs[block_id]
         view = check_spans(spec, spans, dst)
         check = self._page_checker(block) if self._verify and block.page_crcs else None
-        return self._read_spans(spec, self._pieces(block), spans, view, priority, check)
+        return self._read_spans(spec, self._pieces(block_id), spans, view, priority, check)
 
     def _page_checker(self, block: Block) -> Check:
         def check(offset: int, pages: memoryview) -> None:

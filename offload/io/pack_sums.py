@@ -73,9 +73,14 @@ class PageSums:
 
 def page_sums(data: memoryview | bytes) -> int:
     """The checksum of one block."""
-    sums = PageSums()
-    sums.update(data)
-    return sums.value()
+    if not len(data) or len(data) % ALIGN:
+        sums = PageSums()
+        sums.update(data)
+        return sums.value()
+    # The usual case, an expert's bytes, which computing may be waiting for.
+    pages = np.frombuffer(data, "<u8").reshape(-1, _WORDS)
+    columns, rows = np.add.reduce(pages, axis=0), np.add.reduce(pages, axis=1)
+    return zlib.crc32(rows.astype("<u8", copy=False), zlib.crc32(columns.astype("<u8", copy=False)))
 
 
 def page_crcs(data: memoryview) -> bytes:

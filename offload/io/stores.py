@@ -84,7 +84,7 @@ class RangeStore(FileStore):
     ) -> Future[Receipt]:
         spec = self._specs[block_id]
         view = check_target(spec, dst)
-        return self._read_block(spec, self._pieces[block_id], view, priority)
+        return self._read_block(spec, self._pieces.__getitem__, view, priority)
 
     def read_spans_into(
         self, block_id: str, spans: Sequence[Span], dst: memoryview, *, priority: int = DEMAND

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from offload.blocks import ALIGN, BlockSpec
 from offload.errors import ClosedError, OffloadError, StoreError
-from offload.io.engines import Engine
+from offload.io.engines import Engine, Job, to_tell
 from offload.io.files import DirectFile
 from offload.io.memory import Staging, address, byte_view, copy
 from offload.io.ranges import Part, Piece, Request, plan_requests
 from offload.io.store import Receipt, Span
 
 PLANS_KEPT, PLAN_BYTES = 4096, 2048
-"""Blocks whose requests are remembered, and about what that takes for each: planning an expert's
-takes 80 µs, which the first byte of a routed expert would wait for."""
+"""Blocks whose requests and payload are remembered, and about what that takes for each: planning an
+expert's takes 80 µs, which the first byte of a routed expert would wait for."""
 
 
 class Moved(NamedTuple):
@@ -50,8 +50,14 @@ class Transfer:
     """
 
     def __init__(
-        self, title: str, view: memoryview, payload_bytes: int, settle: Settle | None = None
+        self,
+        title: str,
+        view: memoryview,
+        payload_bytes: int,
+        settle: Settle | None = None,
+        landed: Callable[[], None] | None = None,
     ) -> None:
+        """``landed`` is called when the future is done, before what its owner has it call."""
         self.future: Future[Receipt] = Future()
         self._view = view
         self._title = title
@@ -63,7 +69,8 @@ class Transfer:
         self._start_s = 0.0
         self._requests = self._physical = self._copied = 0
         self._error: BaseException | None = None
-        self.future.add_done_callback(self._if_cancelled)
+        # No method of ours: the future would keep us and we the future, for the garbage search.
+        self.future.add_done_callback(partial(_is_done, view, settle, landed))
 
     def run(self, engine: Engine, jobs: Sequence[Callable[[], Moved]], priority: int) -> None:
         """Submit ``jobs``; an engine that refuses them fails the transfer."""
@@ -73,12 +80,11 @@ class Transfer:
             self._ended(None, None)
         for i, job in enumerate(jobs):
             try:
-                request = engine.submit(partial(self._guarded, job), priority)
+                engine.put(_Request(self, job), priority)
             except OffloadError as e:
                 for _ in jobs[i:]:
                     self._ended(None, e)
                 return
-            request.add_done_callback(self._request_done)
 
     def fail(self, error: OffloadError) -> None:
         """Resolve with ``error`` instead of running anything."""
@@ -92,15 +98,21 @@ class Transfer:
             self._start_s = time.perf_counter()
         return self._running
 
-    def _guarded(self, job: Callable[[], Moved]) -> Moved | None:
+    def perform(self, job: Callable[[], Moved]) -> None:
+        """Run one of the jobs, unless there is nobody for it any more. Raises nothing."""
         with self._lock:
-            if not self._claim() or self._error is not None:
-                return None
-        return job()
+            wanted = self._claim() and self._error is None
+        moved, error = None, None
+        if wanted:
+            try:
+                moved = job()
+            except BaseException as e:  # noqa: BLE001 - whatever ends it, its waiter must know
+                error = to_tell(e)
+        self._ended(moved, error)
 
-    def _request_done(self, request: Future[Moved | None]) -> None:
-        error = request.exception()
-        self._ended(None if error else request.result(), error)
+    def refuse(self, error: OffloadError) -> None:
+        """One of the jobs will not run."""
+        self._ended(None, error)
 
     def _ended(self, moved: Moved | None, error: BaseException | None) -> None:
         with self._lock:
@@ -140,11 +152,37 @@ class Transfer:
             wrapped.__cause__ = error
             self.future.set_exception(wrapped)
 
-    def _if_cancelled(self, future: Future[Receipt]) -> None:
+
+class _Request(Job):
+    """One request of a transfer, in an engine's line."""
+
+    __slots__ = ("job", "transfer")
+
+    def __init__(self, transfer: Transfer, job: Callable[[], Moved]) -> None:
+        self.transfer = transfer
+        self.job = job
+
+    def run(self) -> None:
+        self.transfer.perform(self.job)
+
+    def refuse(self, error: OffloadError) -> None:
+        self.transfer.refuse(error)
+
+
+def _is_done(
+    view: memoryview,
+    settle: Settle | None,
+    landed: Callable[[], None] | None,
+    future: Future[Receipt],
+) -> None:
+    try:
         if future.cancelled():
-            if self._settle is not None:
-                self._settle(CancelledError())
-            self._view.release()
+            if settle is not None:
+                settle(CancelledError())
+            view.release()
+    finally:
+        if landed is not None:
+            landed()
 
 
 class FileStore:
@@ -170,7 +208,7 @@ class FileStore:
         self._staging = staging
         self._specs: dict[str, BlockSpec] = {}
         self._files: list[DirectFile] = []
-        self._plans: dict[tuple[str, int], list[Request]] = {}
+        self._plans: dict[tuple[str, int], tuple[list[Request], int]] = {}
         self._idle = threading.Condition()
         self._in_flight = 0
         self._closed = False
@@ -194,18 +232,17 @@ class FileStore:
         settle: Settle | None = None,
     ) -> tuple[Transfer, bool]:
         """A transfer that ``close`` waits for, and whether the store is open (else it failed)."""
-        transfer = Transfer(title, view, payload_bytes, settle)
         with self._idle:
             is_open = not self._closed
             if is_open:
                 self._in_flight += 1
-        if is_open:
-            transfer.future.add_done_callback(self._landed)
-        else:
+        landed = self._landed if is_open else None
+        transfer = Transfer(title, view, payload_bytes, settle, landed)
+        if not is_open:
             transfer.fail(ClosedError(f"{title}: the store is closed"))
         return transfer, is_open
 
-    def _landed(self, _: Future[Receipt]) -> None:
+    def _landed(self) -> None:
         with self._idle:
             self._in_flight -= 1
             self._idle.notify_all()
@@ -213,24 +250,27 @@ class FileStore:
     def _read_block(
         self,
         spec: BlockSpec,
-        pieces: Sequence[Piece],
+        pieces: Callable[[str], Sequence[Piece]],
         view: memoryview,
         priority: int,
         settle: Settle | None = None,
     ) -> Future[Receipt]:
-        """Read a whole block; its padding and the rest of its slot may be overwritten."""
+        """Read a whole block; its padding and the rest of its slot may be overwritten. ``pieces``:
+        asked for once per block."""
         room = min(view.nbytes, spec.slot_nbytes)
-        requests = self._plans.get((spec.id, room))
-        if requests is None:
+        known = self._plans.get((spec.id, room))
+        if known is None:
             requests = plan_requests(
-                pieces,
+                pieces(spec.id),
                 request_bytes=self._request_bytes,
                 room=room,
                 bounce_bytes=self._staging.chunk_bytes,
             )
+            known = requests, spec.payload_nbytes
             if len(self._plans) < PLANS_KEPT:
-                self._plans[spec.id, room] = requests
-        return self._read(spec, requests, True, view, spec.payload_nbytes, priority, settle)
+                self._plans[spec.id, room] = known
+        requests, payload_bytes = known
+        return self._read(spec, requests, True, view, payload_bytes, priority, settle)
 
     def _read_spans(
         self,

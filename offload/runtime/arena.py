@@ -38,6 +38,7 @@ class Lease:
     """
 
     __slots__ = (
+        "_address",
         "_memory",
         "_remembered",
         "_tensors",
@@ -72,6 +73,7 @@ class Lease:
         self._memory = memory
         self._remembered = remembered
         self._view: memoryview | None = None
+        self._address: int | None = None
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
 
     @property
@@ -91,7 +93,9 @@ class Lease:
     def address(self) -> int:
         """Of the slot's first byte; host memory only. Raises SchedulerError after release."""
         self._check_live()
-        return self._memory.tensor().data_ptr() + self.offset
+        if self._address is None:
+            self._address = self._memory.tensor().data_ptr() + self.offset
+        return self._address
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The bytes of one tensor of the block, typed and shaped, without a copy.

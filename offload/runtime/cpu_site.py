@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +71,7 @@ class Ground:
     residency: Residency
     changed: threading.Condition
     transfers: Transfers
-    submit: Callable[[Iterable[Instruction]], None]
+    submit: Callable[[Sequence[Instruction]], None]
     moved: Callable[[], None]
     """Something has finished: whoever waits looks again."""
     record: Record | None = None

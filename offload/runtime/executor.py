@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from offload.blocks import Tier
@@ -284,17 +284,17 @@ class Executor(ExpertCalls):
 
     # -- under the lock -------------------------------------------------------------------
 
-    def _submit(self, todo: Iterable[Instruction]) -> None:
+    def _submit(self, todo: Sequence[Instruction]) -> None:
         """Carry out instructions in order. A store may finish at once and call back from
         inside: what that adds runs after what was already decided. Nothing starts after close()."""
-        if self.closed:
+        if not todo or self._waiting.closed:  # mostly there is nothing to do
             return
         self._todo.extend(todo)
         if self._draining:
             return
         self._draining = True
         try:
-            while self._todo and not self.closed:
+            while self._todo and not self._waiting.closed:
                 self._transfers.begin(self._todo.popleft())
         finally:
             self._draining = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Condition
 
@@ -47,7 +47,7 @@ class ExpertCalls(ABC):
     def views(self, block: str) -> Views: ...
 
     @abstractmethod
-    def _submit(self, todo: Iterable[Instruction]) -> None: ...
+    def _submit(self, todo: Sequence[Instruction]) -> None: ...
 
     @abstractmethod
     def _let_close(self) -> None: ...
@@ -249,8 +249,7 @@ class ExpertCalls(ABC):
         """These experts have been used."""
         with self._shield, self._changed:
             self._transfers.end_use(experts)
-            for expert in experts:
-                self._submit(self._residency.release(expert))
+            self._submit(self._residency.release_all(experts))
             self._let_close()
 
     def release(self, expert: str) -> None:

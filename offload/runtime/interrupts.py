@@ -9,12 +9,25 @@ from __future__ import annotations
 
 # What `signal` wraps: its enums cost ten times the calls.
 import _signal  # type: ignore[import-not-found]
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGINT = int(signal.SIGINT)
+
+_main: int | None = None
+
+
+def _note_main() -> None:
+    """After a fork the thread that forked is the main one."""
+    global _main
+    _main = threading.main_thread().ident
+
+
+_note_main()
+os.register_at_fork(after_in_child=_note_main)
 
 
 class Shield:
@@ -37,7 +50,7 @@ class Shield:
         return self._received
 
     def __enter__(self) -> Shield:
-        if threading.get_ident() != threading.main_thread().ident:
+        if threading.get_ident() != _main:
             return self
         self._depth += 1
         if self._depth == 1:
@@ -57,7 +70,7 @@ class Shield:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
+        if threading.get_ident() != _main:
             return
         self._depth -= 1
         if self._depth == 0 and self._before is not None:

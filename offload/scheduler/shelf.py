@@ -90,11 +90,12 @@ class Shelf:
     """One tier: its entries and where free room is."""
 
     __slots__ = ("cache", "entries", "in_flight", "layout", "pinned", "ring", "ringed", "slots",
-                 "tier")  # fmt: skip
+                 "source", "tier")  # fmt: skip
 
     def __init__(self, tier: Tier, plan: Plan) -> None:
         layout = plan.tiers[tier]
         self.tier = tier
+        self.source = Tier(tier - 1)
         self.layout = layout
         self.pinned = layout.pinned
         self.entries: dict[str, Entry] = {}
@@ -143,7 +144,7 @@ class Stock:
             shelf.ringed[block] = entry
         shelf.in_flight += 1
         tier = shelf.tier
-        self._out.append(Fetch(block, Tier(tier - 1), tier, source, offset, demand))
+        self._out.append(Fetch(block, shelf.source, tier, source, offset, demand))
         self.note(
             block, "fetched on demand to {}" if demand else "fetched ahead to {}", (tier, offset)
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from offload.io.engines import Engine
+from offload.io.engines import Engine, Job
 from offload.io.files import DirectFile
 from offload.io.store import DEMAND
 from offload.runtime.device import Device, Event, Region, Stream
@@ -58,6 +58,9 @@ class RecordedEngine:
 
     def submit(self, work: Callable[[], T], priority: int = DEMAND) -> Future[T]:
         return self._engine.submit(work, priority)
+
+    def put(self, job: Job, priority: int = DEMAND) -> None:
+        self._engine.put(job, priority)
 
     def read(
         self, file: DirectFile, offset: int, buf: memoryview, priority: int = DEMAND

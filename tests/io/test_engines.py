@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from io_support import failing, filled
 
-from offload.errors import ClosedError, StoreError
+from offload.errors import ClosedError, OffloadError, StoreError
 from offload.io.engines import (
     DEFAULT_ENGINE,
     AiofilesEngine,
     Engine,
+    Job,
     PreadEngine,
     make_engine,
 )
@@ -281,6 +282,72 @@ def test_close_runs_what_was_accepted_and_refuses_the_rest(make: Make) -> None:
     assert all(j.done() for j in jobs)
     with pytest.raises(ClosedError, match="closed"):
         engine.submit(lambda: 1)
+    engine.close()
+
+
+class Told(Job):
+    """A job of its owner's: what became of it."""
+
+    def __init__(self, log: list[object], name: str) -> None:
+        self.log, self.name = log, name
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        self.log.append(self.name)
+        self.ended.set()
+
+    def refuse(self, error: OffloadError) -> None:
+        self.log.append(error)
+        self.ended.set()
+
+
+def test_an_owners_jobs_stand_in_the_same_line(make: Make) -> None:
+    engine, gate, log = make(1), Gate(), list[object]()
+    gate.hold(engine, 1)
+    jobs = [Told(log, name) for name in ("ahead", "needed", "needed too")]
+    engine.put(jobs[0], PREFETCH)
+    engine.put(jobs[1])
+    last = engine.submit(lambda: log.append("a future's"))
+    engine.put(jobs[2])
+    gate.opened.set()
+    last.result(timeout=30)
+    assert all(job.ended.wait(timeout=30) for job in jobs)
+    assert log == ["needed", "a future's", "needed too", "ahead"]
+    engine.close()
+    with pytest.raises(ClosedError, match="closed"):
+        engine.put(jobs[0])
+    assert len(log) == 4
+
+
+def test_an_owners_job_that_dies_does_not_take_the_worker_along(make: Make) -> None:
+    class Dies(Told):
+        def run(self) -> None:
+            raise SystemExit(1)
+
+    engine = make(1)
+    engine.put(Dies([], ""))
+    assert engine.submit(lambda: 7).result(timeout=30) == 7
+
+
+def test_a_dead_loop_refuses_an_owners_job() -> None:
+    class Dies(Told):
+        def refuse(self, error: OffloadError) -> None:
+            super().refuse(error)
+            raise SystemExit(1)  # nor do the others wait for one that cannot take it
+
+    engine, gate, log = AiofilesEngine(1), Gate(), list[object]()
+    gate.hold(engine, 1)
+    jobs = [Dies(log, "first"), Told(log, "second")]
+    for job in jobs:
+        engine.put(job)
+
+    def die() -> None:
+        raise SystemExit(1)
+
+    engine._loop.call_soon_threadsafe(die)
+    assert all(job.ended.wait(timeout=30) for job in jobs)
+    assert [type(told) for told in log] == [StoreError, StoreError]
+    gate.opened.set()
     engine.close()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
 import stat
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from bundle_support import SIZES, content, fill, job, read, write
 
+from offload.blocks import align_up
 from offload.errors import StoreError
 from offload.io import private
 from offload.io.engines import Engine
@@ -77,6 +80,26 @@ def test_what_was_written_is_read_in_place(tmp_path: Path, io: tuple[Engine, Sta
     assert sorted(os.listdir(tmp_path / "p")) == [
         "bundle-00001.bin", "bundle-00002.bin", "config.json", MANIFEST,
     ]  # fmt: skip
+
+
+def test_a_read_leaves_nothing_to_the_garbage_search(
+    tmp_path: Path, io: tuple[Engine, Staging]
+) -> None:
+    """Thousands of reads a second would have it run all the time."""
+    manifest = write(tmp_path / "pack")
+    with AlignedBuffer(align_up(max(SIZES))) as buf:
+        store = BundleStore(tmp_path / "pack", manifest, *io)
+        gone = threading.Event()
+        gc.disable()
+        try:
+            future = store.read_into("b2", buf[:])
+            future.result(timeout=30)
+            weakref.finalize(future, gone.set)
+            del future
+            assert gone.wait(timeout=30)
+        finally:
+            gc.enable()
+        store.close()
 
 
 def test_everything_is_private(tmp_path: Path) -> None:
