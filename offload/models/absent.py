@@ -28,6 +28,8 @@ class AbsentTensor(torch.Tensor):
     _offload_name: str
     _offload_closed: bool = False
     """Whether the model it belonged to has been closed."""
+    _offload_trained: bool = False
+    """``requires_grad``, for those who ask at each use of a layer: torch takes its time."""
 
     @staticmethod
     def __new__(cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -78,6 +80,23 @@ class AbsentTensor(torch.Tensor):
             f"layer is the weight from before. Put the new one into the checkpoint, or call "
             f"offload.unwrap(model), change it, and wrap the model again"
         )
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        self._offload_trained = bool(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.requires_grad = requires_grad
+        return self
+
+    def storage(self) -> Any:
+        """Refused, as ``data_ptr``: safetensors asks for it."""
+        self.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)

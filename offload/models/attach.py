@@ -298,7 +298,8 @@ class Attachment:
                     f"are not bit-equal to the whole on this machine; raise the RAM budget by "
                     f"{param.nbytes / 2**20:.0f} MiB so that it stays whole, or use smaller batches"
                 )
-            if not isinstance(module._parameters.get("weight"), AbsentTensor):
+            stand_in = module._parameters.get("weight")
+            if not isinstance(stand_in, AbsentTensor):
                 raise OffloadError(replaced(param.name))
             out: torch.Tensor | None = None
             bias = module.bias
@@ -306,7 +307,7 @@ class Attachment:
             host = self._host if self._host is not None and self._host.takes(rows_in) else None
 
             def product(views: Views, x: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-                weight = views[param.name].requires_grad_(param.tensor.requires_grad)
+                weight = views[param.name].requires_grad_(stand_in._offload_trained)
                 return F.linear(x, weight, *beside)
 
             join = self.join_head

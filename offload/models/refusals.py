@@ -14,10 +14,17 @@ import torch
 from torch import nn
 
 from offload.errors import OffloadError
+from offload.models.absent import AbsentTensor
 from offload.models.shadow import shadow
 from offload.models.units import Cut
 
 Undo = Callable[[], Any]
+
+
+def held(module: nn.Module) -> bool:
+    """Whether it is a streamed model, or a part of one with weights in it."""
+    function = getattr(module.__dict__.get("_apply"), "__func__", None)
+    return getattr(function, "__module__", None) == __name__
 
 
 def refuse_changes(model: nn.Module, cut: Cut, device: torch.device) -> list[Undo]:
@@ -65,6 +72,11 @@ def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Un
     if hasattr(model, "save_pretrained"):
         replaced["save_pretrained"] = save_pretrained
     undo = [shadow(model, name, function) for name, function in replaced.items()]
+    undo += [  # others, all of whose weights stay, can be copied: adapters do that
+        shadow(part, "__reduce_ex__", pickled)
+        for part in parts
+        if part is not model and any(isinstance(p, AbsentTensor) for p in part.parameters())
+    ]
     # A part that was moved alone would compute with weights that are not its blocks' any more.
     return undo + [shadow(part, "_apply", MethodType(apply, part)) for part in parts]
 

@@ -132,9 +132,15 @@ def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -152,14 +158,27 @@ def _guarded(value: Any) -> Any:
             return value
         anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
         return _NoBackward.apply(value, anchor)
+    return _replaced(value, _guarded)
+
+
+def _replaced(value: Any, new: Callable[[Any], Any]) -> Any:
+    """A structure of tensors with ``new`` of its parts in their place, however deep they are. The
+    very object if all stay."""
     if isinstance(value, dict):  # ModelOutput is one, and must keep its class
-        for key in list(value):
-            if isinstance(value[key], torch.Tensor):
-                value[key] = _guarded(value[key])
+        for key, old in list(value.items()):
+            if (part := new(old)) is not old:
+                value[key] = part
         return value
     if isinstance(value, (tuple, list)):
-        parts = [_guarded(v) if isinstance(v, torch.Tensor) else v for v in value]
+        parts = [new(v) for v in value]
+        if all(a is b for a, b in zip(parts, value, strict=True)):
+            return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            if (part := new(old)) is not old:
+                object.__setattr__(value, field.name, part)  # a frozen one, too
     return value
 
 
@@ -175,22 +194,7 @@ def apart(value: Any, memory: int) -> Any:
         except NotImplementedError:  # within torch.vmap
             return value
         return value.detach().clone() if there else value
-    if isinstance(value, dict):
-        for key, old in list(value.items()):
-            if (new := apart(old, memory)) is not old:
-                value[key] = new
-        return value
-    if isinstance(value, (tuple, list)):
-        parts = [apart(v, memory) for v in value]
-        if all(a is b for a, b in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name, None)
-            if (new := apart(old, memory)) is not old:
-                object.__setattr__(value, field.name, new)  # a frozen one, too
-    return value
+    return _replaced(value, lambda part: apart(part, memory))
 
 
 __all__ = ["Turn", "apart", "not_compiled", "stream_forward"]

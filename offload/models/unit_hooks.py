@@ -47,18 +47,18 @@ class UnitHooks:
             self._above = tuple(b for b in blocks if b not in self._host.blocks)
         modules = list(unit.module.modules())
         inside = set(map(id, modules))
-        # (parameters dict, attribute, block, tensor name, flag): all a hook has to touch
+        # (parameters dict, attribute, block, tensor name): all a hook has to touch
         self._spots = [
-            (place.module._parameters, place.attr, block, param.name, param.tensor.requires_grad)
+            (place.module._parameters, place.attr, block, param.name)
             for block in blocks
             for param in params[block]
             for place in param.places
             if id(place.module) in inside
         ]
-        self._stand_ins = [parameters[attr] for parameters, attr, *_ in self._spots]
+        self._stand_ins: list[Any] = [parameters[attr] for parameters, attr, *_ in self._spots]
         # Embeddings that renormalise what they look up do so again with every use.
         exempt = {id(m._parameters) for m in modules if getattr(m, "max_norm", None)}
-        self._watched = [spot[:4] for spot in self._spots if id(spot[0]) not in exempt]
+        self._watched = [spot for spot in self._spots if id(spot[0]) not in exempt]
         self._as_read: list[tuple[dict[str, Any], str, str, tuple[int, int, int]]] = []
         self._recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
         self._coming = threading.Lock()
@@ -96,10 +96,16 @@ class UnitHooks:
             return  # by another sequence
         self._bound = ticket
         views = {b: executor.views(b) for b in needed}
-        for parameters, attr, block, name, grad in self._spots:
+        for (parameters, attr, block, name), stand_in in zip(
+            self._spots, self._stand_ins, strict=True
+        ):
             if block in views:
-                # As in the resident model: torch picks kernels by this flag, also without grad.
-                parameters[attr] = views[block][name].requires_grad_(grad)  # type: ignore[assignment]
+                # As in the resident model, where a program may set it at any time: torch picks
+                # kernels by this flag, also without grad.
+                view = views[block][name]
+                if view.requires_grad is not stand_in._offload_trained:
+                    view.requires_grad_(stand_in._offload_trained)  # torch.vmap would refuse it
+                parameters[attr] = view  # type: ignore[assignment]
         for rnn in self._recurrent:
             refresh_flat_weights(rnn)
         self._as_read = [
@@ -182,9 +188,7 @@ class UnitHooks:
 
     def _check_stand_ins(self) -> None:
         """Whoever gives a module another parameter between two runs wants it used."""
-        for (parameters, attr, _, name, _), stand_in in zip(
-            self._spots, self._stand_ins, strict=True
-        ):
+        for (parameters, attr, _, name), stand_in in zip(self._spots, self._stand_ins, strict=True):
             if parameters.get(attr) is not stand_in:
                 raise OffloadError(replaced(name))
 

@@ -33,6 +33,7 @@ from offload.models.opening import make_device, rows_check
 from offload.models.options import Options, Progress
 from offload.models.params import Param, parameters
 from offload.models.recipes import RoutedStore, spill_directory
+from offload.models.refusals import held
 from offload.models.request import expert_top_k, rows_of, staging_shape, trace_of
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.units import Cut, cut
@@ -68,6 +69,11 @@ def wrap(
         )
     if isinstance(getattr(model, "offload", None), OffloadHandle):
         raise OffloadError("this model is streamed already; call offload.unwrap(model) first")
+    if held(model):
+        raise OffloadError(
+            f"this {type(model).__name__} is a part of a model that is streamed already; call "
+            f"offload.unwrap on that model first"
+        )
     if options.choice.kind == "cuda":
         raise OffloadError(
             "a model that is already in memory is streamed on the CPU; for a card, save it with "
@@ -158,7 +164,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     chosen = handle.attachment.cut
     originals = handle.originals or _Originals(chosen)
     with handle.attachment.turn:  # not while another thread runs it
-        values = originals.read(chosen, handle.executor.store, handle.attachment.lasting)
+        with torch.inference_mode(False):  # what it makes would never be trained
+            values = originals.read(chosen, handle.executor.store, handle.attachment.lasting)
         handle.attachment.detach()
         originals.put_back(values)
         handle.executor.close()
@@ -172,8 +179,13 @@ def _keep(model: nn.Module) -> tuple[set[int], list[str]]:
     """Parameters that stay as they are, and checks that the rest can be moved."""
     kept: set[int] = set()
     notes: list[str] = []
+    others: set[int] = set()
     for param in parameters(model).values():
         tensor = param.tensor
+        if any(held(place.module) for place in param.places):
+            # Of a streamed model inside of this one: two would give it back in their own order.
+            others.add(id(tensor))
+            continue
         if is_lazy(tensor):
             raise OffloadError(
                 f"{param.name} has no shape yet (a lazy module); run the model once on an example "
@@ -201,7 +213,9 @@ def _keep(model: nn.Module) -> tuple[set[int], list[str]]:
             kept.add(id(tensor))
     if kept:
         notes.append(f"{len(kept)} parameters of special layout or dtype stay resident")
-    return kept, notes
+    if others:
+        notes.append(f"{len(others)} parameters belong to a model inside that is streamed already")
+    return kept | others, notes
 
 
 def _plan(
@@ -313,7 +327,7 @@ class _Originals:
         for param in self._params:
             meta = param.tensor.detach().to("meta")
             holder = param.tensor
-            holder.data = torch.empty(0, dtype=holder.dtype)
+            holder.data = torch.empty(0, dtype=holder.dtype, device="cpu")
             freed(holder, param.name)
             # Shapes are still asked for while the model is streamed.
             param.tensor = _Shape(holder, meta)  # type: ignore[assignment]
@@ -353,17 +367,25 @@ class _Originals:
 
     def put_back(self, values: list[torch.Tensor]) -> None:
         """Give the parameters their data and put them where they belong."""
+        recurrent: dict[int, nn.RNNBase] = {}
         for param, value in zip(self._params, values, strict=True):
+            here = param.places[0].module._parameters[param.places[0].attr]
             if isinstance(param.tensor, _Shape):
                 original = param.tensor.original
                 filled(original)
                 original.data = value
+                if here is not None and here.requires_grad != param.tensor.requires_grad:
+                    original.requires_grad_(here.requires_grad)  # as the program has said since
             else:
-                original = nn.Parameter(value, requires_grad=False)
+                trained = here is not None and here.requires_grad
+                original = nn.Parameter(value, requires_grad=trained)
             for place in param.places:
                 place.module._parameters[place.attr] = original  # type: ignore[assignment]
                 if isinstance(place.module, nn.RNNBase):
-                    place.module._init_flat_weights()
+                    recurrent[id(place.module)] = place.module
+        # When all are back: a weight of these may be computed from others' (weight norm).
+        for module in recurrent.values():
+            module._init_flat_weights()
 
     def restore(self, chosen: Cut, pack: PackStore) -> None:
         """Undo ``free`` after a failed wrap."""
@@ -374,9 +396,9 @@ def _empty_at(phase: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor
     """Memory that starts ``phase`` bytes behind a multiple of 64, as the original's did: in float32
     the model's results depend on it (see ``offload.models.units.cut``)."""
     if not phase:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     nbytes = shape.numel() * dtype.itemsize
-    raw = torch.empty(nbytes + TENSOR_ALIGN, dtype=torch.uint8)
+    raw = torch.empty(nbytes + TENSOR_ALIGN, dtype=torch.uint8, device="cpu")
     start = (phase - raw.data_ptr()) % TENSOR_ALIGN
     return raw[start : start + nbytes].view(dtype).view(shape)
 
