@@ -16,7 +16,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
@@ -220,6 +220,7 @@ class CheckpointIndex:
         files: the shards, sorted by name.
         headers: their headers, in the order of ``files``.
         tensors: name -> (number of the file, range in it).
+        said_dtype: what the index says that all of it is in.
     """
 
     directory: Path
@@ -227,6 +228,7 @@ class CheckpointIndex:
     headers: tuple[SafetensorsHeader, ...] = field(repr=False)
     tensors: dict[str, tuple[int, TensorRange]] = field(repr=False)
     mtimes_ns: tuple[int, ...] = field(repr=False)
+    said_dtype: str | None = None
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], variant: str | None = None) -> CheckpointIndex:
@@ -251,8 +253,9 @@ class CheckpointIndex:
         if single.is_file():
             return cls._from_files(root, [single.name], {})
         if index.is_file():
-            weight_map = _weight_map(index)
-            return cls._from_files(root, sorted(set(weight_map.values())), weight_map)
+            weight_map, dtype = _weight_map(index)
+            found = cls._from_files(root, sorted(set(weight_map.values())), weight_map)
+            return replace(found, said_dtype=dtype)
         raise CheckpointError(_nothing_found(root, single.name, index.name))
 
     @classmethod
@@ -310,7 +313,7 @@ class CheckpointIndex:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> tuple[dict[str, str], str | None]:
     try:
         raw = index.read_bytes()
     except OSError as e:
@@ -326,7 +329,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         # By the name alone: links are how the hub's cache stores every shard.
         if path.is_absolute() or ".." in path.parts or "\0" in shard:
             _fail(str(index), f"tensor {name} is mapped to {shard!r}, outside the checkpoint")
-    return weight_map
+    metadata = content.get("metadata")
+    dtype = metadata.get("dtype") if isinstance(metadata, dict) else None
+    return weight_map, dtype if isinstance(dtype, str) else None
 
 
 def _nothing_found(root: Path, single: str, index: str) -> str:

@@ -154,14 +154,16 @@ def model_class(config: Any) -> type:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, config: Any, index: CheckpointIndex) -> torch.dtype:
-    """The compute dtype: as asked for, else the config's, else the checkpoint's first float."""
+    """The compute dtype: as asked for, else the config's, else the checkpoint's, which transformers
+    takes from the index or from the first float of the first file, by name."""
     if isinstance(dtype, torch.dtype):
         chosen: Any = dtype
     elif dtype is None or dtype == "auto":
         chosen = getattr(config, "dtype", None)
         if chosen is None:
-            floats = (t.dtype for _, t in index.tensors.values() if "float" in t.dtype)
-            chosen = next(floats, "float32")
+            named = sorted(index.tensors.items(), key=lambda item: (item[1][0], item[0]))
+            floats = (t.dtype for _, (_, t) in named if t.dtype.startswith(("float", "bfloat")))
+            chosen = index.said_dtype or next((d for d in floats if "float8" not in d), "float32")
     else:
         aliases = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
         chosen = aliases.get(dtype, dtype)

@@ -300,13 +300,16 @@ class CheckpointMap:
             target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
             if target not in expected and name in expected:
                 target, pattern = rename_source_key(name, [], [], prefix, expected)
-            if target not in expected:
+            if target not in expected or target in sources:
+                # Of two names that mean one parameter transformers takes the first.
                 unexpected.append(name)
             elif pattern is not None:
                 conversion = self._conversions.setdefault(
                     target, _Conversion(by_pattern[pattern], target)
                 )
                 conversion.inputs.append((target, name, pattern))
+            elif target in self._conversions:  # it is there, and made of others as well
+                self._conversions[target].inputs.append((target, name, name))
             else:
                 self._add(
                     sources, mismatched, target, expected[target], self._ranges(name), (name,)

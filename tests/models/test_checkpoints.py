@@ -1,0 +1,91 @@
+"""Checkpoints as people have them: whatever transformers makes of one, it is the same streamed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence import opened, options, prompt
+from families import randomise
+from safetensors.torch import load_file, save_file
+
+from offload.models.load import prepare
+from offload.models.meta import build
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A dense model in bfloat16, whose config names no dtype."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        dtype=torch.bfloat16,
+    )
+    model: Any = LlamaForCausalLM(config)
+    randomise(model)
+    model.save_pretrained(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": None}))
+    return tmp_path / "m"
+
+
+def rewrite(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def check(directory: Path) -> torch.dtype:
+    """The logits are those of transformers in the dtype that it chooses, which is returned."""
+    from transformers import AutoModelForCausalLM
+
+    ids = prompt()
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        want = model(ids).logits
+    with opened(prepare(directory, options("cpu"))) as got, torch.no_grad():
+        logits = got(ids).logits
+    assert logits.dtype == want.dtype
+    assert torch.equal(logits, want)
+    return model.dtype
+
+
+def test_the_dtype_of_several_is_that_of_the_first_name(tiny: Path) -> None:
+    """Files have the wide ones first, whatever their names; 8 bits are none to compute in."""
+    tensors = load_file(tiny / "model.safetensors")
+    wide = {k: v.float() if "norm" in k else v.bfloat16() for k, v in tensors.items()}
+    rewrite(tiny, wide)
+    assert check(tiny) == torch.bfloat16
+    rewrite(tiny, wide | {"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)})
+    assert check(tiny) == torch.bfloat16
+
+
+def test_the_dtype_of_the_index(tiny: Path) -> None:
+    tensors = load_file(tiny / "model.safetensors")
+    (tiny / "model.safetensors").rename(tiny / "model-00001-of-00001.safetensors")
+    (tiny / "model.safetensors.index.json").write_text(
+        json.dumps(
+            {
+                "metadata": {"dtype": "float16"},
+                "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors"),
+            }
+        )
+    )
+    assert check(tiny) == torch.float16
+
+
+def test_one_parameter_under_two_names_is_the_first(tiny: Path, caplog: Any) -> None:
+    tensors = load_file(tiny / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    rewrite(tiny, tensors | {"embed_tokens.weight": tensors[name] * 2})
+    check(tiny)
+    assert f"the first is {name}" in caplog.text
+    assert build(tiny).mapping.map.sources[name].tensors == ("embed_tokens.weight",)
