@@ -9,9 +9,11 @@ parts), or its type has no kernels and the user agrees to another.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from offload.models.gguf_tokenizer import load_tokenizer
 from offload.models.meta import assemble
 from offload.models.pack_outline import outline
 from offload.models.pack_source import Bytes, Outline, Tensor
+from offload.models.values_fingerprint import gguf_values_fingerprint
 
 
 class GgufSource:
@@ -69,13 +72,15 @@ class GgufSource:
         """
         return cls(read_gguf(Path(path).expanduser()), allow_requant=allow_requant)
 
-    @property
+    @cached_property
     def id(self) -> SourceId:
         gguf = self._gguf
+        # Times alone do not tell files of the same shape apart: archives and images set them.
+        facts = gguf.fingerprint() + gguf_values_fingerprint(gguf)
         return SourceId(
             kind="gguf",
             path=os.path.abspath(gguf.files[0]),
-            fingerprint=gguf.fingerprint(),
+            fingerprint=hashlib.sha256(facts.encode()).hexdigest(),
             files=tuple(
                 (file.name, header.file_size, mtime_ns, header.digest)
                 for file, header, mtime_ns in zip(

@@ -30,6 +30,7 @@ from offload.models.pack_source import GGUF_OF, Bytes, Outline, Tensor
 from offload.models.recipes import split_rows
 from offload.models.sources import Ranges, Run, Source
 from offload.models.synth_config import TOKENIZER_FILES
+from offload.models.values_fingerprint import values_fingerprint
 
 EXTRA_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """What is copied from a model directory besides the weights."""
@@ -225,10 +226,13 @@ def _bytes(value: Any) -> Bytes:
 
 
 def checkpoint_id(directory: Path, index: CheckpointIndex) -> SourceId:
-    """What identifies a checkpoint: names, sizes, times and headers of its files, and the config.
+    """What identifies a checkpoint: names, sizes, times and headers of its files, some of their
+    bytes, and the config.
+
+    A model and what was made of it may have the same times: archives and images set them.
 
     Raises:
-        CheckpointError: config.json cannot be read.
+        CheckpointError: config.json or a file of weights cannot be read.
     """
     try:
         config = (directory / "config.json").read_bytes()
@@ -238,7 +242,7 @@ def checkpoint_id(directory: Path, index: CheckpointIndex) -> SourceId:
         (file.name, header.file_size, mtime_ns, header.digest)
         for file, header, mtime_ns in zip(index.files, index.headers, index.mtimes_ns, strict=True)
     )
-    facts = [files, hashlib.sha256(config).hexdigest()]
+    facts = [files, hashlib.sha256(config).hexdigest(), values_fingerprint(index)]
     return SourceId(
         kind="safetensors",
         path=os.path.abspath(directory),

@@ -251,7 +251,7 @@ def _version(package: str) -> str:
 
 def _source(meta: MetaModel) -> str:
     """Of the weights: a pack's manifest has the sums of all it holds, a checkpoint's files are told
-    apart by name, size, time and header."""
+    apart by name, size, time, header and some bytes."""
     if meta.index is None:
         try:
             return hashlib.sha256((meta.directory / MANIFEST).read_bytes()).hexdigest()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from offload.errors import CheckpointError
 from offload.io.files import open_to_read
+from offload.io.gguf import GGUFFile
 from offload.io.safetensors import CheckpointIndex
 
 _SAMPLED, _BYTES = 2048, 256
@@ -25,16 +28,30 @@ def values_fingerprint(index: CheckpointIndex) -> str:
     Raises:
         CheckpointError: a file cannot be read.
     """
+    places = sorted(index.tensors[name] for name in _some(index.tensors))
+    return _digest(index.files, [(file, t.offset, t.nbytes) for file, t in places])
+
+
+def gguf_values_fingerprint(gguf: GGUFFile) -> str:
+    """The same of a GGUF file."""
+    found = (gguf.tensors[name] for name in _some(gguf.tensors))
+    return _digest(gguf.files, sorted((t.file, t.offset, t.nbytes) for t in found))
+
+
+def _some(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda n: hashlib.sha256(n.encode("utf-8", "replace")).digest())[
+        :_SAMPLED
+    ]
+
+
+def _digest(files: Sequence[Path], places: list[tuple[int, int, int]]) -> str:
     digest = hashlib.sha256()
-    names = sorted(index.tensors, key=lambda n: hashlib.sha256(n.encode()).digest())
-    places = sorted(index.tensors[name] for name in names[:_SAMPLED])
     try:
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(open_to_read(file, 0)) for file in index.files]
-            for number, tensor in places if opened else ():
-                at = tensor.offset + max(0, tensor.nbytes - _BYTES) // 2
-                size = min(_BYTES, tensor.nbytes)
-                digest.update(os.pread(opened[number].fileno(), size, at))
+            opened = [stack.enter_context(open_to_read(file, 0)) for file in files]
+            for number, offset, nbytes in places if opened else ():
+                at = offset + max(0, nbytes - _BYTES) // 2
+                digest.update(os.pread(opened[number].fileno(), min(_BYTES, nbytes), at))
     except OSError as e:
-        raise CheckpointError(f"cannot read {index.directory}: {e.strerror}") from e
+        raise CheckpointError(f"cannot read {files[0].parent}: {e.strerror}") from e
     return digest.hexdigest()[:32]

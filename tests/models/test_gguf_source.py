@@ -387,6 +387,24 @@ def test_parameters_that_are_no_rows_are_refused(
         GgufSource.open(file)
 
 
+def test_other_weights_with_the_same_times(tmp_path: Path) -> None:
+    """As archives, images and copies have them; the header says nothing of them."""
+    file = write_gguf(tmp_path / "m.gguf", tiny("qwen3"))
+    first = read_gguf(file)
+    os.utime(file, ns=(1, 1))
+    source = GgufSource.open(file)
+    before = source.id.fingerprint
+    source.close()
+    raw = bytearray(file.read_bytes())
+    for tensor in first.tensors.values():
+        raw[tensor.offset : tensor.offset + tensor.nbytes] = bytes(tensor.nbytes)
+    file.write_bytes(raw)
+    os.utime(file, ns=(1, 1))
+    source = GgufSource.open(file)
+    assert source.id.fingerprint != before
+    source.close()
+
+
 def test_a_file_that_changes(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", tiny("qwen3"))
     source = GgufSource.open(file)

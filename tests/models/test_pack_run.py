@@ -16,6 +16,7 @@ from families import tiny_config, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pack_support import ArraySource, open_pack, read_all, small_source, value_of
+from safetensors.torch import load_file, save_file
 
 from offload.blocks import ALIGN, TENSOR_ALIGN
 from offload.cpu_ops.codecs import encode_rows
@@ -287,6 +288,21 @@ def test_two_processes_want_the_same_pack(tmp_path: Path, monkeypatch: pytest.Mo
     assert not announced
     assert read_all(model)
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_other_weights_with_the_same_times(tmp_path: Path) -> None:
+    """As archives, images and copies have them; names, sizes and headers are those of any model
+    that was trained further."""
+    write("llama", tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    tensors, ids = load_file(weights), []
+    for factor in (1, 2):
+        save_file({k: v * factor for k, v in tensors.items()}, weights, {"format": "pt"})
+        os.utime(weights, ns=(1, 1))
+        source = CheckpointSource.open(tmp_path / "m")
+        ids.append(source.id.fingerprint)
+        source.close()
+    assert ids[0] != ids[1]
 
 
 def test_a_cached_pack_has_the_checkpoints_template_of_today(
