@@ -42,6 +42,7 @@ DTYPES = {
 
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+ADAPTER = "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -352,6 +353,8 @@ def _nothing_found(root: Path, single: str, index: str) -> str:
         return f"{root} was a packed model, but its {MANIFEST} is missing; pack the model again"
     pickles = sorted(p.name for pattern in _PICKLES for p in root.glob(pattern))
     parts = sorted(p.name for p in root.glob("*.safetensors"))
+    if (root / ADAPTER).exists() and all(name.startswith("adapter_model") for name in parts):
+        return f"{root} has no weights of a model{adapter_hint(root)}"
     if parts:
         shown = ", ".join(parts[:4]) + (", …" if len(parts) > 4 else "")
         return (
@@ -365,6 +368,16 @@ def _nothing_found(root: Path, single: str, index: str) -> str:
             "from_pretrained() and then save_pretrained() of transformers write safetensors"
         )
     return f"{root} has no weights: neither {single} nor {index} is there{gguf_hint(root)}"
+
+
+def adapter_hint(directory: Path) -> str:
+    """What to do about a directory that PEFT wrote, to go behind an error; or ""."""
+    if not (directory / ADAPTER).exists():
+        return ""
+    return (
+        "; it has an adapter of PEFT, which is no model by itself: merge it into its base "
+        "(PEFT's merge_and_unload() and then save_pretrained()), and give that directory"
+    )
 
 
 def gguf_hint(directory: Path) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload.io.pack_manifest import JOURNAL
-from offload.io.safetensors import CheckpointIndex, gguf_hint
+from offload.io.safetensors import CheckpointIndex, adapter_hint, gguf_hint
 from offload.models.sources import CheckpointMap, SourceMap
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ def read_config(directory: Path) -> Any:
                 f"source and directory again, and it goes on where it was"
             ) from None
         raise CheckpointError(
-            f"{directory} has no config.json: not a model directory{gguf_hint(directory)}"
+            f"{directory} has no config.json: not a model directory"
+            f"{adapter_hint(directory) or gguf_hint(directory)}"
         ) from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -12,6 +12,7 @@ from equivalence import opened, options, prompt
 from families import randomise
 from safetensors.torch import load_file, save_file
 
+from offload.errors import CheckpointError
 from offload.models.load import prepare
 from offload.models.meta import build
 
@@ -89,3 +90,13 @@ def test_one_parameter_under_two_names_is_the_first(tiny: Path, caplog: Any) -> 
     check(tiny)
     assert f"the first is {name}" in caplog.text
     assert build(tiny).mapping.map.sources[name].tensors == ("embed_tokens.weight",)
+
+
+def test_an_adapter_is_no_model(tiny: Path) -> None:
+    """Alone, or beside a config and no weights."""
+    (tiny / "model.safetensors").rename(tiny / "adapter_model.safetensors")
+    (tiny / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"an adapter of PEFT, .*merge_and_unload"):
+            build(tiny)
+        (tiny / "config.json").unlink(missing_ok=True)
