@@ -39,10 +39,11 @@ def rope_parameters(
     out: dict[str, Any] = {
         "rope_theta": meta.positive("rope.freq_base", 10000.0 if base is None else base)
     }
-    kind = meta.text("rope.scaling.type", "none")
-    if kind == "none" and meta.has("rope.scale_linear"):  # files of 2023
-        factor = meta.positive("rope.scale_linear")
-        return out | ({"rope_type": "linear", "factor": factor} if factor != 1 else _plain())
+    kind, factor_key = meta.text("rope.scaling.type", "none"), "rope.scaling.factor"
+    if not meta.has("rope.scaling.type"):  # then llama.cpp takes a factor to be of linear scaling
+        keys = (factor_key, "rope.scale_linear")  # the latter in files of 2023
+        factor_key = next((key for key in keys if meta.has(key)), "")
+        kind = "linear" if factor_key and meta.positive(factor_key) != 1 else "none"
     if FREQS in meta.gguf.tensors:
         if kind != "none":
             meta.refuse(f"it has {FREQS} and {kind} scaling; the two together are not supported")
@@ -50,7 +51,7 @@ def rope_parameters(
     if kind == "none":
         return out | _plain()
     if kind == "linear":
-        return out | {"rope_type": "linear", "factor": meta.positive("rope.scaling.factor")}
+        return out | {"rope_type": "linear", "factor": meta.positive(factor_key)}
     if kind == "yarn":
         return out | _yarn(meta)
     meta.refuse(f"RoPE scaling of type {kind!r} is not supported; known are none, linear, yarn")

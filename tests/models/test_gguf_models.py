@@ -297,6 +297,17 @@ def test_widths_by_the_tensors_alone(tmp_path: Path) -> None:
     entries_from_gguf(file, config)
 
 
+def test_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    """As llama.cpp has it; 1 is none."""
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", tiny("llama")))
+    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        for factor, kind in ((4.0, "linear"), (1.0, "default")):
+            scaled = replace(file, metadata=file.metadata | {key: factor})
+            rope = config_from_gguf(scaled).rope_parameters
+            assert rope["rope_type"] == kind
+            assert rope.get("factor", 1.0) == factor
+
+
 def test_any_rope_factors_keep_their_values(tmp_path: Path) -> None:
     """Divisors that no published Llama has: applied as they are."""
     factors = torch.linspace(1, 3, 8)
