@@ -28,6 +28,7 @@ from offload.train.inputs import Later, SpilledInputs, Waits
 from offload.train.landing import Landing, plain
 from offload.train.layout import Block, TrainLayout
 from offload.train.order import UseOrder
+from offload.train.passing import refuse_unfilled
 from offload.train.row_grads import taking_rows
 from offload.train.saved_places import SavedPlaces
 from offload.train.segments import Segment
@@ -37,11 +38,20 @@ from offload.train.updates import Updater
 from offload.train.visit import AT_HOME, Visit
 from offload.train.weights import Entry, Shared, Weights
 
-__all__ = ["Engine", "Group", "NotFinite", "StepResult"]
+__all__ = ["Engine", "Group", "NotFinite", "StepResult", "take_own_gradient"]
 
 
 _OWN_GRAD: Any = torch.Tensor.grad
-"""The attribute that autograd writes to."""
+"""The attribute that autograd writes to: what ``param.grad`` says may be something else
+(``streamed``)."""
+
+
+def take_own_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """What autograd has just left with ``param``; it is the caller's from now on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _OWN_GRAD.__get__(param)
+        _OWN_GRAD.__set__(param, None)
+    return gradient
 
 
 @dataclass(slots=True)
@@ -123,6 +133,9 @@ class Engine(Stepping):
             if fresh.requires_grad and name in self._pieces:
                 handle = fresh.register_post_accumulate_grad_hook(self._take(name))
                 self._closers.append(handle.remove)
+        for whole in {self.model, getattr(self.model, "base_model", self.model)}:
+            hook = whole.register_forward_pre_hook(refuse_unfilled, with_kwargs=True)
+            self._closers.append(hook.remove)
         trained = {b.index for b in self.layout.trained}
         for unit in self.layout.units:
             mine = {*unit.blocks, *itertools.chain.from_iterable(unit.experts.values())}
@@ -156,10 +169,7 @@ class Engine(Stepping):
         block, piece = self._pieces[name]
 
         def take(param: nn.Parameter) -> None:
-            # Autograd's own slot: what ``param.grad`` says may be something else (``streamed``).
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient = _OWN_GRAD.__get__(param)
-                _OWN_GRAD.__set__(param, None)
+            gradient = take_own_gradient(param)
             if self.on_backward is not None and not any(r.depth for r in self._running):
                 self.on_backward()
             if gradient is not None:

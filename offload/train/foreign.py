@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.errors import OffloadError
-from offload.train.engine import Engine, Group, StepResult
+from offload.train.engine import Engine, Group, StepResult, take_own_gradient
 from offload.train.layout import Piece
 from offload.train.lazy_grad import GradientError, LazyGrad, norm_of
 from offload.train.streamed import adopt, disown
@@ -66,14 +66,23 @@ class ForeignLoop:
         self._rest = {
             p.param: b for b in engine.layout.rest for p in engine.layout.blocks[b].pieces
         }
+        self._hooks: list[Any] = []
         engine.on_backward = self._in_backward
         engine.compares = True
         for name, param in engine.params.items():
             if name in self._places:
+                if name in self._trained and not self.comes_whole(name):
+                    # Units use it expert by expert, and this is of whoever reads all of it beside
+                    # them: a penalty on weights, say.
+                    self._hooks.append(
+                        param.register_post_accumulate_grad_hook(self._take_whole(name))
+                    )
                 adopt(param, self, name)
 
     def close(self) -> None:
         self.engine.on_backward = None
+        for hook in self._hooks:
+            hook.remove()
         for name, param in self.engine.params.items():
             if name in self._places:
                 disown(param)
@@ -124,11 +133,23 @@ class ForeignLoop:
             raise GradientError(
                 f"a gradient of {name} is {tuple(param.shape)}, not {tuple(new.shape)}"
             )
-        flat = new.reshape(-1)
+        self._add(name, new)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        flat = gradient.reshape(-1)
         for block, piece in self._places[name]:
             spec = self.engine.layout.blocks[block].pieces[piece]
             part = flat[spec.start : spec.start + spec.count]
             self.engine.gradients.add(block, piece, part.clone())
+
+    def _take_whole(self, name: str) -> Callable[[Tensor], None]:
+        def take(param: Tensor) -> None:
+            gradient = take_own_gradient(param)
+            self._in_backward()
+            if gradient is not None:
+                self._add(name, gradient)
+
+        return take
 
     # -- gradients --------------------------------------------------------------------------
 

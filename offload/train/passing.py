@@ -9,6 +9,7 @@ tensors are arguments like others, and what it puts there is a result.
 
 from __future__ import annotations
 
+import weakref
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -38,14 +39,36 @@ def _own(value: Any) -> Any:
     return dict(value) if _is_mapping(value) else value
 
 
+_UNFILLED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Caches that a model which trains was called with, or has made; it has put nothing into them."""
+
+
 def refuse_filled(args: Any, kwargs: Any) -> None:
-    """Raise OffloadError for a cache that holds something: it would not be looked at."""
+    """Raise OffloadError for a cache that holds something: it would not be looked at. Of others
+    remember that they stay empty."""
     for value in (*args, *kwargs.values()):
-        if _is_cache(value) and int(value.get_seq_length()):
+        if not _is_cache(value):
+            continue
+        if int(value.get_seq_length()):
             raise OffloadError(
                 f"a {type(value).__name__} that holds keys and values cannot be passed to a model "
                 f"that trains: its layers run again in backward, without it. Leave past_key_values "
                 f"out; instead of prefix tuning, train LoRA or prompt tuning"
+            )
+        _UNFILLED.add(value)
+
+
+def refuse_unfilled(model: Any, args: Any, kwargs: Any) -> None:
+    """A forward pre-hook. Raises OffloadError for a cache that an earlier forward has left empty:
+    that one's tokens would be missing. Of whole models, and not of layers, which may get a cache
+    several times in one forward."""
+    for value in (*args, *kwargs.values()) if _UNFILLED else ():
+        if _is_cache(value) and value in _UNFILLED:
+            raise OffloadError(
+                f"this {type(value).__name__} is of an earlier forward with gradients, and empty: "
+                f"layers that run again in backward fill no cache. Leave past_key_values out and "
+                f"pass all tokens; to decode, run all of it (the forward that makes the cache, too)"
+                f" under torch.no_grad()"
             )
 
 
@@ -99,4 +122,12 @@ def _same(one: Any, other: Any) -> bool:
     )
 
 
-__all__ = ["Stored", "Watch", "hand_over", "mappings", "refuse_filled", "without_caches"]
+__all__ = [
+    "Stored",
+    "Watch",
+    "hand_over",
+    "mappings",
+    "refuse_filled",
+    "refuse_unfilled",
+    "without_caches",
+]

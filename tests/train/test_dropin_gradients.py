@@ -94,6 +94,25 @@ def test_a_part_of_fused_experts(tiny: Any, what: str) -> None:
         assert close(model, wanted)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_penalty_on_fused_experts(tiny: Any, place: str) -> None:
+    """Of a weight that units use expert by expert, read as a whole beside them: its gradient was
+    nobody's."""
+    directory, ids = tiny("qwen3_moe"), next(batches(1))
+
+    def gradients(model: Any, weight: float) -> dict[str, torch.Tensor]:
+        loss = weight * model(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss + sum(p.pow(2).sum() for p in model.parameters())).backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    with streamed(directory, place) as model:
+        for weight in (0.0, 1.0):
+            found, wanted = gradients(model, weight), gradients(resident(directory), weight)
+            assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+
+
 def test_hooks_on_a_gradient_that_never_is_whole(tiny: Any) -> None:
     with streamed(tiny("qwen3_moe")) as model:
         named = dict(model.named_parameters())

@@ -97,6 +97,20 @@ def test_a_cache_that_holds_something_is_no_cache_to_train_with(tiny: Any) -> No
             engine.model(input_ids=batch(0, 0), past_key_values=cache)
 
 
+@pytest.mark.parametrize("after", [torch.enable_grad, torch.no_grad])
+def test_a_cache_that_was_left_empty_is_not_gone_on_with(tiny: Any, after: Any) -> None:
+    """Its tokens were missing to the next forward, without a word."""
+    with engine_of(tiny("gemma4_text"), "disk") as (engine, _):
+        engine.begin_forward()
+        out = engine.model(input_ids=batch(0, 0), use_cache=True)
+        with after(), pytest.raises(OffloadError, match=r"earlier forward.*no_grad"):
+            engine.model(input_ids=batch(0, 0), past_key_values=out.past_key_values)
+        engine.model(input_ids=batch(0, 0), use_cache=True)  # with one of its own
+        with torch.no_grad():
+            out = engine.model(input_ids=batch(0, 0), use_cache=True)
+            engine.model(input_ids=batch(0, 0), past_key_values=out.past_key_values)
+
+
 def test_only_what_a_unit_puts_there_is_a_result() -> None:
     one, two = torch.zeros(2), torch.ones(2)
     given: Any = UserDict({"full": (one, two), "n": 3})
