@@ -177,7 +177,16 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _group(group: Mapping[str, Any]) -> Group:
-    """A group's values as of now. Raises OffloadError where one is out of range."""
+    """A group's values as of now. Raises OffloadError where one is out of range, or asks for what
+    is not done."""
+    for other in ("amsgrad", "maximize", "differentiable"):
+        if group.get(other):
+            raise OffloadError(f"{other}=True is not what offload.AdamW does; leave it out")
+    if not group.get("decoupled_weight_decay", True):
+        raise OffloadError(
+            "decoupled_weight_decay=False is Adam's decay; offload.AdamW's is decoupled: leave it "
+            "out, or set weight_decay=0"
+        )
     beta1, beta2 = group["betas"]
     made = Group(
         lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=float(group["eps"]),
@@ -196,7 +205,8 @@ def trainer_optimizer(
 
     Raises:
         OffloadError: ``args`` ask for fp16, for another optimizer than AdamW, for torch.compile,
-            for the best weights in the place of the last, or for clipping with ``in_backward``.
+            for the best weights in the place of the last, for evaluation in another dtype, or for
+            clipping with ``in_backward``.
     """
     if getattr(args, "fp16", False):
         raise OffloadError("fp16 with a GradScaler is not supported; use bf16=True, or neither")
@@ -217,6 +227,13 @@ def trainer_optimizer(
             "the model is open; leave it out, and load trainer.state.best_model_checkpoint when "
             "training is over (metric_for_best_model and save_strategy='best' still choose it)"
         )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name, False):
+            raise OffloadError(
+                f"{name}=True cannot be used: it converts the model to evaluate it, and streamed "
+                f"weights keep their dtype; leave it out (a dtype is chosen when the model is "
+                f"loaded: dtype='bfloat16')"
+            )
     if in_backward and args.max_grad_norm and args.max_grad_norm > 0:
         raise OffloadError(
             f"in_backward=True cannot clip, and max_grad_norm is {args.max_grad_norm}: set it to "

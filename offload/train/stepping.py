@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from offload.train.device_tier import Homes
 from offload.train.grads import Gradients
 from offload.train.layout import Piece, TrainLayout
+from offload.train.lazy_grad import GradientError
 from offload.train.order import UseOrder
 from offload.train.steps import Clock, Group, NotFinite, StepResult
 from offload.train.updates import Job, Updater
@@ -42,6 +43,8 @@ class Stepping:
         """Set: update inside backward, with these hyper-parameters."""
         self.torn = False
         """Whether updates of a step have begun that is not taken (yet): only inside backward."""
+        self._updated: set[int] = set()
+        """Blocks that were updated in this step already: only inside backward."""
         self.last_micro_batch = True
         """Whether gradients of this backward complete the step."""
         self.rounds: Rounds | None = None
@@ -129,13 +132,29 @@ class Stepping:
     def _update_now(self, blocks: Collection[int]) -> None:
         if self.in_backward is not None:
             self.torn = True
-            self._update([b for b in blocks if self.gradients.pieces(b)], self.in_backward, 1.0)
+            now = [b for b in blocks if self.gradients.pieces(b)]
+            self._check_first(now)
+            self._update(now, self.in_backward, 1.0)
             limit = self.gradient_limit
             if limit is not None:
                 with self.shared.changed, self.weights.idle():
                     self.shared.wait_for(
                         lambda: self.gradients.leaving_bytes() <= limit, "updates inside backward"
                     )
+
+    def _check_first(self, blocks: Collection[int]) -> None:
+        """Raise GradientError if one of these has had its update of this step: the rest of its
+        gradient would be taken for another step's."""
+        for block in sorted(self._updated.intersection(blocks)):
+            name = self.layout.blocks[block].pieces[min(self.gradients.pieces(block))].param
+            raise GradientError(
+                f"more of the gradient of {name} comes after in_backward=True has made its update "
+                f"of this step (some weights are those behind it by now: load the model again). "
+                f"Several backward passes a step: all but the last go into "
+                f"optimizer.accumulating(). A loss of several forward passes, or of weights "
+                f"themselves: drop in_backward=True. And call step() after each last backward"
+            )
+        self._updated.update(blocks)
 
     def step(self, group_of: Callable[[Piece], Group], max_norm: float = 0.0) -> StepResult:
         """Take a step with the gradients of the backward passes since the last one.
@@ -158,6 +177,7 @@ class Stepping:
             self._update(self.gradients.blocks(), group_of, clip)
         self.gradients.clear_sums()
         self.torn = False
+        self._updated.clear()
         with self.shared.changed:
             self.order.end_step()
         if not self.skip_untouched:

@@ -86,6 +86,34 @@ def test_accumulation_with_updates_inside_backward_is_declared(tiny: Any) -> Non
         assert close(model, wanted)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_gradient_that_comes_after_its_update_is_no_second_update(tiny: Any, family: str) -> None:
+    ids = next(batches(1))
+    with streamed(tiny(family)) as model:
+        ours = AdamW(model.parameters(), lr=1e-3, in_backward=True)
+        model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(GradientError, match=r"accumulating\(\)"):
+            model(input_ids=ids, labels=ids).loss.backward()
+    with streamed(tiny(family)) as model:
+        ours = AdamW(model.parameters(), lr=1e-3, in_backward=True)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            ours.step()
+        penalty = sum(p.pow(2).sum() for p in model.parameters())  # behind the layers, in backward
+        with pytest.raises(GradientError, match="weights themselves"):
+            (model(input_ids=ids, labels=ids).loss + penalty).backward()
+
+
+@pytest.mark.parametrize(
+    "what", [{"maximize": True}, {"amsgrad": True}, {"decoupled_weight_decay": False}]
+)
+def test_what_a_group_asks_for_is_done_or_refused(tiny: Any, what: dict[str, Any]) -> None:
+    with streamed(tiny()) as model:
+        with pytest.raises(OffloadError, match=next(iter(what))):
+            AdamW([{"params": list(model.parameters()), **what}])
+        AdamW([{"params": list(model.parameters()), "amsgrad": False, "foreach": True}])
+
+
 # -- reading weights --------------------------------------------------------------------------
 
 

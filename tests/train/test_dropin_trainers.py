@@ -188,6 +188,8 @@ def test_arguments_that_cannot_be_obeyed(tmp_path: Path) -> None:
     best = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     with pytest.raises(OffloadError, match="best_model_checkpoint"):
         trainer_optimizer(arguments(tmp_path, load_best_model_at_end=True, **best))
+    with pytest.raises(OffloadError, match="bf16_full_eval"):
+        trainer_optimizer(arguments(tmp_path, bf16_full_eval=True))
     with pytest.raises(OffloadError, match="torch_compile"):
         trainer_optimizer(arguments(tmp_path, torch_compile=True))
 
