@@ -43,7 +43,8 @@ def rope_parameters(
     if not meta.has("rope.scaling.type"):  # then llama.cpp takes a factor to be of linear scaling
         keys = (factor_key, "rope.scale_linear")  # the latter in files of 2023
         factor_key = next((key for key in keys if meta.has(key)), "")
-        kind = "linear" if factor_key and meta.positive(factor_key) != 1 else "none"
+        # ... and 0 to be none.
+        kind = "linear" if factor_key and meta.real(factor_key, 0.0) not in (0, 1) else "none"
     if FREQS in meta.gguf.tensors:
         if kind != "none":
             meta.refuse(f"it has {FREQS} and {kind} scaling; the two together are not supported")
