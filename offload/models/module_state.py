@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ _POSITIONS = "rope_deltas"
 _ROTATION = ("inv_freq", "original_inv_freq", "max_seq_len_cached", "attention_scaling")
 """What transformers changes in a rotary embedding of the kind "dynamic", also behind a prefix for
 each type of layers."""
+_KIND, _CHILD = "attention_type", "self"
+"""BigBird attends in blocks until it is given a text that is too short for it, and then never
+again: it keeps the kind's name in every module, and puts another module where the attention was."""
 _ABSENT = object()
 
 
@@ -64,6 +67,10 @@ def state_places(model: nn.Module) -> list[Place]:
         found += [Place(own, name) for name in names if name in own]
         if _POSITIONS in own:
             found.append(Place(own, _POSITIONS))
+        if _KIND in own and hasattr(module, f"set_{_KIND}"):
+            found.append(Place(own, _KIND))
+            if _CHILD in module._modules:
+                found.append(Place(cast("dict[str, Any]", module._modules), _CHILD))
         for prefix in _growing(module):
             for name in _ROTATION:
                 name = prefix + name

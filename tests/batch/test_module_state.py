@@ -45,6 +45,25 @@ def test_sequences_do_not_see_each_others(family: str, ram: str, tmp_path: Path)
         assert torch.equal(logits(model, PROMPTS[0], 6), alone[0]), "nothing is left behind"
 
 
+def test_a_short_text_does_not_change_the_attention_of_others(tmp_path: Path) -> None:
+    sparse = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+    directory = write("big_bird", tmp_path, config=tiny_config("big_bird", **sparse))
+    long, short = tuple(range(40, 3, -1)), (5, 6, 7)  # blocks are for more than 28 tokens
+    with opened(directory, "200MiB", sequences=1) as model:
+        alone = logits(model, long, 3)
+        assert not torch.equal(logits(model, long, 3), alone), "transformers' own does not go back"
+    with opened(directory, "200MiB") as model:
+        with Conductor(model) as conductor:
+            conductor.start(lambda: logits(model, short, 3))
+            running = [conductor.start(lambda: logits(model, long, 3))]
+            conductor.run()
+            running.append(conductor.start(lambda: logits(model, long, 3)))
+            conductor.run()
+        for sequence in running:
+            assert torch.equal(sequence.result, alone)
+        assert torch.equal(logits(model, long, 3), alone), "nothing is left behind"
+
+
 def test_a_state_in_modules_is_no_prefix(tmp_path: Path) -> None:
     directory = write("recurrent_gemma", tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match=r"keeps its state .*not in a cache"):
