@@ -52,6 +52,27 @@ def test_ctrl_c_after_the_first_token(dense: Path, tmp_path: Path) -> None:
     assert list(disk.iterdir()) == []
 
 
+WITHIN_IMPORTS = """
+import os, runpy, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+runpy.run_module("offload", run_name="__main__")
+"""
+
+
+def test_ctrl_c_before_a_command_begins() -> None:
+    words = [sys.executable, "-c", WITHIN_IMPORTS, "--version"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert ended.stdout == ended.stderr == ""
+
+
 def test_a_reader_that_goes_away(dense: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with started(dense, disk) as generating:
