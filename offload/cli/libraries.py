@@ -8,6 +8,11 @@ import sys
 import warnings
 from typing import Any
 
+from offload.errors import OffloadError
+
+_WITHOUT_DOCSTRINGS = 2
+"""The level of optimisation, ``-OO``, from which on Python drops docstrings."""
+
 
 class _Stderr(logging.Handler):
     """Writes to whatever ``sys.stderr`` is at that moment: a progress bar may have taken it."""
@@ -21,7 +26,12 @@ class _Stderr(logging.Handler):
 
 def set_up(*, verbose: bool) -> None:
     """Our own log goes to stderr from warnings on (from infos on if ``verbose``); transformers,
-    its warnings and progress bars are silent unless ``verbose``."""
+    its warnings and progress bars are silent unless ``verbose``.
+
+    Raises:
+        OffloadError: they cannot work in a process like this one.
+    """
+    _check_process()
     # Nothing is ever downloaded, so a library that asks the hub would only wait for a timeout.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,3 +53,19 @@ def set_up(*, verbose: bool) -> None:
         control: Any = theirs
         control.set_verbosity_error()
         control.disable_progress_bar()
+
+
+def _check_process() -> None:
+    """What libraries end with in ways that say nothing of the reason."""
+    if sys.flags.optimize >= _WITHOUT_DOCSTRINGS:
+        raise OffloadError(
+            "Python drops docstrings (-OO, or PYTHONOPTIMIZE=2), from which transformers makes its "
+            "classes; unset it, or use -O"
+        )
+    try:
+        os.getcwd()
+    except OSError as error:  # MKL finds nothing from there, and ends the process
+        raise OffloadError(
+            f"the current directory cannot be used ({error.strerror}), and torch does not compute "
+            f"without one; change into another"
+        ) from error

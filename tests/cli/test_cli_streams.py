@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from cli_support import START
 
+import offload
+
 FULL = Path("/dev/full")
 
 
@@ -64,3 +66,23 @@ def test_no_file_gets_the_place_of_a_closed_stream() -> None:
     command = 'exec "$0" -c "$1" <&- >&- 2>&-'
     done = subprocess.run(["sh", "-c", command, sys.executable, FIRST_FILE], timeout=60)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "said"),
+    [
+        ("mkdir gone; cd gone; rmdir ../gone", "", "the current directory cannot be used"),
+        ("true", "-OO", "Python drops docstrings"),
+    ],
+)
+def test_a_process_in_which_libraries_cannot_work(
+    before: str, options: str, said: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'{before}; exec "$0" {options} -m offload plan -m /nothing', sys.executable],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(offload.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {said}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
