@@ -94,6 +94,9 @@ class Clock:
                 cleared += 1
                 first = first or block
             used.move_to_end(block)
+        if first is not None:  # a full turn, and the hand goes on to it past what cannot go
+            while (block := next(iter(used))) != first:
+                used.move_to_end(block)
         return first
 
 

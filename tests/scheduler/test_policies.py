@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload.scheduler.frequency import KeyHeap, Lfu, Mrs
@@ -160,8 +160,17 @@ events = st.lists(
 )
 
 
+PAST_ONE_THAT_STAYS = [
+    *(("touch", block, None) for block in ("g0e2", "g0e0", "g0e0", "g0e1", "g0e1")),
+    ("victim", {"g0e0", "g0e3", "g1e0", "g0e1"}, None),
+    ("victim", {"g0e0", "g0e2", "g0e3", "g0e1"}, None),
+]
+"""A clock's hand goes on from where it took something, after a full turn, too."""
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 @given(events=events)
+@example(events=PAST_ONE_THAT_STAYS)
 def test_a_policy_is_its_definition(name: str, events: list[Any]) -> None:
     policy, model = make_policy(name, GROUPS, KEPT), MODELS[name]()
     for what, arg, scores in events:
