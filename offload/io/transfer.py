@@ -232,12 +232,10 @@ class FileStore:
         settle: Settle | None = None,
     ) -> tuple[Transfer, bool]:
         """A transfer that ``close`` waits for, and whether the store is open (else it failed)."""
+        transfer = Transfer(title, view, payload_bytes, settle, self._landed)
         with self._idle:
             is_open = not self._closed
-            if is_open:
-                self._in_flight += 1
-        landed = self._landed if is_open else None
-        transfer = Transfer(title, view, payload_bytes, settle, landed)
+            self._in_flight += 1
         if not is_open:
             transfer.fail(ClosedError(f"{title}: the store is closed"))
         return transfer, is_open
