@@ -22,6 +22,7 @@ from offload.cli.planning import find_model, make_plan
 from offload.cli.session import Wish, close_model, measured_tokenizer, open_model, say_kernel_error
 from offload.cli.session import stop_between_units as stop_between
 from offload.cli.signals import raise_received, signals_wait
+from offload.cli.template import check_settings
 from offload.cli.text import StoppedText, TextDecoder
 from offload.cpu_ops import row_products
 from offload.errors import OffloadError
@@ -66,6 +67,7 @@ def run(files: Files, wish: Wish) -> None:
         raise OffloadError(
             f"{model_name(directory)} has no tokenizer, which --batch needs; copy its files there"
         )
+    check_settings(wish.template, tokenizer, directory)
     with stopped_at(prompt_time(files.output)) as clock:
         tasks, keys, context = make_tasks(jobs, wish, tokenizer, directory, config)
     with Answers(files.output, keys) as answers:

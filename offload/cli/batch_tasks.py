@@ -12,6 +12,7 @@ from offload.batch.runner import Task
 from offload.cli import prompt
 from offload.cli.planning import context_limit, fit_context
 from offload.cli.session import Wish
+from offload.cli.template import template_ids
 from offload.errors import OffloadError
 from offload.io.pack_manifest import MANIFEST, is_pack
 from offload.io.safetensors import CheckpointIndex
@@ -57,7 +58,7 @@ def make_tasks(
     limit = context_limit(config)
     for job in jobs:
         try:
-            ids = _ids(job, tokenizer, raw=wish.raw, directory=directory)
+            ids = _ids(job, tokenizer, wish, directory)
             prompt.check_ids(ids, config)
             new, context = fit_context(
                 prompt=len(ids),
@@ -92,14 +93,23 @@ def make_tasks(
     return tasks, keys, longest
 
 
-def _ids(job: Job, tokenizer: Any, *, raw: bool, directory: Path) -> list[int]:
+def _ids(job: Job, tokenizer: Any, wish: Wish, directory: Path) -> list[int]:
     if job.messages is None:
-        return prompt.encode(prompt.Asked(text=job.prompt), tokenizer, raw=raw, directory=directory)
+        asked = prompt.Asked(text=job.prompt)
+        return prompt.encode(
+            asked, tokenizer, raw=wish.raw, directory=directory, settings=wish.template
+        )
     if not getattr(tokenizer, "chat_template", None):
         raise OffloadError(
             f"{model_name(directory)} has no chat template for messages; give a prompt instead"
         )
-    return prompt.template_ids(job.messages, tokenizer, directory, way_out="give a prompt instead")
+    return template_ids(
+        job.messages,
+        tokenizer,
+        directory,
+        way_out="give a prompt instead",
+        settings=wish.template,
+    )
 
 
 __all__ = ["facts_of", "make_tasks"]

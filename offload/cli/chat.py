@@ -12,6 +12,7 @@ from offload.cli.chat_history import Overflow
 from offload.cli.chat_input import open_source
 from offload.cli.prompt import read_text
 from offload.cli.sampling import Sampling
+from offload.cli.template import parse_settings
 from offload.cli.tracing import Tracing, check_picture
 from offload.errors import OffloadError
 
@@ -70,6 +71,7 @@ def chat(
     seed: flags.Seed = None,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
+    template: flags.Template = None,
     quant: flags.Quant = None,
     kernels: flags.Kernels = None,
     ram: flags.Ram = None,
@@ -111,6 +113,7 @@ def chat(
         system = read_text(system_file, "--system-file")
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
+    settings = parse_settings(template)
     reads = (system_file, routing)
     targets = {
         "--json": json_file, "--record-routing": record_routing, "--trace": trace,
@@ -152,6 +155,7 @@ def chat(
             model=model,
             quant=None if quant is None else quant.value,
             system=system,
+            template=settings,
             context=context,
             max_new_tokens=max_new_tokens,
             overflow=overflow,

@@ -21,6 +21,7 @@ from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.report import resident_note
 from offload.cli.sampling import Sampling
 from offload.cli.signals import Interrupted, raise_received, signals_wait
+from offload.cli.template import check_settings
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.load import Prepared
@@ -44,6 +45,7 @@ class Wish:
     model: str
     quant: str | None
     system: str | None
+    template: Mapping[str, Any]
     context: int | None
     max_new_tokens: int | None
     overflow: Overflow
@@ -73,10 +75,12 @@ def run_chat(wish: Wish, source: Source) -> None:
     decode.check_can_generate(model_class(config), model_name(directory))
     tokenizer, tokenizer_bytes = session.measured_tokenizer(directory)
     check_template(tokenizer, directory)
+    check_settings(wish.template, tokenizer, directory)
     terms = Terms(
         directory=directory,
         config=config,
         tokenizer=tokenizer,
+        template=wish.template,
         context=chat_context(wish.context, wish.max_new_tokens, context_limit(config)),
         new_tokens=wish.max_new_tokens,
         stops=wish.stops,

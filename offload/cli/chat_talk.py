@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from offload.cli import console, decode, prompt
 from offload.cli.chat_cache import KeptCache
 from offload.cli.chat_history import Conversation, Exchange, Overflow
 from offload.cli.signals import signals_wait
+from offload.cli.template import template_ids
 from offload.cli.text import TextDecoder
 from offload.errors import OffloadError
 
@@ -23,12 +24,14 @@ class Terms:
     """What holds for the whole conversation. Token counts.
 
     ``context``: of prompt and answer together; memory is set aside for so many.
+    ``template``: settings that the chat template reads.
     ``new_tokens``: of one answer at most; None: as many as the context takes.
     """
 
     directory: Path
     config: Any
     tokenizer: Any
+    template: Mapping[str, Any]
     context: int
     new_tokens: int | None
     stops: tuple[str, ...]
@@ -49,8 +52,12 @@ class Terms:
         way_out = "'offload generate' takes plain text"
         if conversation.system is not None:
             way_out = "it may not know system prompts: try without"
-        ids = prompt.template_ids(
-            conversation.visible(), self.tokenizer, self.directory, way_out=way_out
+        ids = template_ids(
+            conversation.visible(),
+            self.tokenizer,
+            self.directory,
+            way_out=way_out,
+            settings=self.template,
         )
         if not ids:
             raise OffloadError("the chat template makes no tokens of this; write some more text")

@@ -310,6 +310,14 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
 ]
+Template = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A setting that the model's chat template reads, such as enable_thinking=false or "
+        "reasoning_effort=low; may be given several times.",
+    ),
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")]
 HardwareName = Annotated[
     str | None,

@@ -10,6 +10,7 @@ import typer
 from offload.cli import flags, output
 from offload.cli.prompt import Asked, read_prompt
 from offload.cli.sampling import Sampling
+from offload.cli.template import parse_settings
 from offload.cli.tracing import Tracing, check_picture
 from offload.errors import OffloadError
 
@@ -73,6 +74,7 @@ def generate(
     seed: flags.Seed = None,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
+    template: flags.Template = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not put the prompt through the chat template.")
     ] = False,
@@ -128,6 +130,10 @@ def generate(
     asked = Asked() if batched else read_prompt(prompt, prompt_file, prompt_ids)
     sampling = Sampling(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     flags.check_stops(stop)
+    settings = parse_settings(template)
+    if settings and (raw or prompt_ids is not None):
+        other = "--raw" if raw else "--prompt-ids"
+        raise OffloadError(f"--template is for the chat template, which {other} does without")
     reads = (prompt_file, batch, plan, routing)
     targets = {
         "--json": json_file, "--output": batched[1] if batched is not None else None,
@@ -169,6 +175,7 @@ def generate(
         quant=None if quant is None else quant.value,
         asked=asked,
         raw=raw,
+        template=settings,
         max_new_tokens=max_new_tokens,
         context=context,
         sampling=sampling,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.cli.flags import check_text
+from offload.cli.template import some, template_ids
 from offload.errors import CheckpointError, OffloadError
 from offload.models.naming import model_name
 
@@ -123,8 +124,18 @@ def load_tokenizer(directory: Path) -> Any | None:
         ) from error
 
 
-def encode(asked: Asked, tokenizer: Any | None, *, raw: bool, directory: Path) -> list[int]:
+def encode(
+    asked: Asked,
+    tokenizer: Any | None,
+    *,
+    raw: bool,
+    directory: Path,
+    settings: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Ids of the prompt; text goes through the chat template as a user's message unless ``raw``.
+
+    Args:
+        settings: for the template, e.g. ``enable_thinking``.
 
     Raises:
         OffloadError: text without a tokenizer, a template that fails, or nothing to start from.
@@ -140,37 +151,14 @@ def encode(asked: Asked, tokenizer: Any | None, *, raw: bool, directory: Path) -
         ids = tokenizer(asked.text)["input_ids"]
     else:
         message = [{"role": "user", "content": str(asked.text)}]
-        ids = template_ids(message, tokenizer, directory, way_out="use --raw to do without it")
-    return _some(ids)
-
-
-def template_ids(
-    messages: Sequence[Mapping[str, str]], tokenizer: Any, directory: Path, *, way_out: str
-) -> list[int]:
-    """Ids of messages put through the chat template, up to where the answer begins.
-
-    Args:
-        messages: each with ``role`` and ``content``.
-        way_out: what the user can do if the template refuses them.
-
-    Raises:
-        OffloadError: the template fails, or nothing comes of it.
-    """
-    try:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        ids = template_ids(
+            message,
+            tokenizer,
+            directory,
+            way_out="use --raw to do without it",
+            settings=settings,
         )
-    except Exception as error:
-        raise OffloadError(
-            f"the chat template of {model_name(directory)} fails: {error}; {way_out}"
-        ) from error
-    return _some(ids)
-
-
-def _some(ids: Sequence[int]) -> list[int]:
-    if not ids:
-        raise OffloadError("the prompt has no tokens; give some more text")
-    return [int(i) for i in ids]
+    return some(ids)
 
 
 def check_ids(ids: Sequence[int], config: Any) -> None:

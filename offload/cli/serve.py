@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from offload.cli import flags, output
+from offload.cli.template import parse_settings
 from offload.errors import OffloadError
 
 PARALLEL, QUEUE, CHUNK, GRACE_S = 4, 64, 256, 10.0
@@ -75,6 +76,7 @@ def serve(
     guess: flags.Guess = True,
     expert_policy: flags.ExpertPolicy = None,
     routing: flags.RoutingFile = None,
+    template: flags.Template = None,
     json_file: flags.JsonFile = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -87,6 +89,7 @@ def serve(
     says nothing. Ctrl-C or SIGTERM: nothing new is taken, what runs is finished within --grace.
     """  # fmt: skip
     output.check_target(json_file, "--json")
+    settings = parse_settings(template)
     check_extra()
     from offload.cli import libraries
 
@@ -122,6 +125,7 @@ def serve(
             host=host,
             port=port,
             keys=tuple(api_key or ()),
+            template=settings,
             context=context,
             parallel=parallel,
             max_queue=max_queue,

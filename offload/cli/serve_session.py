@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from offload.cli import console, decode, output, report, session, view
 from offload.cli.chat_session import chat_context
 from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.signals import raise_received, signals_wait
+from offload.cli.template import check_settings
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
@@ -41,6 +43,7 @@ class Wish:
     host: str
     port: int
     keys: tuple[str, ...]
+    template: Mapping[str, Any]
     context: int | None
     parallel: int
     max_queue: int
@@ -76,6 +79,7 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
     config = read_config(directory)
     decode.check_can_generate(model_class(config), name)
     tokenizer, tokenizer_bytes = session.measured_tokenizer(directory)
+    check_settings(wish.template, tokenizer, directory)
     context = chat_context(wish.context, None, context_limit(config))
     chunk = min(wish.prefill_chunk, context)
     prepared = make_plan(
@@ -94,7 +98,13 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
         try:
             session.say_kernel_error(prepared, model)
             session.say_lost_stops(model, tokenizer)
-            prompts = Prompts(tokenizer, directory=directory, config=config, context=context)
+            prompts = Prompts(
+                tokenizer,
+                directory=directory,
+                config=config,
+                context=context,
+                settings=wish.template,
+            )
             engine = Engine(
                 model,
                 tokenizer=tokenizer,

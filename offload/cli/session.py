@@ -15,6 +15,7 @@ from offload.cli.frozen import Frozen
 from offload.cli.planning import Wanted, context_limit, find_model, fit_context, make_plan
 from offload.cli.sampling import Sampling
 from offload.cli.signals import raise_received, signals_wait
+from offload.cli.template import check_settings
 from offload.cli.text import IdDecoder, TextDecoder
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
@@ -36,6 +37,7 @@ class Wish:
     quant: str | None
     asked: prompt.Asked
     raw: bool
+    template: Mapping[str, Any]
     max_new_tokens: int | None
     context: int | None
     sampling: Sampling
@@ -64,7 +66,10 @@ def run_session(wish: Wish) -> None:
         raise OffloadError(
             f"--stop needs text, and {model_name(directory)} has no tokenizer; drop it"
         )
-    ids = prompt.encode(wish.asked, tokenizer, raw=wish.raw, directory=directory)
+    check_settings(wish.template, tokenizer, directory)
+    ids = prompt.encode(
+        wish.asked, tokenizer, raw=wish.raw, directory=directory, settings=wish.template
+    )
     prompt.check_ids(ids, config)
     frozen = None if wish.wanted.plan is None else Frozen(wish.wanted.plan)
     new_tokens, context = fit_context(

@@ -93,7 +93,7 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
         if isinstance(body, ChatBody):
             wanted = _agreed(wanted, body.max_completion_tokens)
             said = [{"role": _role(m.role), "content": m.content} for m in body.messages]
-            ids = await prompts.of_messages(said)
+            ids = await prompts.of_messages(said, _settings(body))
         else:
             assert isinstance(body, CompletionBody)
             ids = await prompts.of_prompt(body.prompt)
@@ -231,6 +231,19 @@ def _agreed(one: int | None, other: int | None) -> int | None:
             param="max_tokens",
         )
     return one if other is None else other
+
+
+def _settings(body: ChatBody) -> dict[str, Any]:
+    """What a request wants the chat template to read besides the messages."""
+    found = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is not None and found.setdefault("reasoning_effort", effort) != effort:
+        raise Problem(
+            400,
+            f"reasoning_effort {effort!r} and that of chat_template_kwargs contradict each other",
+            param="reasoning_effort",
+        )
+    return found
 
 
 def _role(role: str) -> str:

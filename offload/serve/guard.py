@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import json
+from collections import Counter
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -121,6 +123,8 @@ class Guard:
         first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if message["type"] == "http.disconnect":
             first = [message]
+        else:
+            check_json(bytes(body))
 
         async def replay() -> Message:
             return first.pop() if first else await receive()
@@ -135,6 +139,32 @@ class Guard:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+def check_json(body: bytes) -> None:
+    """Say what is wrong with a body that is not JSON; the routes read it only after.
+
+    Raises:
+        Problem: it is not, or a field stands in it twice: one of the two would not count.
+    """
+    twice: list[str] = []
+
+    def once(pairs: list[tuple[str, object]]) -> None:
+        counts = Counter(key for key, _ in pairs)
+        twice.extend(key for key, times in counts.items() if times > 1)
+
+    try:
+        json.loads(body, object_pairs_hook=once)
+    except UnicodeDecodeError as error:
+        raise Problem(400, f"the body is not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise Problem(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise Problem(400, "the body is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise Problem(400, f"the body cannot be read: {error}") from None
+    if twice:
+        raise Problem(400, f"{twice[0]}: it stands there twice; give it once", param=twice[0])
 
 
 class _Incoming:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from offload.cli import prompt
+from offload.cli.template import check_settings, template_ids
 from offload.errors import OffloadError
 from offload.serve.problems import Problem, far_too_long, too_long
 
@@ -29,12 +30,20 @@ class Prompts:
     """
 
     def __init__(
-        self, tokenizer: Any | None, *, directory: Path, config: Any, context: int
+        self,
+        tokenizer: Any | None,
+        *,
+        directory: Path,
+        config: Any,
+        context: int,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
             context: tokens of prompt and answer together.
+            settings: of the chat template, where a request has no other.
         """
+        self._settings = dict(settings or {})
         self.context = context
         self._tokenizer = tokenizer
         self._directory = directory
@@ -48,18 +57,34 @@ class Prompts:
         """Bytes of a request that could still fit the context."""
         return max(LEAST_BODY, self.context * CHARACTERS_PER_TOKEN)
 
-    async def of_messages(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """Raises Problem: the chat template is missing or refuses them."""
+    async def of_messages(
+        self, messages: Sequence[dict[str, str]], settings: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """
+        Args:
+            settings: of this request, for the chat template.
+
+        Raises:
+            Problem: the chat template is missing, refuses them, or reads no such setting.
+        """
 
         def encode() -> list[int]:
+            try:
+                check_settings(settings or {}, self._tokenizer, self._directory, flag="")
+            except OffloadError as error:
+                raise Problem(400, str(error), param="chat_template_kwargs") from error
             self._refuse_far_too_long("\n".join(m["content"] for m in messages), "messages")
             if not getattr(self._tokenizer, "chat_template", None):
                 raise OffloadError(
                     "this model has no chat template: nothing says how it tells messages apart; "
                     "/v1/completions continues plain text"
                 )
-            return prompt.template_ids(
-                messages, self._tokenizer, self._directory, way_out="it may not know such a role"
+            return template_ids(
+                messages,
+                self._tokenizer,
+                self._directory,
+                way_out="it may not know such a role",
+                settings={**self._settings, **(settings or {})},
             )
 
         return await self._run(encode, "messages")

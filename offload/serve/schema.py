@@ -3,6 +3,8 @@
 A field that nobody knows is an error and not ignored: a misspelt ``max_token`` would otherwise
 cost minutes on a model that streams. Fields of OpenAI's that this server does not carry out are
 taken at the value that asks for nothing (``n`` 1, no tools, no log probabilities).
+``chat_template_kwargs`` are vLLM's and llama.cpp's; ``reasoning_effort`` is one of them where the
+model's chat template reads it, and an error where it does not.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    model_validator,
 )
 
 from offload.cli.sampling import Sampling
@@ -76,6 +79,15 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, given: Any) -> Any:
+        """Clients send the fields of their own classes, most of them null: that asks for nothing,
+        whatever the field."""
+        if not isinstance(given, dict):
+            return given
+        return {k: v for k, v in given.items() if v is not None or k in cls.model_fields}
 
 
 class StreamOptions(_Strict):
@@ -157,6 +169,9 @@ class ChatBody(Body):
     modalities: list[Literal["text"]] | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
+    verbosity: Literal["medium"] | None = None
+    reasoning_effort: Annotated[str, StringConstraints(max_length=100)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,15 @@ def make_engine(
 
 
 def make_guarded(
-    engine: Engine, tokenizer: Any, keys: Sequence[str] = (), name: str = "tiny_moe"
+    engine: Engine,
+    tokenizer: Any,
+    keys: Sequence[str] = (),
+    name: str = "tiny_moe",
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[Guard, Prompts]:
-    prompts = Prompts(tokenizer, directory=TINY, config=read_config(TINY), context=CONTEXT)
+    prompts = Prompts(
+        tokenizer, directory=TINY, config=read_config(TINY), context=CONTEXT, settings=settings
+    )
     app = make_app(engine, prompts, model=name)
     return Guard(app, keys=keys, body_limit=prompts.body_limit, local_only=not keys), prompts
 

@@ -216,6 +216,73 @@ def test_what_is_no_body_at_all(served: Any, content: bytes) -> None:
     assert engine.state == "ok"
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"{", "not JSON: Expecting property name"), (b"\xc3(", "not UTF-8 text (byte 0)"),
+     (b"[" * 100_000, "nested too deeply"), (b'{"prompt": ' + b"1" * 5000 + b"}", "digits"),
+     (b'{"prompt": "x", "n": 1, "prompt": "y"}', "prompt: it stands there twice"),
+     (b'{"prompt": "x", "stream_options": {"a": 1, "a": 2}}', "a: it stands there twice")],
+)  # fmt: skip
+def test_why_a_body_cannot_be_read(served: Any, content: bytes, said: str) -> None:
+    app, _ = served
+    kind = {"Content-Type": "application/json"}
+    send = lambda http: http.post("/v1/completions", content=content, headers=kind)  # noqa: E731
+    refused(run(app, send), 400, said)
+
+
+def test_a_null_asks_for_nothing(served: Any) -> None:
+    """Clients send all fields of their classes, also those of a newer interface."""
+    app, _ = served
+    said = [*MESSAGES, {"role": "assistant", "content": "It", "reasoning_content": None}]
+    body = {
+        "messages": [*said, *MESSAGES], "max_tokens": 2, "prediction": None, "web_search": None,
+        "verbosity": "medium", "reasoning_effort": None,
+    }  # fmt: skip
+    assert post(app, CHAT, body).status_code == 200
+
+
+def test_settings_of_the_chat_template(
+    served: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, engine = served
+
+    def prompt_tokens(**more: Any) -> int:
+        answer = post(app, CHAT, {"messages": MESSAGES, "max_tokens": 1, **more})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens"])
+
+    kwargs: Any = {"enable_thinking": False}
+    error = refused(
+        post(app, CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}), 400,
+        "knows no such setting",
+    )  # fmt: skip
+    assert error["param"] == "chat_template_kwargs"
+    more = (
+        "{{ reasoning_effort | default('') }}{% if not enable_thinking | default(true) %}"
+        "<think>{% endif %}"
+    )
+    monkeypatch.setattr(alone.tokenizer, "chat_template", str(alone.tokenizer.chat_template) + more)
+    plain = prompt_tokens()
+    assert plain == len(alone.chat_ids(MESSAGES))
+    low = prompt_tokens(reasoning_effort="low")
+    assert low > plain
+    assert prompt_tokens(chat_template_kwargs={"reasoning_effort": "low"}) == low
+    assert prompt_tokens(chat_template_kwargs=kwargs) > plain
+    both = {"messages": MESSAGES, "reasoning_effort": "low",
+            "chat_template_kwargs": {"reasoning_effort": "high"}}  # fmt: skip
+    refused(post(app, CHAT, both), 400, "contradict")
+    # The server's own settings hold where a request has none.
+    served_so, prompts = make_guarded(engine, alone.tokenizer, settings=kwargs)
+    try:
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        got = post(served_so, CHAT, body).json()["usage"]["prompt_tokens"]
+        assert got == prompt_tokens(chat_template_kwargs=kwargs)
+        off = {"chat_template_kwargs": {"enable_thinking": True}}
+        assert post(served_so, CHAT, body | off).json()["usage"]["prompt_tokens"] == plain
+    finally:
+        prompts.close()
+
+
 def test_what_is_switched_off_is_off() -> None:
     """Whatever the checkpoint says; what is left out is as the checkpoint says."""
 
