@@ -106,7 +106,7 @@ def test_float_weights_are_within_rounding(kind: Glu, biases: bool) -> None:
         # Their products on other instruction sets are test_gemm's: these compile for a minute.
         ("q8_0", "q8_0", ISAS[:1]),
         pytest.param("q8_0", "q8_0", ISAS, marks=pytest.mark.sweep),
-        pytest.param("q4_k", "q6_k", ISAS[:1], marks=pytest.mark.slow),
+        pytest.param("q4_k", "q6_k", ISAS[:1], marks=pytest.mark.sweep),
         pytest.param("mxfp4", "mxfp4", ISAS[:1], marks=pytest.mark.slow),
         pytest.param("q4_k", "q6_k", ISAS, marks=pytest.mark.sweep),
         pytest.param("mxfp4", "mxfp4", ISAS, marks=pytest.mark.sweep),

@@ -25,7 +25,7 @@ from offload.errors import OffloadError
 __all__ = ["restore_threads"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(("rows", "blocks", "tokens"), [(1, 1, 1), (83, 3, 7), (64, 5, 11)])
 def test_products(name: str, rows: int, blocks: int, tokens: int) -> None:

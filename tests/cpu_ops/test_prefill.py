@@ -31,7 +31,7 @@ def dequantized(name: str, rows: int, columns: int, kind: str, isa: str) -> torc
     return prefill.tensor_at(address, kind, rows, columns, stride).clone()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("isa", "name"), EVERY_ON_EACH)
 def test_values_are_the_references(name: str, isa: str) -> None:
     fmt = FORMATS[name]

@@ -234,6 +234,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_passes_that_would_come_to_something_else(
     reference: Any, tmp_path: Path, change: str

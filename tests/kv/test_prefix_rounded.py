@@ -184,6 +184,7 @@ def test_damage_is_computed_again(
             assert model.offload.prompts.last.damaged == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["q8", "q4"])
 def test_conversations(kind: str, packed: Path, tmp_path: Path) -> None:
     """The way of ``chat``: one cache from turn to turn, cropped to whole blocks."""

@@ -97,6 +97,7 @@ def recorded(
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("slots", "device"), [(8, "cpu"), (48, "sim")])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_tokens_whatever_the_policy(

@@ -120,9 +120,9 @@ def test_small_blocks_are_pinned_first() -> None:
 @pytest.mark.parametrize(("ssd", "gemv"), [(1.5e9, 2e10), (1.5e9, 1.5e9), (1.5e9, 1e9)])
 def test_more_ram_never_predicts_slower(ssd: float, gemv: float) -> None:
     least = minimum_budgets(transformer(2**40))[Tier.RAM]
-    step = (LAYERS + PAGE - least) // 30
+    step = (LAYERS + PAGE - least) // 15
     before = float("inf")
-    for i in range(32):
+    for i in range(17):
         request = transformer(least + i * step, ssd=ssd, gemv=gemv)
         plan = make_plan(request)
         check_placement(plan, request)

@@ -103,6 +103,7 @@ def test_accumulation(tiny: Any, place: str, accumulate: int, grad_dtype: str | 
         train(engine, oracle, accumulate, 0.5, steps=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("place", "clip"), paired([0.5, 0.0]))
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts(tiny: Any, family: str, place: str, clip: float) -> None:

@@ -135,7 +135,7 @@ CASES = {
 """By name: family, options, and how far routers may be from even ones."""
 
 ROOMS = ("all", "two", "least")
-WITH_EACH_ROOM = ("full", "experts", "a packed head", "layers below the first adapter")
+WITH_EACH_ROOM = ("full", "experts")
 
 
 def room_in_ci(case: str, room: str) -> bool:
