@@ -116,7 +116,7 @@ def drop_page_cache() -> bool:
 
 def offload_command(*args: str) -> list[str]:
     """The command line of this checkout."""
-    code = "import sys; from offload.cli.main import main; sys.exit(main())"
+    code = "import sys; from offload.__main__ import run; sys.exit(run())"
     return [sys.executable, "-c", code, *args]
 
 

@@ -10,6 +10,12 @@ from typing import Any
 
 from offload.errors import OffloadError
 
+SPINS = "3000"
+"""Of 20 to 50 ns each, by processor."""
+
+_OPENMP_WAITS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+"""What decides how libgomp's threads wait."""
+
 _WITHOUT_DOCSTRINGS = 2
 """The level of optimisation, ``-OO``, from which on Python drops docstrings."""
 
@@ -32,6 +38,7 @@ def set_up(*, verbose: bool) -> None:
         OffloadError: they cannot work in a process like this one.
     """
     _check_process()
+    _wait_briefly()
     # Nothing is ever downloaded, so a library that asks the hub would only wait for a timeout.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -53,6 +60,19 @@ def set_up(*, verbose: bool) -> None:
         control: Any = theirs
         control.set_verbosity_error()
         control.disable_progress_bar()
+
+
+def _wait_briefly() -> None:
+    """Have OpenMP's threads wait for each other on their cores for less than 0.2 ms, then sleep.
+
+    torch's runtime (libgomp) reads this when torch is first imported; what the user says of its
+    waiting stays. By itself it spins for some 5 ms: beside another program that wants a core a
+    thread then burns its share of one while its partner is kept from running. Never to spin
+    (``passive``) costs a fifth of the tokens on a machine that has nothing else to do, these spins
+    nothing (``benchmarks/busy.py``).
+    """
+    if not _OPENMP_WAITS & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def _check_process() -> None:

@@ -11,6 +11,7 @@ import pytest
 from cli_support import START
 
 import offload
+from offload.cli.libraries import SPINS
 
 FULL = Path("/dev/full")
 
@@ -86,3 +87,24 @@ def test_a_process_in_which_libraries_cannot_work(
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {said}"), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "77"}, "77"),
+                        ({"OMP_WAIT_POLICY": "passive"}, "0")],
+)  # fmt: skip
+def test_how_threads_wait_for_each_other(said: dict[str, str], spins: str) -> None:
+    """libgomp says what it goes by when torch is imported."""
+    code = (
+        "from offload.cli import libraries; libraries.set_up(verbose=False)\n"
+        "import sys; assert 'torch' not in sys.modules\n"
+        "import torch"
+    )
+    own = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=own | said | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this torch has another OpenMP runtime than libgomp")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
