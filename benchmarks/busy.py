@@ -55,6 +55,7 @@ def main() -> None:
             for name in args.waits:
                 run = one(args, name, count)
                 cells.setdefault(f"{count} {name}", []).append(run["decode_tok_s"])
+                print(f"  {count} {name}: {run['decode_tok_s']:.2f} tok/s", flush=True)
                 prompts.setdefault(f"{count} {name}", []).append(run["prefill_tok_s"])
     cores = os.cpu_count() or 1
     quiet = max(
