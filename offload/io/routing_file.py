@@ -254,14 +254,18 @@ class RoutingReader:
             layers = tuple(map(str, found["layers"]))
             experts = tuple(map(int, found["experts"]))
             header = RoutingHeader(layers, experts, str(found["model"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise self._damaged("its header cannot be read") from error
-        if not layers or len(layers) != len(experts) or min(experts) < 1:
+        # The writer's bounds: who reads makes lists of all experts.
+        sane = layers and len(layers) == len(experts) and len(layers) < _END_LAYER
+        if not sane or min(experts) < 1 or max(experts) >= NO_EXPERT:
             raise self._damaged("its header makes no sense")
         return header, zlib.crc32(line, zlib.crc32(first))
 
     def _exactly(self, file: BinaryIO, n: int) -> bytes:
-        data = file.read(n)
+        # A damaged length is a record of up to 4 TB: memory is asked for what is there alone.
+        there = n <= BUFFER_BYTES or n <= os.fstat(file.fileno()).st_size
+        data = file.read(n) if there else b""
         if len(data) < n:
             raise self._truncated()
         return data

@@ -92,6 +92,16 @@ def test_a_flipped_bit_anywhere(tmp_path: Path) -> None:
             list(RoutingReader(path))
 
 
+def test_a_length_beyond_all_memory(tmp_path: Path) -> None:
+    path = tmp_path / "routing"
+    broken = bytearray(write(path))
+    start = broken.index(b"\n", broken.index(b"\n") + 1) + 1
+    struct.pack_into("<IHBB", broken, start, 2**32 - 1, 0, 1, 255)  # a record of 4 TB
+    path.write_bytes(broken)
+    with pytest.raises(RoutingFileError, match="truncated"):
+        list(RoutingReader(path))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -103,6 +113,9 @@ def test_a_flipped_bit_anywhere(tmp_path: Path) -> None:
         (b'offload-routing 1\n{"layers": [], "experts": [], "model": ""}\n', "header"),
         (b'offload-routing 1\n{"layers": ["a"], "experts": [0], "model": ""}\n', "header"),
         (b'offload-routing 1\n{"layers": ["a"], "experts": ["x"], "model": ""}\n', "header"),
+        (b'offload-routing 1\n{"layers": ["a"], "experts": [1e999], "model": ""}\n', "header"),
+        (b'offload-routing 1\n{"layers": ["a"], "experts": [65535], "model": ""}\n', "header"),
+        (b"offload-routing 1\n" + b"[" * 100_000 + b"\n", "header"),
     ],
 )
 def test_not_a_routing(tmp_path: Path, content: bytes, words: str) -> None:
