@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from offload.serve import answers, events, metrics, page
+from offload.serve.connection import ON_PROBE
 from offload.serve.engine import Engine, Handle
 from offload.serve.guard import CLIENT
 from offload.serve.problems import Problem, failed
@@ -38,7 +39,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[events.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[events.Event | None] = asyncio.Queue()
 
     def post(self, event: events.Event) -> None:
         """From any thread. An answer that outlives its event loop has no reader."""
@@ -47,7 +48,13 @@ class Mailbox:
         except RuntimeError:
             logger.debug("an event came after the server's loop had ended")
 
-    async def get(self) -> events.Event:
+    def probe(self) -> None:
+        """On the loop: have something sent, to see whether anybody is there."""
+        if self._events.empty():
+            self._events.put_nowait(None)
+
+    async def get(self) -> events.Event | None:
+        """None: there is none yet, but something is to be sent."""
         return await self._events.get()
 
 
@@ -116,6 +123,7 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
         )
         shape = answers.Shape(model, chat=chat)
         if body.stream:
+            http.scope.get(ON_PROBE, []).append(mailbox.probe)
             return EventStream(_lines(mailbox, shape, body.include_usage), engine, handle)
         return await _whole(http, mailbox, shape, engine, handle)
 
@@ -176,6 +184,8 @@ async def _lines(
             yield answers.STILL_HERE
             continue
         match event:
+            case None:
+                yield answers.STILL_HERE
             case events.Piece(text):
                 yield answers.line(shape.piece(text))
             case events.Failed(problem):

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from offload.errors import OffloadError
+from offload.serve.connection import Connection
 from offload.serve.engine import Engine
 from offload.serve.guard import is_loopback
 
@@ -94,7 +95,7 @@ def run(
         access_log=verbose,
         lifespan="off",
         loop="asyncio",
-        http="h11",
+        http=Connection,
         ws="none",
         server_header=False,
         proxy_headers=False,

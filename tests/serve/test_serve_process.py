@@ -39,6 +39,18 @@ def ask(url: str, text: str, new_tokens: int = 8) -> str:
         return "".join(part.choices[0].text for part in stream)
 
 
+def send(server: Server, body: bytes) -> socket.socket:
+    """Ask for a completion, and leave the answer to be read."""
+    where = urlsplit(server.url)
+    connection = socket.create_connection((where.hostname, where.port), WAIT_S)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + body)
+    return connection
+
+
 def test_the_official_client_streams(server: Server, alone: Alone) -> None:
     assert ask(server.url, "The list", 12) == alone.answer(alone.ids("The list"), 12)
 
@@ -48,16 +60,7 @@ def test_a_client_that_leaves_frees_its_place(server: Server, alone: Alone, stre
     """Both places are taken by long answers; then both clients hang up."""
     body = json.dumps(ENDLESS | {"stream": stream}).encode()
     before = server.stats()["requests"]["cancelled"]
-    where = urlsplit(server.url)
-    connections = []
-    for _ in range(2):
-        connection = socket.create_connection((where.hostname, where.port), WAIT_S)
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        connection.sendall(head.encode() + body)
-        connections.append(connection)
+    connections = [send(server, body) for _ in range(2)]
     server.until("active", 2)
     for connection in connections:
         if stream:
@@ -65,6 +68,24 @@ def test_a_client_that_leaves_frees_its_place(server: Server, alone: Alone, stre
         connection.close()
     server.until("cancelled", before + 2)
     assert ask(server.url, "The list") == alone.answer(alone.ids("The list"), 8)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_sends_no_more_gets_its_answer(
+    server: Server, alone: Alone, stream: bool
+) -> None:
+    """It shuts down its writing side behind the request, as ``nc -N`` does, and behind two."""
+    what = {"prompt": "The list", "max_tokens": 12, "temperature": 0, "stream": stream}
+    body = json.dumps(what).encode()
+    with send(server, body) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        said = connection.makefile("rb").read().decode()
+    _, first, second = said.split("HTTP/1.1 200 OK\r\n")
+    lines = [t.removeprefix("data: ") for t in first.splitlines() if '"choices"' in t]
+    text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    assert text == alone.answer(alone.ids("The list"), 12)
+    assert second.endswith('{"status":"ok"}')
 
 
 def test_a_crowd_of_which_half_misbehaves(server: Server, alone: Alone) -> None:
