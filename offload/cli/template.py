@@ -14,6 +14,8 @@ from offload.errors import OffloadError
 from offload.models.naming import model_name
 
 _MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+_FUNCTIONS = ("raise_exception", "strftime_now")
+"""What transformers gives every template besides."""
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -66,13 +68,20 @@ def check_settings(
             f"{model_name(directory)} has no chat template; drop {flag}{next(iter(settings))}"
         )
     assert tokenizer is not None
-    text = str(tokenizer.get_chat_template())
-    ours = inspect.signature(tokenizer.apply_chat_template).parameters
+    try:
+        text = str(tokenizer.get_chat_template())
+    except ValueError as error:  # several, by names, and none of them the default
+        raise OffloadError(
+            f"{flag}{next(iter(settings))}: the chat templates of {model_name(directory)} cannot "
+            f"be read: {error}; call one of them default"
+        ) from error
+    ours = {"messages", *_FUNCTIONS, *inspect.signature(tokenizer.apply_chat_template).parameters}
+    names = _names(text)
     for name in settings:
-        if name in ours or name == "messages":
+        if name in ours:
             raise OffloadError(f"{flag}{name}: the template gets that from offload; drop it")
-        if not re.search(rf"\b{re.escape(name)}\b", text):
-            known = _names(text) - ours.keys() - {"messages", *tokenizer.special_tokens_map}
+        if names is not None and name not in names:
+            known = names - ours - set(tokenizer.special_tokens_map)
             reads = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
             raise OffloadError(
                 f"{flag}{name}: the chat template of {model_name(directory)} knows no such "
@@ -80,16 +89,16 @@ def check_settings(
             )
 
 
-def _names(template: str) -> set[str]:
-    """What a template takes from outside, for an error: none where jinja cannot read it."""
+def _names(template: str) -> set[str] | None:
+    """What a template takes from outside: not its own variables, nor words of its text, its
+    comments and its messages' fields. None where jinja cannot read it: it will say why."""
     from jinja2 import Environment, TemplateError, meta
 
     env = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
-        found = meta.find_undeclared_variables(env.parse(_MARKS.sub("", template)))
+        return set(meta.find_undeclared_variables(env.parse(_MARKS.sub("", template))))
     except TemplateError:
-        return set()
-    return set(found) - {"raise_exception", "strftime_now"}
+        return None
 
 
 def template_ids(

@@ -130,4 +130,36 @@ def test_a_template_that_marks_answers_is_read_for_the_error(thinker: Path) -> N
         check_settings({"deep": 1}, tokenizer, thinker)
 
 
+@pytest.mark.parametrize(
+    ("template", "reads", "others"),
+    [(THINKING, ("enable_thinking", "effort"), ("think", "role", "m", "if", "defined", "default")),
+     ("{# effort #}{% set n = 1 %}{% macro f(x) %}{{ x }}{% endmacro %}{{ f(n) }}{{ messages }}",
+      (), ("effort", "n", "x", "f")),
+     ("{% set a = a | default(1) %}{% if b is not defined %}{% set b = 2 %}{% endif %}{{ a + b }}",
+      ("a", "b"), ("c",)),
+     ("{{ strftime_now('%Y') }}{{ raise_exception('no') if bad }}",
+      ("bad",), ("strftime_now", "raise_exception")),
+     ("{{ cannot be read", ("any",), ())],
+)  # fmt: skip
+def test_words_of_a_template_are_no_settings(
+    thinker: Path, template: str, reads: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """Its text, its own variables and fields of messages: given as settings they change nothing."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(thinker)
+    tokenizer.chat_template = template
+    check_settings(dict.fromkeys(reads, 1), tokenizer, thinker)
+    for name in others:
+        with pytest.raises(OffloadError, match=f"{name}: "):
+            check_settings({name: 1}, tokenizer, thinker)
+
+
+def test_several_templates_without_a_default(thinker: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(thinker)
+    tokenizer.chat_template = {"rag": THINKING, "tool_use": THINKING}
+    with pytest.raises(OffloadError, match=r"--template effort: .*default"):
+        check_settings({"effort": 1}, tokenizer, thinker)
+    tokenizer.chat_template = {"default": THINKING, "rag": TURNS}
+    check_settings({"effort": 1}, tokenizer, thinker)
+
+
 assert END in THINKING
