@@ -229,12 +229,12 @@ class Attachment:
         session = self._session(group, after)
         session.runs = lambda: self.turn.mine
         self._sessions.append(session)
+        proxies = []
         for param in group.params:
-            attr = param.places[0].attr
             self._remove(param)
-            proxy = ExpertProxy(session, param, group.module._parameters[attr])
+            proxies.append(ExpertProxy(session, param))
             # An instance attribute shadows the registered parameter of the same name.
-            self._undo.append(shadow(group.module, attr, proxy))
+            self._undo.append(shadow(group.module, param.places[0].attr, proxies[-1]))
 
         hybrid = self._hybrid(group, session)
         scored = self.plan.expert_policy in SCORED
@@ -244,6 +244,8 @@ class Attachment:
             self._undo.append(tap.detach)
 
         def route(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for proxy in proxies:
+                proxy.check()
             hidden = args[0] if args else kwargs.get("hidden_states")
             known = isinstance(hidden, torch.Tensor) and hidden.is_floating_point()
             said = tap.read(args, kwargs) if tap is not None else None

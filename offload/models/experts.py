@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.params import Param
+from offload.models.unit_hooks import replaced
 from offload.runtime.executor import Executor
 from offload.runtime.road import Conducting, Road
 from offload.scheduler.policy import Scores
@@ -134,10 +135,19 @@ class ExpertProxy:
 
     source: ExpertSource
 
-    def __init__(self, session: ExpertSource, param: Param, stand_in: Any) -> None:
+    def __init__(self, session: ExpertSource, param: Param) -> None:
+        """``param``: as it stands in its module now."""
         self.source = session
         self._name = param.name
-        self._stand_in = stand_in
+        self._module, self._attr = param.places[0].module, param.places[0].attr
+        self._stand_in: Any = self._module._parameters[self._attr]
+
+    def check(self) -> None:
+        """Raise OffloadError if the module has been given another parameter that its loop would not
+        find: ``functional_call`` leaves this one in front of it, an assignment does not."""
+        module, attr = self._module, self._attr
+        if module.__dict__.get(attr) is self and module._parameters[attr] is not self._stand_in:
+            raise OffloadError(replaced(self._name))
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         if isinstance(key, torch.Tensor) and key.dim() == 0:

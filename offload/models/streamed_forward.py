@@ -108,6 +108,11 @@ def stream_forward(module: nn.Module, turn: Turn) -> Callable[[], Any]:
             try:
                 if not torch.is_grad_enabled():
                     return inner(*args, **kwargs)
+                if differentiates():
+                    raise OffloadError(
+                        f"{_INFERENCE}, and torch.func (grad, vjp, jacrev, ...) would be told that "
+                        f"all of them are 0. {_TO_TRAIN}; jvp works under torch.no_grad()"
+                    )
                 with without_autograd() as outermost:
                     output = inner(*args, **kwargs)
             finally:
@@ -131,6 +136,21 @@ def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wraps(own, updated=())(torch.compiler.disable(forward))  # type: ignore[no-any-return]
 
 
+def differentiates() -> bool:
+    """Whether one of torch.func's transforms other than vmap is around the caller."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+_INFERENCE = (
+    "backward through a streamed model: this one streams for inference, and no gradient would "
+    "reach its weights"
+)
+_TO_TRAIN = (
+    "To train, use offload.load(path, train=True) and backward(); for inference, torch.no_grad()"
+)
+
+
 class _NoBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -144,11 +164,7 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise OffloadError(
-            "backward through a streamed model: this one streams for inference, and no gradient "
-            "would reach its weights. To train, use offload.load(path, train=True); for inference, "
-            "torch.no_grad()"
-        )
+        raise OffloadError(f"{_INFERENCE}. {_TO_TRAIN}")
 
 
 def _guarded(value: Any) -> Any:
@@ -197,4 +213,4 @@ def apart(value: Any, memory: int) -> Any:
     return _replaced(value, lambda part: apart(part, memory))
 
 
-__all__ = ["Turn", "apart", "not_compiled", "stream_forward"]
+__all__ = ["Turn", "apart", "differentiates", "not_compiled", "stream_forward"]

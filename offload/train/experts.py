@@ -122,12 +122,14 @@ class ExpertRun:
     def attach(self) -> Iterator[Callable[[], Any]]:
         """Put them in the place of the fused ones; yields what undoes it."""
         module = self.group.module
-        for param in self.group.params:
-            attr = param.places[0].attr
-            yield shadow(module, attr, ExpertProxy(self, param, module._parameters[attr]))
+        proxies = [ExpertProxy(self, param) for param in self.group.params]
+        for param, proxy in zip(self.group.params, proxies, strict=True):
+            yield shadow(module, param.places[0].attr, proxy)
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            for proxy in proxies:
+                proxy.check()
             self._leaves = {}
             try:
                 self._announce(routing(args, kwargs, self.group))

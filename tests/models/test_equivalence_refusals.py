@@ -84,6 +84,9 @@ def test_backward_through_a_part_is_refused(checkpoint: Checkpoint, device: str)
         with pytest.raises(OffloadError, match="backward through a streamed model"):
             model(inputs_embeds=embeds).logits.sum().backward()
         assert embeds.grad is None
+        for transform in (torch.func.grad, torch.func.jacrev):  # all of them were 0
+            with pytest.raises(OffloadError, match="backward through a streamed model"):
+                transform(lambda x: model(inputs_embeds=x).logits.sum())(embeds.detach())
 
 
 def test_forward_leaves_grad_mode_as_it_was(checkpoint: Checkpoint) -> None:

@@ -380,6 +380,22 @@ def test_weights_of_a_functional_call(tmp_path: Path) -> None:
     model.offload.close()
 
 
+def test_fused_experts_of_a_functional_call(tmp_path: Path) -> None:
+    """Their loop found those of the model, whatever was given."""
+    model, ids_BL = streamed(tiny("qwen3_moe"), tmp_path), prompt()
+    name = "model.layers.1.mlp.experts.down_proj"
+    experts = model.model.layers[1].mlp.experts
+    value = torch.zeros(experts.down_proj.shape)
+    with torch.no_grad(), pytest.raises(OffloadError, match=f"{name} .*replaced"):
+        torch.func.functional_call(model, {name: value}, (ids_BL,))
+    want = tiny("qwen3_moe")
+    for each in (model, want):  # an assignment is seen
+        each.model.layers[1].mlp.experts.down_proj = nn.Parameter(value)
+    with torch.no_grad():
+        assert torch.equal(model(ids_BL).logits, want(ids_BL).logits)
+    model.offload.close()
+
+
 def test_a_module_in_place_of_another(tmp_path: Path) -> None:
     """A layer that is not ours is the program's, and streams no more than it ever did."""
     model, x = chain(), torch.randn(3, 64)
