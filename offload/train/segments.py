@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
 from offload.models.shadow import CAPTURES
+from offload.models.streamed_forward import differentiates
 from offload.train.captured import Capture, hand_over_captured
 from offload.train.inputs import Waits
 from offload.train.landing import Landing
@@ -113,6 +114,7 @@ class Segment:
             grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
         if training:
             refuse_filled(args, kwargs)
+        self._check_forward(grad)
         if not grad:
             with (
                 torch.no_grad(),
@@ -181,6 +183,33 @@ class Segment:
                 )  # fmt: skip
                 return
 
+    def weights(self) -> list[torch.Tensor]:
+        """What its modules find in the places of their parameters now."""
+        found = [t for m in self.module.modules() for t in m._parameters.values()]
+        return [t for t in found if t is not None]
+
+    def _check_forward(self, grad: bool) -> None:
+        """Raise OffloadError for a forward pass that streamed weights cannot be in."""
+        kind = type(self.module).__name__
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if transformed and (grad or differentiates()):
+            raise OffloadError(
+                f"torch.func's transforms (grad, vjp, jvp, vmap, ...) do not go through a streamed "
+                f"{kind}, whose weights come and go outside of them. For gradients call backward() "
+                f"and read p.grad; under torch.no_grad() there are vmap, and with "
+                f"torch.autograd.forward_ad what jvp gives"
+            )
+        if grad and any(
+            t.requires_grad and not isinstance(t, nn.Parameter) for t in self.weights()
+        ):
+            raise OffloadError(_OTHER_WEIGHTS.format(kind=kind))
+
+    def check_weights(self, before: Sequence[torch.Tensor]) -> None:
+        """Raise OffloadError if weights that forward has used are not the unit's any more."""
+        now = {id(t) for t in self.weights()}
+        if not now.issuperset(map(id, before)):
+            raise OffloadError(_OTHER_WEIGHTS.format(kind=type(self.module).__name__))
+
     def check_backward(self) -> None:
         """Raise OffloadError for a backward pass that would leave gradients where nobody asked for
         them, or without what is asked for: the unit goes through one of its own."""
@@ -206,6 +235,14 @@ class Segment:
         if self._before is not None:
             self.module.__dict__["forward"] = self._before
 
+
+_OTHER_WEIGHTS = (
+    "a streamed {kind} was called with other weights than its own (torch.func.functional_call, or "
+    "an assignment before backward): backward runs it again when they are gone, so they would get "
+    "no gradients. Under torch.no_grad() such a call works. To train something on top of the "
+    "weights, put it in as a module (PEFT's adapters); weights that are computed anew in each "
+    "step need the model in memory (transformers' from_pretrained)"
+)
 
 _WARNED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Runtimes of models whose user has been told of hooks."""
@@ -255,6 +292,7 @@ class _Call:
         self.key: Any = None
         self.autocast = _Autocast.now(segment.runtime.kind(segment.unit))
         self.capture = Capture()
+        self.weights = segment.weights()
         self.sums: Sums | None = None
         """Of what forward has returned, to compare with; None: nobody does."""
 
@@ -277,6 +315,7 @@ class _Call:
     def run_again(self, tensors: list[torch.Tensor | None], visit: Visit) -> list[Any]:
         """With autograd, and the same randomness. Raises: see ``check_same``."""
         segment = self.segment
+        segment.check_weights(self.weights)
         if self.sums is None:
             return self._with_autograd(tensors)
         if not segment.rounds_otherwise:

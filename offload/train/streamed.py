@@ -83,6 +83,14 @@ _ADDRESSES = frozenset(
     "share_memory_ set_ resize_ resize_as_ unsafe_set_".split()
 )
 
+_WAYS = (
+    "To start from other weights (resized embeddings, a base that pissa or olora prepare), save "
+    "them as a checkpoint first, and load that; to merge PEFT's adapters save these, and merge "
+    "them with the model in memory (PeftModel.from_pretrained), or train them with offload "
+    "finetune --method lora --merge"
+)
+"""What else to do, of changes to weights that libraries make."""
+
 _PLAIN = torch._C.DisableTorchFunctionSubclass
 
 
@@ -165,7 +173,8 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
             return None
         raise StreamedAccessError(
             f"the weights of {tensor._name} are streamed; they are changed by offload.AdamW only, "
-            f"not by assignment (a dtype is chosen when the model is loaded: dtype=...)"
+            f"not by assignment (a dtype is chosen when the model is loaded: dtype=...). "
+            f"{_WAYS}"
         )
     elif what == "requires_grad" and args[1]:
         _check_trainable(tensor)
@@ -221,6 +230,12 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             f"torch.autograd.grad cannot be asked for the gradient of {first._name}, which leaves "
             f"autograd as it comes: call backward() and read p.grad"
         )
+    if name == "backward":  # torch.autograd's, and with inputs=: these are in no graph
+        raise StreamedAccessError(
+            f"backward(inputs=...) cannot be asked for the gradient of {first._name}, which leaves "
+            f"autograd as it comes: call backward() without them, and read p.grad; of weights that "
+            f"shall have none set requires_grad_(False) before, or p.grad = None after"
+        )
     if name in _ADDRESSES:
         if first._source.present(first._name):
             with _PLAIN():
@@ -233,8 +248,7 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if _changes(name, args, kwargs):
         raise StreamedAccessError(
             f"{name} would change {first._name}, whose weights are streamed: only offload.AdamW "
-            f"does (another optimizer cannot train them); to start from other weights, load "
-            f"another checkpoint"
+            f"does (another optimizer cannot train them). {_WAYS}"
         )
     if name == "detach":
         return _detached(first)

@@ -335,6 +335,8 @@ def test_weights_cannot_be_changed_or_moved(tiny: Any) -> None:
         ):  # fmt: skip
             with torch.no_grad(), pytest.raises(StreamedAccessError):
                 change()
+        with pytest.raises(StreamedAccessError, match="save them as a checkpoint first"):
+            model.resize_token_embeddings(300)
         assert model.to("cpu") is model
 
 

@@ -40,7 +40,56 @@ def test_gradients_of_some_inputs_alone_are_refused(tiny: Any) -> None:
             torch.autograd.grad(loss(), hidden, create_graph=True)
         with pytest.raises(StreamedAccessError, match="lm_head"):
             torch.autograd.grad(loss(), [model.lm_head.weight], allow_unused=True)
+        with pytest.raises(StreamedAccessError, match=r"lm_head.*p\.grad"):
+            loss().backward(inputs=[model.lm_head.weight])  # nothing came, and nobody was told
         assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_transforms_of_torch_func(tiny: Any) -> None:
+    """``jvp`` came down in torch; others said that a Function must be written in another way."""
+    directory, ids = tiny(), next(batches(1))
+    with streamed(directory) as model:
+
+        def loss(embeds: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = model(inputs_embeds=embeds, labels=ids).loss
+            return found
+
+        embeds = model.get_input_embeddings()(ids).detach()
+        for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap):
+            with pytest.raises(OffloadError, match=r"torch\.func.*backward\(\)"):
+                transform(loss)(embeds[None] if transform is torch.func.vmap else embeds)
+        with torch.no_grad(), pytest.raises(OffloadError, match=r"torch\.func.*forward_ad"):
+            torch.func.jvp(loss, (embeds,), (embeds,))
+        with torch.no_grad():
+            each = [m(input_ids=ids).logits for m in (model, resident(directory))]
+            assert torch.equal(torch.func.vmap(lambda x: model(x[None]).logits[0])(ids), each[0])
+            assert torch.equal(*each)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "lm_head.weight"])
+@pytest.mark.parametrize("kind", ["tensor", "parameter"])
+def test_other_weights_for_one_call(tiny: Any, name: str, kind: str) -> None:
+    """Backward runs a layer again with its own weights: as long as these are the same the gradient
+    went to them. Fused experts were never the other ones."""
+    directory, ids = tiny("qwen3_moe"), next(batches(1))
+    with streamed(directory) as model:
+        value = dict(model.named_parameters())[name].detach().clone().requires_grad_()
+        other = {name: value if kind == "tensor" else torch.nn.Parameter(value.detach())}
+        given: Any = (), {"input_ids": ids, "labels": ids, "use_cache": False}
+        with pytest.raises(OffloadError, match=r"other weights|replaced"):
+            torch.func.functional_call(model, other, *given).loss.backward()
+        model.zero_grad()
+        with torch.no_grad():
+            if "experts" in name:
+                with pytest.raises(OffloadError, match=f"{name} .* replaced"):
+                    torch.func.functional_call(model, other, *given)
+            else:
+                other = {name: 2 * value}
+                found = torch.func.functional_call(model, other, *given).loss
+                wanted = torch.func.functional_call(resident(directory), other, *given).loss
+                assert torch.equal(found, wanted)
 
 
 def test_gradients_of_inputs_of_a_frozen_model(tiny: Any) -> None:
