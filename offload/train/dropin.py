@@ -161,6 +161,11 @@ class Training:
             for piece in block.pieces
             for alias in layout.params[piece.param].names
         }
+        # Buffers, too: batch norm's statistics are learnt in forward.
+        sources = meta.mapping.map.sources
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        self._buffers = {n for n in buffers & sources.keys() if sources[n].found is not None}
+        trained |= self._buffers
         # Now, while the model is whole: it shows which parameters are tied.
         self._tensors = OutputTensors(
             meta.mapping, self._parameter, dtype=meta.dtype, trained=trained
@@ -305,6 +310,8 @@ class Training:
 
     def _parameter(self, name: str, start: int, count: int) -> torch.Tensor:
         self._check_open()
+        if name in self._buffers:
+            return self.model.get_buffer(name).reshape(-1)[start : start + count].cpu()  # type: ignore[no-any-return]
         return self.engine.read_elements(name, start, count)
 
     def save(self, directory: str | os.PathLike[str], shard_bytes: int | None = None) -> None:

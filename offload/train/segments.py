@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -278,6 +278,31 @@ class _Autocast:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A buffer of a unit, and a copy of its value."""
+
+    module: nn.Module
+    name: str
+    value: torch.Tensor
+
+    def changed(self) -> bool:
+        # By its values: batch norm's kernels write past autograd's count of versions.
+        now = self.module._buffers.get(self.name)
+        return now is not None and not torch.equal(now, self.value)
+
+
+def _changeable(module: nn.Module) -> list[_Buffer]:
+    """The buffers that a forward may change: in training, and no masks."""
+    return [
+        _Buffer(part, name, buffer.detach().clone())
+        for part in module.modules()
+        if part.training
+        for name, buffer in part._buffers.items()
+        if buffer is not None and buffer.dtype != torch.bool
+    ]
+
+
 class _Call:
     """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness,
     what it is cast to."""
@@ -293,6 +318,8 @@ class _Call:
         self.autocast = _Autocast.now(segment.runtime.kind(segment.unit))
         self.capture = Capture()
         self.weights = segment.weights()
+        self.buffers: list[_Buffer] | None = None
+        """Those that forward has changed, as they were before; None: it has not run yet."""
         self.sums: Sums | None = None
         """Of what forward has returned, to compare with; None: nobody does."""
 
@@ -300,7 +327,7 @@ class _Call:
         leaves = [o if t is None else t for o, t in zip(self.others, tensors, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
         watch = Watch(args, kwargs)
-        with self.autocast.entered(), self.capture.apart() as captured:
+        with self._buffers(), self.autocast.entered(), self.capture.apart() as captured:
             result = self.segment.inner(*args, **kwargs)
         out, spec = tree_flatten((result, watch.stored(), captured))
         if self.out_spec is None:
@@ -311,6 +338,24 @@ class _Call:
                 f"again; it cannot be trained with recomputation"
             )
         return out
+
+    @contextlib.contextmanager
+    def _buffers(self) -> Iterator[None]:
+        """Run again, a unit finds its buffers as forward did, and what it makes of them is dropped:
+        batch norm would count a batch twice, spectral norm come to another weight."""
+        if self.buffers is None:
+            before = _changeable(self.segment.module)
+            yield
+            self.buffers = [b for b in before if b.changed()]
+            return
+        places = [(b, b.module._buffers[b.name]) for b in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.module._buffers[buffer.name] = buffer.value.clone()
+            yield
+        finally:
+            for buffer, now in places:
+                buffer.module._buffers[buffer.name] = now
 
     def run_again(self, tensors: list[torch.Tensor | None], visit: Visit) -> list[Any]:
         """With autograd, and the same randomness. Raises: see ``check_same``."""

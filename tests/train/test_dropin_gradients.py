@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,6 +269,45 @@ def test_kernels_that_are_others_with_autograd(tiny: Any) -> None:
         for ids in batches(2, rows=3, length=37):
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
+
+
+def test_buffers_that_forward_changes(tiny: Any) -> None:
+    """Spectral norm goes on with each run: gradients were those of another weight."""
+    directory, ids, found = tiny(), next(batches(1)), []
+    with streamed(directory) as model:
+        for m in (resident(directory), model):
+            torch.manual_seed(0)
+            layer = m.model.layers[1].self_attn
+            torch.nn.utils.parametrizations.spectral_norm(layer.q_proj)
+            m(input_ids=ids, labels=ids).loss.backward()
+            embeddings = m.get_input_embeddings().weight.grad.clone()
+            found.append((embeddings, layer.q_proj.parametrizations.weight[0]._u))
+    for wanted, ours in zip(*found, strict=True):
+        assert torch.allclose(ours, wanted, atol=1e-6)
+
+
+def test_statistics_of_batch_norm(tmp_path: Path) -> None:
+    """A batch counted twice, and what was saved were the checkpoint's."""
+    from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerForCTC
+
+    config = Wav2Vec2ConformerConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=37,
+        conv_dim=(16, 16), conv_stride=(4, 4), conv_kernel=(8, 8), num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2, vocab_size=40, layerdrop=0.0, mask_time_prob=0.0,
+        hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+        conformer_conv_dropout=0.0, final_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    wanted = Wav2Vec2ConformerForCTC(config)
+    wanted.save_pretrained(tmp_path / "model")
+    sound, labels = torch.randn(2, 2000), torch.randint(1, 40, (2, 5))
+    with streamed(tmp_path / "model") as model:
+        for m in (wanted, model):
+            m.train()(input_values=sound, labels=labels).loss.backward()
+        model.save_pretrained(tmp_path / "out")
+    saved = dict(Wav2Vec2ConformerForCTC.from_pretrained(tmp_path / "out").named_buffers())
+    for name, buffer in wanted.named_buffers():
+        assert torch.allclose(saved[name], buffer, atol=1e-5), name
 
 
 def test_a_layer_that_is_not_repeatable(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
