@@ -40,7 +40,10 @@ def identity_of(
     """JSON that two runs share exactly if one may continue the other. ``base``: what identifies the
     pack that frozen weights are in."""
     names = _SETTINGS + (_LORA if options.method == "lora" else ())
-    settings = {name: getattr(options, name) for name in names}
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    if settings.get("lora_targets") is not None:
+        # In which order they are named changes nothing.
+        settings["lora_targets"] = sorted(set(settings["lora_targets"]))
     settings["steps"] = steps
     settings["grad_dtype"] = options.grad_dtype or (
         "fp32" if options.grad_accum > 1 else "of the weights"

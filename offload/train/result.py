@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,13 @@ class Result:
         ]
         return sum(sizes)
 
+    def _base_name(self) -> str | Path:
+        """What the adapter belongs to: the name on the hub if the model was given by it, which is
+        the same on every machine; else where it is."""
+        if not os.path.exists(Path(self._options.model).expanduser()):
+            return self._options.model
+        return self._meta.directory.resolve() if self._base is None else self._base.source
+
     def write(self, engine: Engine, output: Path, listener: Listener) -> str:
         """Write the engine's weights to ``output``, and an adapter beside it if that is the merged
         model; returns the path.
@@ -127,9 +135,7 @@ class Result:
             write_adapter(
                 adapter_directory(replace(self._options, output=output)), self._meta.model,
                 self._adapters.pairs(values),
-                self._adapters.options(
-                    self._meta.directory.resolve() if self._base is None else self._base.source
-                ),
+                self._adapters.options(self._base_name()),
                 run_id=run_id, source=self._meta.directory,
             )  # fmt: skip
         if self._tensors is not None:

@@ -273,6 +273,23 @@ def test_other_settings_are_named(
     assert list(train(again(options)).losses) == [2, 3, 4]
 
 
+def test_adapters_of_a_model_of_the_hub(
+    models: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is the adapter's base, no path of this machine; targets may change places."""
+    place = models("llama")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(place))
+    targets = ("q_proj", "v_proj")
+    options = options_for(place, data, tmp_path, method="lora", lora_targets=targets)
+    options = replace(options, model="someone/tiny")
+    train(options, stop_after=1)
+    with pytest.raises(OffloadError, match="lora_targets"):
+        train(again(options, lora_targets=("q_proj",)))
+    assert list(train(again(options, lora_targets=targets[::-1])).losses) == [2, 3, 4]
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "someone/tiny"
+
+
 def test_other_data_and_another_model_are_named(
     models: Callable[[str], Path], data: Path, tmp_path: Path
 ) -> None:
