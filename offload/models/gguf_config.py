@@ -88,6 +88,8 @@ def _common(meta: Metadata) -> dict[str, Any]:
         meta.fail("there is no matrix token_embd.weight; is this a model, or only its vocabulary?")
     hidden = meta.integer("embedding_length")
     vocabulary, width = embedding.shape
+    if vocabulary < 1:
+        meta.fail("token_embd.weight has no rows: there are no tokens")
     if width != hidden:
         meta.fail(
             f"token_embd.weight has rows of {width}, {meta.arch}.embedding_length is {hidden}"
@@ -312,9 +314,20 @@ def _routing(meta: Metadata) -> dict[str, Any]:
         "n_shared_experts": meta.integer("expert_shared_count", 0),
         "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
         "routed_scaling_factor": meta.real("expert_weights_scale", 1.0) or 1.0,
-        "n_group": meta.optional("expert_group_count") or 1,
-        "topk_group": meta.optional("expert_group_used_count") or 1,
+        **_groups(meta, n),
     }
+
+
+def _groups(meta: Metadata, experts: int) -> dict[str, int]:
+    """The groups that experts are chosen by first, and of how many of them."""
+    groups = meta.optional("expert_group_count") or 1
+    used = meta.integer("expert_group_used_count") if groups > 1 else 1
+    if experts % groups or not 1 <= used <= groups:
+        meta.fail(
+            f"{meta.arch} has {experts} experts in {groups} groups, of which {used} are used; "
+            f"groups are of one size, and at least one is used"
+        )
+    return {"n_group": groups, "topk_group": used}
 
 
 def _deepseek2(meta: Metadata) -> tuple[str, dict[str, Any]]:

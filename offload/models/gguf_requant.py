@@ -60,8 +60,8 @@ def require_kernels(types: Iterable[str], name: str, *, allow_requant: bool) -> 
     if not allow_requant:
         raise OffloadError(
             f"{missing}; get the model in a type that has kernels (Q4_0, Q4_K_M, Q6_K, Q8_0, ...), "
-            "or have them requantised to q4_0 and q8_0 by --allow-requant, at a loss that is "
-            "measured"
+            "or have them requantised to q4_0 and q8_0 by 'offload pack … --allow-requant', at a "
+            "loss that is measured"
         )
     gguf = _reference()
     known = {type.name.lower() for type in gguf.GGMLQuantizationType}

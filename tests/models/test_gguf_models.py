@@ -182,6 +182,21 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "qwen3", {"qwen3.rope.scaling.type": "yarn"}, CheckpointError,
         "qwen3.rope.scaling.factor is missing",
     ),
+    "groups of two sizes": (
+        "deepseek_v3",
+        {"deepseek2.expert_group_count": 3, "deepseek2.expert_group_used_count": 1},
+        CheckpointError, "experts in 3 groups, of which 1 are used",
+    ),
+    "more groups than there are": (
+        "deepseek_v3",
+        {"deepseek2.expert_group_count": 2, "deepseek2.expert_group_used_count": 3},
+        CheckpointError, "in 2 groups, of which 3 are used",
+    ),
+    "groups of which nobody says how many": (
+        "deepseek_v3",
+        {"deepseek2.expert_group_count": 2, "deepseek2.expert_group_used_count": None},
+        CheckpointError, "expert_group_used_count is missing",
+    ),
     "no angles": (
         "llama", {"llama.rope.freq_base": 0.0}, CheckpointError, "freq_base is 0, not above 0",
     ),
