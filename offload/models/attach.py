@@ -212,6 +212,7 @@ class Attachment:
         hooks = UnitHooks(unit, blocks, self.cut.params, self.executor, self._host, self._spoiled)
         self._units.append(hooks)
         self._hooks(unit.module, hooks.enter, hooks.leave)
+        self._undo.append(shadow(unit.module, "forward", hooks.runs(unit.module)))
 
     def _hooks(self, module: nn.Module, before: Any, after: Any) -> None:
         # First of all: others' hooks may compute a weight from parameters (weight norm, pruning).

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType, TracebackType
@@ -115,10 +115,11 @@ def stream_forward(module: nn.Module, turn: Turn) -> Callable[[], Any]:
                     )
                 with without_autograd() as outermost:
                     output = inner(*args, **kwargs)
+                ends = _ends(module, (args, kwargs)) if outermost else ()
             finally:
                 if kept:
                     torch.set_autocast_cache_enabled(True)
-        return _guarded(output) if outermost else output
+        return _guarded(output, ends) if ends else output
 
     return shadow(module, "forward", not_compiled(forward))
 
@@ -155,26 +156,51 @@ class _NoBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(value: torch.Tensor, *ends: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.set_materialize_grads(False)  # weights that are elsewhere have no zeros like them
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
+        return None if tangent is None else tangent.view_as(tangent)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise OffloadError(f"{_INFERENCE}. {_TO_TRAIN}")
 
 
-def _guarded(value: Any) -> Any:
-    """The same structure, with every float tensor's backward an error."""
+def _ends(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
+    """What an output's gradient would reach in the resident model: inputs and weights that ask for
+    one. Whoever asks for the gradient of any has to come by the error: to autograd, what is in no
+    graph has none, or 0. Nothing, if the resident model's output asked for none."""
+    ends: list[torch.Tensor] = []
+
+    def look(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return _replaced(value, look)
+        if value.requires_grad and not value.is_inference():
+            ends.append(value)
+        return value
+
+    look(inputs)
+    for weight in module.parameters():
+        if weight.requires_grad:
+            # One that runs now is a view of a slot, which no graph may keep: it lends its place.
+            kept = isinstance(weight, nn.Parameter)
+            ends.append(weight if kept else torch.zeros((), requires_grad=True))
+    return ends
+
+
+def _guarded(value: Any, ends: Sequence[torch.Tensor]) -> Any:
+    """The same structure, with every float tensor's backward, from which all of ``ends`` are
+    reached, an error."""
     if isinstance(value, torch.Tensor):
-        if not value.is_floating_point() or value.is_inference():
-            return value
-        anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
-        return _NoBackward.apply(value, anchor)
-    return _replaced(value, _guarded)
+        floats = value.is_floating_point() or value.is_complex()
+        return value if not floats or value.is_inference() else _NoBackward.apply(value, *ends)
+    return _replaced(value, lambda part: _guarded(part, ends))
 
 
 def _replaced(value: Any, new: Callable[[Any], Any]) -> Any:

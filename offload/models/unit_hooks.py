@@ -4,7 +4,8 @@ it runs, and stand-ins before and after."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from offload.runtime.road import Road
 
 
 class UnitHooks:
-    """``enter`` is a unit's forward pre-hook, ``leave`` its forward hook."""
+    """``enter`` is a unit's forward pre-hook, ``leave`` its forward hook, ``runs`` around its
+    forward."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class UnitHooks:
         self._coming = threading.Lock()
         # Of the runs under way: whose, its ticket (0: it waits), and what it is entered with.
         self._tickets: dict[object, tuple[int, tuple[str, ...]]] = {}
+        self._inside: dict[object, int] = {}  # calls of the unit's forward under way, of whom
         self._bound = 0  # the ticket whose views are in place
         self._memory = 0  # where all views lie
         self._modules, self._looked = modules, False
@@ -81,6 +84,8 @@ class UnitHooks:
         executor = self._executor
         road = executor.road()
         who = road.who()
+        if who in self._inside:
+            return  # calls itself: all of it uses the views of the first
         few = self._host is not None and self._host.takes(tokens_of((*args, *kwargs.values())))
         needed = self._above if few else self._blocks
         self._begin(road, who, needed)
@@ -131,7 +136,10 @@ class UnitHooks:
         """
         # Also called after an error, and then possibly without an ``enter``.
         road = self._executor.road()
-        entered = self._tickets.pop(road.who(), None)
+        who = road.who()
+        if who in self._inside:
+            return None
+        entered = self._tickets.pop(who, None)
         if entered is None or not entered[0]:
             return None
         name = self._changed() if self._bound == entered[0] and output is not None else None
@@ -148,6 +156,38 @@ class UnitHooks:
             )
             raise UnsupportedModelError(self._spoiled[0])
         return None if found is output else found
+
+    def runs(self, module: nn.Module) -> Callable[..., Any]:
+        """``module.forward`` in a form that knows who is in it: a unit may call itself, and must
+        not lose what it runs with when the inner call ends. Called without the module's hooks, it
+        brings its blocks itself."""
+        inside, forward = self._inside, module.forward
+
+        @wraps(forward)
+        def known(*args: Any, **kwargs: Any) -> Any:
+            who = self._executor.road().who()
+            if who not in self._tickets and who not in inside:
+                return self._by_itself(known, module, args, kwargs)
+            inside[who] = inside.get(who, 0) + 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                inside[who] -= 1
+                if not inside[who]:
+                    del inside[who]
+
+        return known
+
+    def _by_itself(
+        self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        self.enter(module, args, kwargs)
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            apart_from_slots = self.leave(module, args, output)
+        return output if apart_from_slots is None else apart_from_slots
 
     def abandon(self) -> None:
         """The calling thread's run has ended somewhere inside: give its blocks back."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from offload.blocks import Tier
+from offload.errors import PlanError
 from offload.io.store import Span, Store
 from offload.runtime.cpu_site import CpuSite, Ground
 from offload.runtime.device import Device
@@ -177,6 +178,7 @@ class Executor(ExpertCalls):
 
         Raises:
             StoreError: a block could not be read (the unit may be entered again later).
+            PlanError: it is called while others run, and there is no room for it beside them.
             WatchdogError: nothing has moved for the watchdog's time.
         """
         ticket = 0
@@ -210,6 +212,7 @@ class Executor(ExpertCalls):
                 began = time.perf_counter()
                 while missing:
                     self._waiting.raise_failures(missing)
+                    self._check_stuck(unit, ticket)
                     self._waiting.wait(unit, missing, self._waiting.progress)
                     missing = self._residency.missing(ticket)
                 self.stats.stall_s += time.perf_counter() - began
@@ -222,6 +225,18 @@ class Executor(ExpertCalls):
             raise
         self._transfers.begin_use(blocks)
         return ticket
+
+    def _check_stuck(self, unit: str, ticket: int) -> None:
+        """Raises PlanError if only the calling thread could make room, in which the unit waits."""
+        if self._transfers.moving or self._transfers.used_elsewhere():
+            return
+        if self._cpu is not None and self._cpu.busy:
+            return
+        if (why := self._residency.stuck(ticket)) is not None:
+            raise PlanError(
+                f"{unit} is called while another layer runs, and cannot come: {why}. Raise the "
+                f"budget by that much, or call the layers one after the other"
+            )
 
     def leave(self, ticket: int, blocks: Sequence[str]) -> None:
         """The unit has run. Its views are void from now on."""

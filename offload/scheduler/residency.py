@@ -65,6 +65,25 @@ class Residency:
         """The ticket's blocks that have not arrived; empty when the unit can run."""
         return self._streams.missing(ticket)
 
+    def stuck(self, ticket: int) -> str | None:
+        """Why the ticket's unit could only wait for ever, if nothing but a unit that runs could
+        make room for it, and nothing is under way; None: it can go on.
+
+        For where whoever waits is in those units: their ends are behind its own.
+        """
+        missing = self._streams.missing(ticket)
+        running = self._streams.running()
+        if not missing or not running or self.in_flight():
+            return None
+        top = self._stock.top
+        lacks = sum(self.plan.blocks[b].slot_nbytes for b in missing)
+        kept = sum(running.values())
+        return (
+            f"it lacks {', '.join(missing[:4])} ({lacks} bytes) beside {kept} bytes of what runs "
+            f"({', '.join(running)}), and weights that come and go have room for "
+            f"{top.ring.capacity} bytes in {top.tier.name}"
+        )
+
     def done(self, ticket: int) -> list[Instruction]:
         """The unit has run, or gave up waiting: its blocks are free to go."""
         self._streams.done(ticket)

@@ -26,9 +26,10 @@ from offload.scheduler.trace import Trace
 class _Use:
     """One run of a unit: what it needs, what it holds, what it still lacks (in order)."""
 
-    __slots__ = ("blocks", "held", "lacks", "packed", "position")
+    __slots__ = ("blocks", "held", "lacks", "packed", "position", "unit")
 
-    def __init__(self, blocks: tuple[str, ...], position: int | None) -> None:
+    def __init__(self, unit: str, blocks: tuple[str, ...], position: int | None) -> None:
+        self.unit = unit
         self.blocks = blocks
         self.position = position
         self.held: dict[str, Entry] = {}
@@ -100,7 +101,7 @@ class Streams:
         if unit in self._sharing:
             self._follow(blocks)
         now = self.trace.first_use(self.cursor)
-        use = _Use(blocks, position)
+        use = _Use(unit, blocks, position)
         self._tickets += 1
         self._uses[self._tickets] = use
         for block in blocks:
@@ -119,6 +120,14 @@ class Streams:
         """The ticket's blocks that have not arrived."""
         held = self._use(ticket).held
         return [b for b in self._use(ticket).blocks if b not in held or not held[b].ready]
+
+    def running(self) -> dict[str, int]:
+        """Units that lack nothing, with the bytes that they keep of where compute reads."""
+        return {
+            use.unit: sum(e.nbytes for b, e in use.held.items() if b in self._top.ringed)
+            for use in self._uses.values()
+            if use not in self._waiting and all(e.ready for e in use.held.values())
+        }
 
     def done(self, ticket: int) -> None:
         """The unit has run, or gave up waiting."""
