@@ -13,6 +13,9 @@ def run() -> int:
     # Until the command answers signals itself: Python's way is a traceback through our imports.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from offload.cli.imports import importing
+
+    importing()
     from offload.cli.main import main
 
     return main()

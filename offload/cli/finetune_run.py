@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from offload.cli import console
 from offload.cli import finetune_text as say
 from offload.cli.finetune_stop import stop_after_step
 from offload.cli.finetune_view import View
+from offload.cli.imports import imported
 from offload.cli.planning import find_model
 from offload.cli.signals import Interrupted
 from offload.cli.tracing import Tracing
@@ -145,7 +145,7 @@ def _prepare(options: TrainOptions, reserve: int) -> Run:
 
     if options.method == "lora" and (options.quant is not None or is_gguf(options.model)):
         find_model(options.model, options.quant)  # packed here, where it can be seen
-    gc.freeze()  # as in ``planning.make_plan``
+    imported()
     run: Run = prepare(options, reserve=reserve) if reserve else prepare(options)
     return run
 

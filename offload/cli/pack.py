@@ -87,12 +87,14 @@ def pack(
 def run(source: Source, out: Path, quant: str, bundle_bytes: int, json: Path | None) -> None:
     """Pack ``source``: the plan's line, progress, the result's lines."""
     from offload.cli import console, output
+    from offload.cli.imports import imported
     from offload.cli.signals import Interrupted
     from offload.models.pack_plan import plan_pack
     from offload.models.pack_run import PackProgress
     from offload.models.pack_run import pack as write
     from offload.units import format_bytes
 
+    imported()
     plan = plan_pack(source, quant, bundle_bytes=bundle_bytes)
     console.note(_plan_line(source, out, plan), label="plan")
     for line in (*plan.manifest.notes(), *_converted(plan.manifest)):

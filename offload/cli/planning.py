@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 from offload.cli.compiling import compiling_notice
 from offload.cli.console import byte_progress, note, share_progress
 from offload.cli.frozen import Frozen
+from offload.cli.imports import imported
 from offload.cli.machines import check_fits, default_ram
 from offload.cli.signals import signals_wait
 from offload.errors import OffloadError
@@ -201,9 +201,7 @@ def make_plan(
     """
     options.prompt_tokens, options.context = prompt_tokens, context
     options.tokenizer_bytes = tokenizer_bytes
-    # What was imported stays. The searches for garbage before and after the model is opened would
-    # visit its half a million objects, for a third of a second each time.
-    gc.freeze()
+    imported()
     # Before the first product, and probes multiply: later it would have no effect.
     limit_kernels(ram_budget(options))
     if wanted.predict and wanted.hardware is None and frozen is None:

@@ -61,10 +61,12 @@ def synth(
         run(source, out, quant.value, shard_size, None)
         return
     from offload.cli import console
+    from offload.cli.imports import imported
     from offload.models.synth import SynthProgress
     from offload.models.synth import synth as write
     from offload.units import format_bytes, format_count
 
+    imported()
     with console.byte_progress() as report:
 
         def progress(state: SynthProgress) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("campaign", "points", "seed"), [("finetune_crash", 2, 4), ("pack_crash", 12, 3)]
+    ("campaign", "points", "seed"), [("finetune_crash", 1, 4), ("pack_crash", 8, 3)]
 )
 def test_kills_at_any_moment(campaign: str, points: int, seed: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name(f"{campaign}.py")

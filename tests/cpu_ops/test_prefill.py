@@ -41,6 +41,7 @@ def test_values_are_the_references(name: str, isa: str) -> None:
     assert torch.equal(dequantized(name, rows, columns, "bf16", isa), exact.bfloat16())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "columns"), [("f32", 45), ("f32", 1), ("bf16", 70), ("f16", 30)])
 @pytest.mark.parametrize("isa", ISAS)
 def test_rows_of_float_weights_end_anywhere(name: str, columns: int, isa: str) -> None:

@@ -32,6 +32,7 @@ def need_kernel() -> None:
         pytest.skip("this processor has no bfloat16 products of 512 bits")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_each_row_is_as_it_is_alone(rows: int, columns: int, biased: bool) -> None:

@@ -87,6 +87,7 @@ def planned(directory: Path, device: str, budget: str, **kwargs: Any) -> Prepare
     return prepare(directory, options(device, **{**kwargs, **found}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("budget", ["all", "half", "minimum"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_equal(want: Want, family: str, budget: str, device: str) -> None:

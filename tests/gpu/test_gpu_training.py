@@ -70,6 +70,7 @@ def make(device: str) -> Callable[[int], Device]:
     return lambda capacity: make_device(choose(device, 1 << 30), capacity)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "room", "clip", "every"),
     [

@@ -55,6 +55,7 @@ def _is_wide(array: Any) -> bool:
     return array is not None and array.dtype == np.float32
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gradient", ["float32", "bfloat16", "none"])
 @pytest.mark.parametrize(("how", "backwards"), [("usual", True), *((how, False) for how in STEPS)])
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])

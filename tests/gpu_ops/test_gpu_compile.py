@@ -57,6 +57,7 @@ def check(said: str, count: int) -> None:
     assert max(registers) * MOST_THREADS <= REGISTERS
 
 
+@pytest.mark.sampled(2)
 @nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tokens", TOKENS)

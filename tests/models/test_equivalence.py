@@ -72,6 +72,7 @@ def test_everything_fits(checkpoint: Checkpoint, family: str, device: str) -> No
     _check(checkpoint(family), device, "all")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("split_layers")
 @pytest.mark.parametrize("family", every_other(CORE))

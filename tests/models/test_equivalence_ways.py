@@ -139,6 +139,7 @@ def test_a_streamer_gets_every_token_in_order(checkpoint: Checkpoint, device: st
     assert collect.ended == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "mamba"])
 def test_float32(checkpoint: Checkpoint, family: str, device: str) -> None:
     want = checkpoint(family, torch.float32)
@@ -146,6 +147,7 @@ def test_float32(checkpoint: Checkpoint, family: str, device: str) -> None:
         check_logits(model, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "phi3"])
 @pytest.mark.parametrize(
     ("stored", "computed"),
@@ -177,6 +179,7 @@ def test_sharded_checkpoint(checkpoint: Checkpoint, family: str, device: str) ->
         check_logits(model, want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "opt"])
 def test_big_vocabulary(checkpoint: Checkpoint, family: str, tied: bool, device: str) -> None:
@@ -256,6 +259,7 @@ def test_biases(checkpoint: Checkpoint, family: str, device: str) -> None:
         check_logits(model, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_interleavings(checkpoint: Checkpoint, seed: int) -> None:
     """Copies take other times at every seed; the results and the order of uses hold."""
@@ -298,6 +302,7 @@ def _written(tmp_path: Path, family: str, auto: Any, **overrides: Any) -> Path:
     return write(family, tmp_path / family, config=config, auto=auto)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["bert", "albert", "roberta", "distilbert", "modernbert"])
 def test_encoder(tmp_path: Path, family: str, device: str) -> None:
     """Albert's layers share their parameters: 8 layers, 4 sets of weights."""
@@ -314,6 +319,7 @@ def test_encoder(tmp_path: Path, family: str, device: str) -> None:
                 assert torch.equal(model(ids_BL).last_hidden_state, want_BLD)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["t5", "bart", "mbart", "marian"])
 def test_encoder_decoder(tmp_path: Path, family: str, device: str) -> None:
     """An encoder that runs once and a decoder that goes round alone."""

@@ -85,6 +85,7 @@ def formats(model: Any) -> dict[str, set[str]]:
 # Every architecture
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_every_value_of_the_model(tmp_path: Path, case: str) -> None:
     family, overrides, how = CASES[case]
@@ -107,6 +108,7 @@ KEPT = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KEPT, ids=lambda k: k.name)
 @pytest.mark.parametrize("family", WIDE)
 def test_quantised_rows_keep_their_bits(tmp_path: Path, family: str, kind: Type) -> None:

@@ -53,6 +53,7 @@ FAMILIES = ["llama", "qwen2", "gemma", "gpt_oss", "deepseek_v3", "qwen2_moe", "o
             "granitemoehybrid", "phi3"]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits(checkpoint: Checkpoint, family: str) -> None:
     """Biases, tied and sliced heads, shared experts beside routed ones, scans."""

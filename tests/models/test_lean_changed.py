@@ -87,6 +87,7 @@ MASKS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("named", [True, False], ids=["named", "positional"])
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "decoder"])
 @pytest.mark.parametrize("mask", MASKS)

@@ -115,6 +115,7 @@ def test_experts_that_come_and_go(family: str, tmp_path: Path, runs: list[int]) 
         model.offload.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("guess", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
 def test_experts_that_are_there_are_not_asked_for(

@@ -101,6 +101,7 @@ def test_who_multiplies_changes_no_bit(made: Callable[[str], Path], family: str)
         shared = planned(made(family), gpu=least[Tier.DEVICE], hybrid=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", ["minimum", "more", "ram"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_who_computes_an_expert_changes_no_bit(

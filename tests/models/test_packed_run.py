@@ -104,6 +104,7 @@ def with_packed_values(directory: Path, pack_dir: Path) -> Any:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", RUNS)
 @pytest.mark.parametrize("quant", ["q8", "none"])
 def test_logits_are_those_of_the_packed_values(family: str, quant: str, tmp_path: Path) -> None:

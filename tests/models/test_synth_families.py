@@ -131,6 +131,7 @@ def stored(folder: Path) -> dict[str, tuple[list[int], str]]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_loads_and_computes(family: str, tmp_path: Path) -> None:
     source = write_config(tmp_path / "config", family)

@@ -32,6 +32,7 @@ def settled(executor: Executor) -> None:
     executor.validate()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("extra", [0, 40_000, 2**20])

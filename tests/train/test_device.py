@@ -47,6 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(("place", "clip"), [("disk", 0.5), ("half", 0.0), ("ram", 0.5)])
 def test_a_dense_model(tiny: Any, place: str, room: str, clip: float) -> None:
@@ -60,6 +61,7 @@ def test_a_dense_model(tiny: Any, place: str, room: str, clip: float) -> None:
         assert tier.gradients.down_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts(tiny: Any, family: str, room: str) -> None:

@@ -34,6 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(("place", "clip"), [("disk", 0.05), ("half", 0.0), ("ram", 0.05)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -50,6 +51,7 @@ def test_linear_layers(tiny: Made, family: str, place: str, room: str, clip: flo
         assert tier.gradients.down_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("clip", [0.05, 0.0])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -42,6 +42,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
     return Packs(tmp_path_factory)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(
     ("family", "quant", "place", "clip"),

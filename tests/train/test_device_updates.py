@@ -67,6 +67,7 @@ def parts_of(tiles: MemoryTiles) -> dict[tuple[int, int], bytes]:
     }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize(("place", "clip"), [("disk", 0.5), ("half", 0.0), ("ram", 0.5)])
 def test_a_step_is_the_oracles(model: Path, place: str, clip: float, every: int) -> None:

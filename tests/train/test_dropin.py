@@ -40,6 +40,7 @@ def test_clipping_is_torchs_own(tiny: Any, place: str, foreach: bool | None) -> 
     compare(tiny(), place, foreach=foreach)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "clip", "accumulate", "place"),
     every_pair(["qwen3_moe", "gpt2"], [0.0, 0.5], [1, 3], PLACES),

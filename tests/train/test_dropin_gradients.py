@@ -104,6 +104,7 @@ def test_gradients_of_inputs_of_a_frozen_model(tiny: Any) -> None:
         assert torch.allclose(*found, atol=1e-7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["mlp", "gate_up_proj", "layers.1"])
 def test_weights_that_are_frozen_for_a_while(tiny: Any, what: str, place: str) -> None:

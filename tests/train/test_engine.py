@@ -64,6 +64,7 @@ def train(engine: Any, oracle: Any, accumulate: int, clip: float, steps: int = S
     assert_equal_weights(engine, oracle)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [0.5, 0.0])
 def test_a_dense_model(tiny: Any, place: str, clip: float) -> None:
@@ -94,6 +95,7 @@ def test_nothing_is_read_ahead_before_what_stays(
         assert False in begun[pinned:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("place", "accumulate"), paired([3, 8]))
 @pytest.mark.parametrize("grad_dtype", [None, "float32"])
 def test_accumulation(tiny: Any, place: str, accumulate: int, grad_dtype: str | None) -> None:
@@ -123,6 +125,7 @@ def test_states(tiny: Any, place: str, states: str) -> None:
         train(engine, oracle, 1, 0.5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "clip"), paired([0.5, 0.0]))
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_tied_embeddings(tiny: Any, family: str, place: str, clip: float) -> None:
@@ -140,6 +143,7 @@ def test_float32(tiny: Any, place: str) -> None:
         train(engine, oracle, 1, 0.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [0.5, 0.0])
 def test_frozen_parameters(tiny: Any, place: str, clip: float) -> None:

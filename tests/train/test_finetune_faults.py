@@ -122,6 +122,7 @@ def with_store(patch: pytest.MonkeyPatch, **calls: Any) -> None:
     patch.setattr(commits, "TileStore", Store)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("call", "code", "skip"),
     [

@@ -86,6 +86,7 @@ def check_gradients(model: Any, form: HeadForm) -> None:
             )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", CORE)
 def test_core_families(family: str) -> None:
     model = real(family)

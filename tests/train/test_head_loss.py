@@ -335,6 +335,7 @@ class _Peak(TorchDispatchMode):
         self.now -= nbytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("labelled", [0.5, 1.0])

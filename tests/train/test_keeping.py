@@ -35,6 +35,7 @@ def keeping(place: str, every: int) -> Any:
     return of
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["disk", "half", "ram"])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

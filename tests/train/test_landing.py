@@ -254,6 +254,7 @@ def loss_of_all_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return sum(h.float().pow(2).mean() for h in out.hidden_states)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("room", ["all", "least"])
 @pytest.mark.parametrize(
     ("hooks", "loss_of"),

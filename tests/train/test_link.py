@@ -143,6 +143,7 @@ def room_in_ci(case: str, room: str) -> bool:
     return case in WITH_EACH_ROOM or ROOMS[list(CASES).index(case) % 3] == room
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "room"),
     [

@@ -69,6 +69,7 @@ def test_linear_layers(tiny: Made, family: str, place: str, clip: float) -> None
         assert adapters.unused() == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "clip", "place"),
     every_pair(["qwen3_moe", "mixtral", "gpt_oss"], [0.05, 0.0], PLACES),
@@ -89,6 +90,7 @@ def test_adapters_may_stream_like_anything_else(tiny: Made, place: str) -> None:
         train(engine, adapted_oracle(directory, engine.layout, targets=EXPERTS), 2, 0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [0.05, 0.0])
 def test_accumulation(tiny: Made, place: str, clip: float) -> None:
@@ -124,6 +126,7 @@ def test_dropout_that_is_a_function_of_step_micro_batch_and_unit(
         train(engine, oracle, 2, 0.05, seeded=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
 def test_evaluation_in_between(tiny: Made, family: str, place: str) -> None:

@@ -52,6 +52,7 @@ def with_peft(directory: Path, dtype: torch.dtype, adapters: Adapters, dropout: 
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_moe"])
@@ -103,6 +104,7 @@ def step_once(engine: Any) -> None:
         engine.step(group_at(5), 0.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "targets"),
     [("llama", None), ("gpt2", None), ("mixtral", EXPERTS), ("qwen3_moe", EXPERTS),

@@ -181,6 +181,7 @@ TRAINED = covering(
 """Of the trained example, whose 128 experts and 100 MB of states take a step half a second."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_every_pair(case: Case, given: Any, oracles: Any, tmp_path: Path) -> None:
     check(case, given, oracles, tmp_path, min(STEPS, MICRO_BATCHES // case.accumulate))
@@ -247,6 +248,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("family", "clip", "accumulate"), [("classifier", 0.5, 3), ("masked", 0.5, 1), ("vit", 0.0, 1)]

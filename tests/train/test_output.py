@@ -99,6 +99,7 @@ def check_family(family: str, tmp_path: Path) -> None:
     assert any(not torch.equal(t, before[n].to(t.dtype)) for n, t in tensors_of(changed).items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", [*CORE, *PERMUTED])
 def test_values_come_back_under_the_checkpoints_names(family: str, tmp_path: Path) -> None:
     check_family(family, tmp_path)

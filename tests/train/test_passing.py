@@ -48,6 +48,7 @@ def kept(layout: TrainLayout) -> Placement:
     return replace(placements(layout)["half"], inputs=None, kept=units)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["disk", "half", kept])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_come_back_to_whose_keys_were_used(tiny: Any, family: str, place: Any) -> None:

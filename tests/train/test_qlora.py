@@ -40,6 +40,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
     return Packs(tmp_path_factory)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["disk", "ram"])
 @pytest.mark.parametrize(
     ("family", "quant"),

@@ -94,6 +94,7 @@ def check(whole: Log, parts: list[Log], one: Path, other: Path) -> None:
     assert weights_of(other) == weights_of(one)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

@@ -67,6 +67,7 @@ class Reached:
         return piece.expert is not None and piece.expert not in self.experts[module]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip", [0.5, 0.0])
 @pytest.mark.parametrize(
     ("place", "states"), [("disk", "fp32"), ("half", "bf16"), ("ram", "fp32"), ("least", "8bit")]
