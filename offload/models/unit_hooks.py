@@ -166,7 +166,7 @@ class UnitHooks:
         @wraps(forward)
         def known(*args: Any, **kwargs: Any) -> Any:
             who = self._executor.road().who()
-            if who not in self._tickets and who not in inside:
+            if not self._bound and who not in inside:
                 return self._by_itself(known, module, args, kwargs)
             inside[who] = inside.get(who, 0) + 1
             try:
