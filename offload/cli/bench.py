@@ -193,7 +193,7 @@ def _show(report: Mapping[str, Any]) -> None:
     out = console.out()
     out.print(
         f"{report['model'] or report['trace']}: {report['uses']} uses of {report['experts']} "
-        f"experts in {report['layers']} layers, {report['passes']} passes, "
+        f"experts in {report['layers']} layers, {report['passes']} passes through one of them, "
         f"{report['by']} by {report['by']}",
         soft_wrap=True,
     )
@@ -223,7 +223,7 @@ def _show(report: Mapping[str, Any]) -> None:
         if row["below_one_token"]:
             out.print(
                 f"{row['slots']} slots are less than the {report['one_token_uses']} experts that "
-                "one token uses: plain LRU cannot hit there",
+                f"one {report['by']} uses: plain LRU cannot hit there",
                 style="dim",
                 soft_wrap=True,
             )
