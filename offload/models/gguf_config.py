@@ -15,29 +15,12 @@ from offload.errors import CheckpointError
 from offload.io.gguf import GGUFFile
 from offload.models.gguf_metadata import Metadata
 from offload.models.gguf_rope import rope_parameters
+from offload.models.gguf_unread import check_unread
 
 log = logging.getLogger(__name__)
 
-_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's codes of expert_gating_func
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's codes of expert_gating_func
 _GEMMA3_27B_LAYERS = 62
-
-_NEUTRAL: dict[str, tuple[float, ...]] = {
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
-    "attention.scale": (0,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.causal": (True,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "use_parallel_residual": (False,),
-    "expert_weights_scale": (0, 1),
-    "expert_group_count": (0, 1),
-    "interleave_moe_layer_step": (0, 1),
-}
-"""Keys that change what a model computes, and the values with which they do not. One that an
-architecture below does not read must have such a value."""
 
 
 def config_from_gguf(gguf: GGUFFile) -> Any:
@@ -59,11 +42,8 @@ def config_from_gguf(gguf: GGUFFile) -> Any:
             f"{', '.join(sorted(_ARCHITECTURES))}"
         )
     kind, fields = make(meta)
-    for key, values in _NEUTRAL.items():
-        value = gguf.metadata.get(f"{meta.arch}.{key}", values[0])
-        if key not in meta.asked and value not in values:
-            meta.refuse(f"{meta.arch}.{key} is {value!r:.40}, which is not supported for it")
     fields = _common(meta) | fields
+    check_unread(meta)
     layers, rope = fields["num_hidden_layers"], fields["rope_parameters"]
     log.debug("%s: %s, %d layers, rope %s", gguf.name, kind, layers, rope)
     try:
@@ -138,6 +118,11 @@ def _layers(meta: Metadata) -> int:
     n = meta.integer("block_count") - meta.integer("nextn_predict_layers", 0)
     if n < 1:
         meta.fail(f"{meta.arch}.block_count leaves {n} layers")
+    if n > len(meta.gguf.tensors):  # before anything is made for each of them
+        meta.fail(
+            f"{meta.arch}.block_count leaves {n} layers, and the file has "
+            f"{len(meta.gguf.tensors)} tensors"
+        )
     return n
 
 
@@ -161,14 +146,18 @@ def _intermediate(meta: Metadata) -> dict[str, Any]:
 
 def _attention(meta: Metadata, head_dim: int | None = None) -> dict[str, Any]:
     head_dim = head_dim or _head_dim(meta)
-    rotated = meta.optional("rope.dimension_count")
-    if rotated and rotated != head_dim:
-        meta.refuse(f"rotating {rotated} of the {head_dim} elements of a head is not supported")
+    _whole_heads(meta, head_dim)
     return {
         "num_key_value_heads": _kv_heads(meta),
         "head_dim": head_dim,
         "rope_parameters": rope_parameters(meta, head_dim),
     }
+
+
+def _whole_heads(meta: Metadata, head_dim: int) -> None:
+    rotated = meta.optional("rope.dimension_count")
+    if rotated and rotated != head_dim:
+        meta.refuse(f"rotating {rotated} of the {head_dim} elements of a head is not supported")
 
 
 def _expert_counts(meta: Metadata) -> tuple[int, int]:
@@ -177,6 +166,19 @@ def _expert_counts(meta: Metadata) -> tuple[int, int]:
     if used > n:
         meta.fail(f"{meta.arch}.expert_used_count is {used} of only {n} experts")
     return n, used
+
+
+def _gates(meta: Metadata, *known: int) -> int:
+    """What makes weights of a router's scores; the first of ``known`` where the file does not say,
+    which is what llama.cpp's graph has then."""
+    key = "expert_gating_func"
+    code = meta.integer(key, 0) or known[0]
+    if code not in known:
+        meta.refuse(
+            f"{meta.arch}.{key} is {code}, which is not supported for it; supported are "
+            f"{', '.join(map(str, known))} (1: softmax, 2: sigmoid, 3: softmax of the chosen)"
+        )
+    return code
 
 
 def _expert_width(meta: Metadata) -> int:
@@ -194,6 +196,7 @@ def _llama(meta: Metadata) -> tuple[str, dict[str, Any]]:
     window = meta.optional("attention.sliding_window")
     if meta.optional("expert_count"):
         n, used = _expert_counts(meta)
+        _gates(meta, _SOFTMAX)
         return "mixtral", fields | {
             "num_local_experts": n,
             "num_experts_per_tok": used,
@@ -223,6 +226,7 @@ def _qwen3(meta: Metadata) -> tuple[str, dict[str, Any]]:
 
 def _qwen_moe(meta: Metadata) -> dict[str, Any]:
     (n, used), width = _expert_counts(meta), _expert_width(meta)
+    _gates(meta, _SOFTMAX)
     return _attention(meta) | {
         "intermediate_size": meta.optional("feed_forward_length") or width,
         "num_experts": n,
@@ -256,6 +260,8 @@ def _qwen3moe(meta: Metadata) -> tuple[str, dict[str, Any]]:
 
 def _gpt_oss(meta: Metadata) -> tuple[str, dict[str, Any]]:
     (n, used), width = _expert_counts(meta), _expert_width(meta)
+    _gates(meta, _SOFTMAX_OF_CHOSEN)
+    meta.has("expert_weights_norm")  # such weights add up to one as they are
     fields = _attention(meta)
     if fields["rope_parameters"]["rope_type"] == "yarn":
         fields["rope_parameters"]["truncate"] = False  # as published; not in the metadata
@@ -283,6 +289,7 @@ def _alternating(meta: Metadata, period: int) -> list[str]:
 def _gemma3(meta: Metadata) -> tuple[str, dict[str, Any]]:
     heads, layers = _at_least_one(meta, "attention.head_count"), _layers(meta)
     head_dim = meta.optional("attention.key_length") or 256
+    _whole_heads(meta, head_dim)
     scaled = rope_parameters(meta, head_dim, base=1_000_000.0)
     local = {"rope_type": "default", "rope_theta": meta.positive("rope.freq_base_swa", 10_000.0)}
     # By llama.cpp's graph: only the model of 62 layers scales by hidden size over heads.
@@ -339,7 +346,7 @@ def _deepseek2(meta: Metadata) -> tuple[str, dict[str, Any]]:
     key = _at_least_one(meta, f"attention.key_length{mla}")
     if key <= rope:
         meta.fail(f"{meta.arch}.attention.key_length{mla} is {key}, of which {rope} are rotated")
-    sigmoid = meta.integer("expert_gating_func", _SOFTMAX) == _SIGMOID
+    sigmoid = _gates(meta, _SOFTMAX, _SIGMOID) == _SIGMOID
     normalised = meta.flag("expert_weights_norm", False)
     fields = _routing(meta) | {
         "intermediate_size": _at_least_one(meta, "feed_forward_length"),
@@ -373,8 +380,7 @@ def _deepseek2(meta: Metadata) -> tuple[str, dict[str, Any]]:
 
 
 def _glm4moe(meta: Metadata) -> tuple[str, dict[str, Any]]:
-    if meta.integer("expert_gating_func", _SIGMOID) not in (0, _SIGMOID):
-        meta.refuse("glm4moe with gates that are not sigmoid is not supported")
+    _gates(meta, _SIGMOID)
     head_dim = _head_dim(meta)
     rotary = meta.optional("rope.dimension_count") or head_dim // 2
     rope = rope_parameters(meta, rotary)

@@ -13,6 +13,7 @@ from typing import Any
 from offload.models.gguf_metadata import Metadata, shortest
 
 FREQS = "rope_freqs.weight"
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -45,6 +46,8 @@ def rope_parameters(
         factor_key = next((key for key in keys if meta.has(key)), "")
         # ... and 0 to be none.
         kind = "linear" if factor_key and meta.real(factor_key, 0.0) not in (0, 1) else "none"
+    if kind != "yarn":
+        _without_yarn(meta, kind)
     if FREQS in meta.gguf.tensors:
         if kind != "none":
             meta.refuse(f"it has {FREQS} and {kind} scaling; the two together are not supported")
@@ -62,6 +65,23 @@ def _plain() -> dict[str, Any]:
     return {"rope_type": "default"}
 
 
+def _without_yarn(meta: Metadata, kind: str) -> None:
+    """Refuse YaRN's keys where they change something although the type is another one: llama.cpp
+    multiplies with both factors whatever the type."""
+    _only(meta, "rope.scaling.attn_factor", 1.0)
+    _only(meta, "rope.scaling.yarn_attn_factor", 1.0)
+    if meta.real("rope.scaling.yarn_ext_factor", 0.0) > 0:  # below 0: not said
+        _only(meta, "rope.scaling.yarn_ext_factor", 0.0)
+    if kind != "none":  # it counts by the logarithm of the factor
+        _only(meta, _LOG_MULTIPLIER, 0.0)
+
+
+def _only(meta: Metadata, key: str, value: float) -> None:
+    found = meta.real(key, value)
+    if found != value:
+        meta.refuse(f"{meta.arch}.{key} is {found:g}, which is not supported for it")
+
+
 def _yarn(meta: Metadata) -> dict[str, Any]:
     factor = meta.positive("rope.scaling.factor")
     original = "rope.scaling.original_context_length"
@@ -74,13 +94,28 @@ def _yarn(meta: Metadata) -> dict[str, Any]:
         "beta_fast": meta.positive("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": meta.positive("rope.scaling.yarn_beta_slow", 1.0),
     }
+    if meta.real("rope.scaling.yarn_ext_factor", 1.0) >= 0:  # below 0: not said
+        _only(meta, "rope.scaling.yarn_ext_factor", 1.0)
+    by_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    key = "rope.scaling.yarn_attn_factor"
+    whole = meta.real(key, by_factor)
+    if not math.isclose(whole, by_factor, rel_tol=1e-5):
+        # The converter writes transformers' attention_factor there, which is the whole, or else
+        # attn_factor, which transformers does not know; llama.cpp passes over either.
+        meta.refuse(
+            f"{meta.arch}.{key} is {whole:g}, where a factor of {factor:g} makes {by_factor:g}: "
+            "what it means differs between programs, and is not supported"
+        )
     attention = meta.real("rope.scaling.attn_factor", 1.0)
     if attention != 1.0:
         # llama.cpp multiplies it with what transformers takes for the whole.
-        out["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
-    if meta.has("rope.scaling.yarn_log_multiplier"):
+        out["attention_factor"] = attention * by_factor
+    if meta.arch != "deepseek2":  # of other architectures the converter's number is another one
+        _only(meta, _LOG_MULTIPLIER, 0.0)
+    elif multiplier := meta.real(_LOG_MULTIPLIER, 0.0):
+        _only(meta, "rope.scaling.attn_factor", 1.0)
         # DeepSeek: the converter writes 0.1 * mscale_all_dim; published models have mscale equal.
-        mscale = shortest(_single(10.0 * meta.real("rope.scaling.yarn_log_multiplier")))
+        mscale = shortest(_single(10.0 * multiplier))
         out |= {"mscale": mscale, "mscale_all_dim": mscale}
     return out
 

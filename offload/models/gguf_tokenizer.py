@@ -147,7 +147,7 @@ class Vocabulary:
         split = SPLITS.get(kind) if isinstance(kind, str) else None
         if split is None:
             self.meta.refuse(
-                f"splitting text as {kind!r} ({_PREFIX}pre) is not supported; supported are "
+                f"splitting text as {kind!r:.60} ({_PREFIX}pre) is not supported; supported are "
                 f"{', '.join(sorted(SPLITS))}"
             )
         model = self._bpe(BPE, self._merges(), ignore_merges=split.ignore_merges)
@@ -282,6 +282,9 @@ def chat_template(gguf: GGUFFile) -> str | dict[str, str] | None:
     default = gguf.metadata.get(_TEMPLATE)
     if default is not None and not isinstance(default, str):
         Metadata(gguf).fail(f"{_TEMPLATE} is {default!r:.40}, not text")
+    for text in (default or "", *found.values()):
+        if not _is_text(text):
+            Metadata(gguf).fail(f"{_TEMPLATE} is not UTF-8 text; the file is damaged")
     if not found:
         return default
     return ({"default": default} if default is not None else {}) | found

@@ -128,6 +128,8 @@ def opened(file: GGUFFile) -> list[GGUFEntry]:
     return entries_from_gguf(file, config_from_gguf(file))
 
 
+YARN = {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0}
+
 BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "architecture": (
         "llama", {"general.architecture": "mamba"}, UnsupportedModelError,
@@ -140,6 +142,10 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "no blocks": (
         "qwen3_moe", {"qwen3moe.block_count": None}, CheckpointError,
         "metadata key qwen3moe.block_count is missing",
+    ),
+    "blocks without end": (
+        "gpt_oss", {"gpt-oss.block_count": 2**32 - 1}, CheckpointError,
+        r"block_count leaves 4294967295 layers, and the file has \d+ tensors",
     ),
     "no eps": (
         "llama", {"llama.attention.layer_norm_rms_epsilon": None}, CheckpointError,
@@ -225,6 +231,69 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "qwen3", {"qwen3.final_logit_softcapping": 30.0}, UnsupportedModelError,
         "final_logit_softcapping is 30.0, which is not supported",
     ),
+    "a list of clamps": (
+        "gpt_oss", {"gpt-oss.swiglu_clamp_exp": [0.0, 0.0, 7.0, 0.0]}, UnsupportedModelError,
+        "gpt-oss.swiglu_clamp_exp is .*, which is not supported",
+    ),
+    "attention by the length": (
+        "deepseek_v3", {"deepseek2.attention.temperature_scale": 0.1}, UnsupportedModelError,
+        "deepseek2.attention.temperature_scale is 0.1",
+    ),
+    "another size behind windows": (
+        "gemma3_text", {"gemma3.attention.key_length_swa": 8}, UnsupportedModelError,
+        "gemma3.attention.key_length_swa is 8",
+    ),
+    "part of a head": (
+        "gemma3_text", {"gemma3.rope.dimension_count": 8}, UnsupportedModelError,
+        "rotating 8 of the 16",
+    ),
+    "gates of another kind": (
+        "qwen3_moe", {"qwen3moe.expert_gating_func": 2}, UnsupportedModelError,
+        "qwen3moe.expert_gating_func is 2, which is not supported for it; supported are 1",
+    ),
+    "gates of Mixtral": (
+        "mixtral", {"llama.expert_gating_func": 3}, UnsupportedModelError, "gating_func is 3",
+    ),
+    "gates of gpt-oss": (
+        "gpt_oss", {"gpt-oss.expert_gating_func": 2}, UnsupportedModelError, "gating_func is 2",
+    ),
+    "gates that nobody knows": (
+        "deepseek_v3", {"deepseek2.expert_gating_func": 4}, UnsupportedModelError,
+        "deepseek2.expert_gating_func is 4, .* supported are 1, 2",
+    ),
+    "weights that are not normalised": (
+        "mixtral", {"llama.expert_weights_norm": False}, UnsupportedModelError,
+        "llama.expert_weights_norm is False",
+    ),
+    "a factor of attention without YaRN": (
+        "qwen3", {"qwen3.rope.scaling.attn_factor": 1.2}, UnsupportedModelError,
+        "qwen3.rope.scaling.attn_factor is 1.2, which is not supported",
+    ),
+    "another one without YaRN": (
+        "llama", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0,
+                  "llama.rope.scaling.yarn_attn_factor": 0.5}, UnsupportedModelError,
+        "llama.rope.scaling.yarn_attn_factor is 0.5",
+    ),
+    "a mix without YaRN": (
+        "llama", {"llama.rope.scaling.yarn_ext_factor": 1.0}, UnsupportedModelError,
+        "llama.rope.scaling.yarn_ext_factor is 1",
+    ),
+    "half of YaRN": (
+        "qwen3", YARN | {"qwen3.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedModelError,
+        "qwen3.rope.scaling.yarn_ext_factor is 0.5",
+    ),
+    "YaRN's factor of attention": (
+        "qwen3", YARN | {"qwen3.rope.scaling.yarn_attn_factor": 1.0}, UnsupportedModelError,
+        "yarn_attn_factor is 1, where a factor of 4 makes 1.13863",
+    ),
+    "DeepSeek's YaRN elsewhere": (
+        "qwen3", YARN | {"qwen3.rope.scaling.yarn_log_multiplier": 1.0}, UnsupportedModelError,
+        "qwen3.rope.scaling.yarn_log_multiplier is 1",
+    ),
+    "scaling by NTK": (
+        "qwen3", {"qwen3.rope.scaling.alpha": 1000.0}, UnsupportedModelError,
+        "qwen3.rope.scaling.alpha is 1000",
+    ),
     "no window": (
         "gpt_oss", {"gpt-oss.attention.sliding_window": None}, CheckpointError,
         "gpt-oss.attention.sliding_window is missing",
@@ -264,6 +333,23 @@ def test_refused(tmp_path: Path, what: str) -> None:
     family, changes, error, message = BAD[what]
     with pytest.raises(error, match=message):
         opened(damaged(tmp_path, family, **changes))
+
+
+def test_keys_that_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a file says that is so anyway is taken; of what nobody knows it is said."""
+    more = {
+        "rope.scaling.yarn_ext_factor": -1.0, "rope.scaling.yarn_attn_factor": 1.13862944,
+        "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.finetuned": True,
+        "expert_gating_func": 0, "attention.temperature_scale": 0.0, "attention.causal": True,
+        "attention.key_length_swa": 16, "swiglu_clamp_exp": [0.0] * 4, "vocab_size": 256,
+    }  # fmt: skip
+    plain = damaged(tmp_path, "qwen3", **YARN)
+    said = {f"qwen3.{key}": value for key, value in more.items()}
+    config = config_from_gguf(replace(plain, metadata=plain.metadata | said))
+    assert config.to_dict() == config_from_gguf(plain).to_dict()
+    assert not caplog.records
+    config_from_gguf(replace(plain, metadata=plain.metadata | {"qwen3.new_trick": 3}))
+    assert "without effect: qwen3.new_trick" in caplog.text
 
 
 def test_layers_that_only_predict_ahead_are_left_out(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def write(path: Path, arch: str = "llama", /, **keys: Any) -> GGUFFile:
                 writer.add_uint32(full, value)
             elif isinstance(value, float):
                 writer.add_float32(full, value)
-            elif isinstance(value, str):
+            elif isinstance(value, str | bytes):
                 writer.add_string(full, value)
             else:
                 writer.add_array(full, value)
@@ -281,6 +281,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "flag": ({"add_bos_token": 3}, CheckpointError, "add_bos_token is 3, not true or false"),
     "template": (
         {"tokenizer.chat_template": 5}, CheckpointError, "chat_template is 5, not text",
+    ),
+    "template of bytes": (
+        {"tokenizer.chat_template": b"\xff"}, CheckpointError, "chat_template is not UTF-8 text",
     ),
 }  # fmt: skip
 
