@@ -103,6 +103,8 @@ def _attention(layer: _Layer) -> None:
     qkv_biased = kind in ("qwen2", "qwen2_moe") or getattr(config, "attention_bias", False)
     layer.norms(attn_norm="input_layernorm")
     for short, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        # Before a table of its rows is made: the metadata may promise any number of them.
+        layer.take.find(layer.gguf(f"attn_{short}.weight"), (n * D, H))
         rows = unpermuted_rows(n, D) if permuted and short != "v" else None
         hf_name = f"self_attn.{short}_proj"
         layer(f"attn_{short}.weight", f"{hf_name}.weight", (n * D, H), rows=rows)

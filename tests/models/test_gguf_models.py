@@ -147,6 +147,10 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "gpt_oss", {"gpt-oss.block_count": 2**32 - 1}, CheckpointError,
         r"block_count leaves 4294967295 layers, and the file has \d+ tensors",
     ),
+    "heads without end": (
+        "llama", {"llama.attention.head_count_kv": 2**31}, CheckpointError,
+        r"blk.0.attn_k.weight has the shape .* by the metadata it is \[34359738368, 64\]",
+    ),
     "no eps": (
         "llama", {"llama.attention.layer_norm_rms_epsilon": None}, CheckpointError,
         "llama.attention.layer_norm_rms_epsilon is missing",
