@@ -69,7 +69,8 @@ def _refresh(path: Path, extras: Mapping[str, bytes]) -> None:
         for name in EXTRA_FILES:
             file, wanted = path / name, extras.get(name)
             if wanted is None:
-                file.unlink(missing_ok=True)
+                if file.is_symlink() or file.exists():  # a read-only disk refuses to look, too
+                    file.unlink(missing_ok=True)
             elif not file.is_file() or file.read_bytes() != wanted:
                 logger.info("%s has changed since it was packed: copied to %s", name, path)
                 with whole_file(file, PRIVATE) as out:

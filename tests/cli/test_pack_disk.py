@@ -10,6 +10,7 @@ from cli_support import Cli, refused
 from disk_support import fill, read_only, small_filesystem
 
 from offload.io.pack_manifest import is_pack
+from offload.models.choose import model_directory
 
 
 @pytest.fixture
@@ -53,6 +54,16 @@ def test_the_disk_fills_while_packing(
     again = cli("pack", moe, small / "p", "--quant", "q4")
     assert again.code == 0, again.err
     assert is_pack(small / "p")
+
+
+def test_a_pack_in_a_cache_that_has_become_read_only(
+    dense: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to change in it, so it is opened as it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small))
+    made = model_directory(dense, "q4")
+    read_only(small)
+    assert model_directory(dense, "q4") == made
 
 
 @pytest.mark.parametrize("there", [False, True])
