@@ -12,7 +12,7 @@ from offload.errors import StoreError
 from offload.io.engines import Engine
 from offload.io.files import DirectFile
 from offload.io.memory import Staging
-from offload.io.pack_manifest import Block, Manifest, bundle_name
+from offload.io.pack_manifest import Block, Manifest, again, bundle_name
 from offload.io.pack_sums import first_damaged, page_sums
 from offload.io.ranges import Piece
 from offload.io.store import DEMAND, Receipt, Span
@@ -58,6 +58,7 @@ class BundleStore(FileStore):
         self._blocks: dict[str, Block] = {b.name: b for b in manifest.blocks}
         self._specs: dict[str, BlockSpec] = {b.name: b.spec() for b in manifest.blocks}
         self._verify = verify
+        self._folder = directory
         try:
             for number, nbytes in enumerate(manifest.files):
                 file = open_file(Path(directory) / bundle_name(number))
@@ -65,7 +66,7 @@ class BundleStore(FileStore):
                 if file.size < nbytes:
                     raise StoreError(
                         f"bundle {file.path} is truncated: {file.size} bytes where the manifest "
-                        f"says {nbytes}; pack again"
+                        f"says {nbytes}; {again(directory)}"
                     )
         except BaseException:
             self.close()
@@ -93,7 +94,8 @@ class BundleStore(FileStore):
                 raise StoreError(
                     f"{self._files[block.file].path} is damaged: the {block.nbytes} bytes at "
                     f"offset {block.offset} have the checksum {got:#010x}, written was "
-                    f"{block.checksum:#010x}; check the disk, then pack the model again"
+                    f"{block.checksum:#010x}; check the disk, then "
+                    f"{again(self._folder)}"
                 )
 
         return verify
@@ -114,7 +116,7 @@ class BundleStore(FileStore):
                 raise StoreError(
                     f"{self._files[block.file].path} is damaged: the {ALIGN} bytes at offset "
                     f"{offset + wrong * ALIGN} do not have the checksum that was written; check "
-                    "the disk, then pack the model again"
+                    f"the disk, then {again(self._folder)}"
                 )
 
         return check

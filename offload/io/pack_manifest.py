@@ -338,15 +338,15 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     if version != VERSION:
         raise StoreError(
             f"{path} is of pack format {version}, this offload reads format {VERSION}; "
-            "pack the model again into another directory, or delete this one"
+            "pack the model again into another directory, or delete this one first"
         )
     try:
         if digest(table(whole["pack"], "pack")) != whole["sha256"]:
-            raise StoreError(f"{path} is damaged: it does not match its checksum; pack again")
+            raise StoreError(f"{path} is damaged: it does not match its checksum; {again(folder)}")
         manifest = _from_json(whole["pack"])
         _check(manifest)
     except (ValueError, TypeError, KeyError, IndexError) as e:
-        raise StoreError(f"{path} cannot be understood ({_why(e)}); pack again") from e
+        raise StoreError(f"{path} cannot be understood ({_why(e)}); {again(folder)}") from e
     for number, nbytes in enumerate(manifest.files):
         check_bundle(folder / bundle_name(number), nbytes)
     return manifest
@@ -369,6 +369,12 @@ def no_pack(folder: Path) -> str:
     return f"{folder} is not a packed model: it has no {MANIFEST}"
 
 
+def again(folder: str | os.PathLike[str]) -> str:
+    """The way out of a damaged pack. By itself packing again does nothing: what has a manifest is
+    taken to be complete, and nothing is ever overwritten."""
+    return f"delete {os.fspath(folder)} and pack the model again"
+
+
 JOURNAL = "pack.journal"
 """What was finished so far, next to the bundles of an unfinished pack."""
 
@@ -378,14 +384,15 @@ def check_bundle(path: Path, nbytes: int) -> None:
     try:
         info = path.stat()
     except OSError as e:
-        raise StoreError(f"bundle {path} is missing ({e.strerror}); pack again") from e
+        raise StoreError(f"bundle {path} is missing ({e.strerror}); {again(path.parent)}") from e
     if not stat.S_ISREG(info.st_mode):
-        raise StoreError(f"bundle {path} is no file; pack again")
+        raise StoreError(f"bundle {path} is no file; {again(path.parent)}")
     found = info.st_size
     if found != nbytes:
         what = "truncated" if found < nbytes else "too long"
         raise StoreError(
-            f"bundle {path} is {what}: {found} bytes where the manifest says {nbytes}; pack again"
+            f"bundle {path} is {what}: {found} bytes where the manifest says {nbytes}; "
+            f"{again(path.parent)}"
         )
 
 

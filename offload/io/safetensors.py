@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from offload.blocks import DTYPE_BYTES
 from offload.errors import CheckpointError
 from offload.io.files import LFS_MAGIC, LFS_POINTER, open_to_read
-from offload.io.pack_manifest import JOURNAL, MANIFEST, bundle_name, no_pack
+from offload.io.pack_manifest import JOURNAL, MANIFEST, again, bundle_name, no_pack
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ def _nothing_found(root: Path, single: str, index: str) -> str:
             f"give the checkpoint or the GGUF file that it was packed from"
         )
     if (root / bundle_name(0)).exists():
-        return f"{root} was a packed model, but its {MANIFEST} is missing; pack the model again"
+        return f"{root} was a packed model, but its {MANIFEST} is missing; {again(root)}"
     pickles = sorted(p.name for pattern in _PICKLES for p in root.glob(pattern))
     parts = sorted(p.name for p in root.glob("*.safetensors"))
     if (root / ADAPTER).exists() and all(name.startswith("adapter_model") for name in parts):

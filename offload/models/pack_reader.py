@@ -26,6 +26,7 @@ from offload.io.pack_manifest import (
     Manifest,
     Part,
     SourceId,
+    again,
     read_manifest,
     require_source,
 )
@@ -116,7 +117,7 @@ class PackedModel:
         for parts in {b.parts for b in manifest.blocks}:
             for part in parts:
                 _check_size(path, part)
-        self.experts: Mapping[str, ExpertGroup] = _groups(manifest)
+        self.experts: Mapping[str, ExpertGroup] = _groups(path, manifest)
         tensors = {
             p.name: Located(b, p) for b in manifest.blocks if b.kind is not Kind.EXPERT
             for p in b.parts
@@ -216,15 +217,15 @@ def _check_size(path: Path, part: Part) -> None:
         else:
             want = n_rows * format.row_bytes(columns)
     except (ValueError, OffloadError) as e:
-        raise StoreError(f"{path}: {part.name} {list(part.shape)}: {e}; pack again") from e
+        raise StoreError(f"{path}: {part.name} {list(part.shape)}: {e}; {again(path)}") from e
     if part.nbytes != want:
         raise StoreError(
             f"{path}: {part.name} {list(part.shape)} in {part.format} has {part.nbytes} bytes "
-            f"instead of {want}; pack again"
+            f"instead of {want}; {again(path)}"
         )
 
 
-def _groups(manifest: Manifest) -> dict[str, ExpertGroup]:
+def _groups(path: Path, manifest: Manifest) -> dict[str, ExpertGroup]:
     blocks: dict[str, list[Block]] = {}
     for b in manifest.blocks:
         if b.kind is Kind.EXPERT:
@@ -234,7 +235,9 @@ def _groups(manifest: Manifest) -> dict[str, ExpertGroup]:
         first = members[0]
         for b in members:
             if b.parts != first.parts:
-                raise StoreError(f"{b.name} is laid out differently from {first.name}; pack again")
+                raise StoreError(
+                    f"{path}: {b.name} is laid out differently from {first.name}; {again(path)}"
+                )
         out[name] = ExpertGroup(
             name=name,
             blocks=tuple(b.name for b in members),

@@ -15,7 +15,7 @@ from torch import nn
 from offload.blocks import BlockSpec
 from offload.cpu_ops.formats import get_format
 from offload.errors import CheckpointError, UnsupportedModelError
-from offload.io.pack_manifest import Kind, Layout
+from offload.io.pack_manifest import Kind, Layout, again
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.meta import note_unused
@@ -50,12 +50,12 @@ def cut_packed(model: Any, pack: PackedModel) -> tuple[Cut, dict[str, Param]]:
         found = next((pack.tensors[n] for n in param.names if n in pack.tensors), None)
         if found is None:
             raise CheckpointError(
-                f"{model_name(pack.path)}: {param.name} is not in the pack; pack the model again"
+                f"{model_name(pack.path)}: {param.name} is not in the pack; {again(pack.path)}"
             )
         if found.part.shape != tuple(param.tensor.shape):
             raise CheckpointError(
                 f"{model_name(pack.path)}: {param.name} is {list(found.part.shape)} in the "
-                f"pack and {list(param.tensor.shape)} in config.json; pack the model again"
+                f"pack and {list(param.tensor.shape)} in config.json; {again(pack.path)}"
             )
         if found.part.layout is Layout.PLAIN:
             continue

@@ -29,7 +29,7 @@ from offload.cpu_ops.packing import packed_bytes
 from offload.cpu_ops.prefill_kernels import dequantize_kernel
 from offload.cpu_ops.warm import Report, compile_ahead
 from offload.errors import CheckpointError, OffloadError
-from offload.io.pack_manifest import Kind, Layout, Part, is_pack
+from offload.io.pack_manifest import Kind, Layout, Part, again, is_pack
 from offload.io.safetensors import CheckpointIndex, TensorRange
 from offload.models.choose import model_directory
 from offload.models.meta import MetaModel, build, instantiate, read_config, resolve
@@ -109,7 +109,8 @@ class PackedBase:
         return frozenset(out)
 
     def _misfit(self, name: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{model_name(self.pack.path)}: {name} {why}; pack the model again")
+        path = self.pack.path
+        return CheckpointError(f"{model_name(path)}: {name} {why}; {again(path)}")
 
     @property
     def fingerprint(self) -> str:

@@ -13,7 +13,7 @@ from offload.errors import CheckpointError
 from offload.io.engines import Engine
 from offload.io.memory import AlignedBuffer, Staging
 from offload.io.pack_manifest import Block as PackBlock
-from offload.io.pack_manifest import Layout
+from offload.io.pack_manifest import Layout, again
 from offload.models.pack_source import Experts
 from offload.train.layout import Block, Piece, TrainLayout
 from offload.train.packed_base import PackedBase
@@ -37,7 +37,8 @@ class PackReader:
         """A tensor outside of experts: in ``dtype``, or its own where the pack has it plain."""
         found = self.base.pack.tensors.get(name)
         if found is None:
-            raise CheckpointError(f"{self.base.pack.path}: {name} is not in the pack; pack again")
+            path = self.base.pack.path
+            raise CheckpointError(f"{path}: {name} is not in the pack; {again(path)}")
         raw = self._block(found.block)
         part = found.part
         return unpacked(part, raw[part.offset : part.offset + part.nbytes], dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pack_directory import fill, table_job
 
-from offload.errors import StoreError
-from offload.io.pack_manifest import MANIFEST, digest, read_manifest
+from offload.errors import CheckpointError, StoreError
+from offload.io.pack_manifest import MANIFEST, bundle_name, digest, read_manifest
 from offload.io.pack_writer import PackDirectory
+from offload.io.safetensors import CheckpointIndex
 
 ODD: list[Any] = [
     -1, 0, -4096, 2**31, 2**62, 2**64, 10**30, 1.5, "x", "", None, True, [], {}, [[]], "../x",
@@ -106,3 +109,28 @@ def test_a_manifest_that_nests_without_end_is_refused(packed: Path) -> None:
     with pytest.raises(StoreError, match="is not the manifest"):
         read_manifest(packed)
     path.write_bytes(before)
+
+
+def test_a_damaged_pack_is_made_anew_as_it_says(tmp_path: Path) -> None:
+    """By itself packing again does nothing: what has a manifest is complete, or in the way."""
+    path = tmp_path / "p"
+
+    def make() -> None:
+        with PackDirectory(path, table_job()) as directory:
+            fill(directory)
+            directory.commit({})
+
+    make()
+    bundle = path / bundle_name(0)
+    os.truncate(bundle, bundle.stat().st_size - 4096)
+    for attempt in (make, lambda: read_manifest(path)):
+        with pytest.raises(StoreError, match=f"truncated: .*; delete {path} and pack the model"):
+            attempt()
+    (path / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=f"is missing; delete {path} and pack the model"):
+        CheckpointIndex.open(path)
+    with pytest.raises(StoreError, match="exists and is not a packed model"):
+        make()
+    shutil.rmtree(path)
+    make()
+    read_manifest(path)
