@@ -8,6 +8,7 @@ llama.cpp's graph for the architecture (``src/models/*.cpp``) and noted where it
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's codes of expert_gating_func
 _GEMMA3_27B_LAYERS = 62
+_TINY = 1e-9  # no attention is scaled by less, and its square can still be divided by
 
 
 def config_from_gguf(gguf: GGUFFile) -> Any:
@@ -296,7 +298,13 @@ def _gemma3(meta: Metadata) -> tuple[str, dict[str, Any]]:
     whole = layers == _GEMMA3_27B_LAYERS
     scalar = meta.integer("embedding_length") // heads if whole else head_dim
     if scale := meta.real("attention.scale", 0.0):
-        scalar = round(scale**-2)
+        exact = 1.0 / scale / scale if abs(scale) > _TINY else 0.0
+        scalar = round(exact)
+        if scale < 0 or scalar < 1 or not math.isclose(exact, scalar, rel_tol=1e-5):
+            meta.refuse(
+                f"{meta.arch}.attention.scale is {scale:g}, which is not supported: it is not 1 by "
+                "the root of a whole number"
+            )
     return "gemma3_text", _intermediate(meta) | {
         "num_key_value_heads": _kv_heads(meta),
         "head_dim": head_dim,

@@ -231,6 +231,14 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "llama", {"llama.attention.scale": 0.5}, UnsupportedModelError,
         "llama.attention.scale is 0.5, which is not supported",
     ),
+    "a scale that is nothing": (
+        "gemma3_text", {"gemma3.attention.scale": 1e-300}, UnsupportedModelError,
+        "gemma3.attention.scale is 1e-300, which is not supported",
+    ),
+    "a scale between": (
+        "gemma3_text", {"gemma3.attention.scale": 0.3}, UnsupportedModelError,
+        "gemma3.attention.scale is 0.3, which is not supported",
+    ),
     "softcapping": (
         "qwen3", {"qwen3.final_logit_softcapping": 30.0}, UnsupportedModelError,
         "final_logit_softcapping is 30.0, which is not supported",
