@@ -29,6 +29,7 @@ from offload.cli import (
     simulate,
     synth,
 )
+from offload.cli.limits import limit_reached
 from offload.cli.once import once
 from offload.cli.signals import Interrupted, signals_raise
 from offload.cli.streams import drop_output, standard_streams
@@ -114,6 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return end.exit_code
         except OffloadError as error:
             return _fail(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if (reached := limit_reached(error)) is None:
+                raise
+            return _fail(reached)
         except _UsageError as error:
             return _fail(f"{_usage(error)}{_hint(error)}")
         except Interrupted as stop:

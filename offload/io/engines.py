@@ -35,7 +35,7 @@ from aiofiles.os import wrap
 from offload.errors import ClosedError, OffloadError, StoreError
 from offload.io.files import DirectFile, TransferError
 from offload.io.store import DEMAND, PREFETCH
-from offload.io.workers import Workers
+from offload.io.workers import NO_THREAD, Workers
 
 log = logging.getLogger(__name__)
 
@@ -256,8 +256,15 @@ class PreadEngine(_EngineBase):
             threading.Thread(target=self._serve, name=f"offload-pread-{i}", daemon=True)
             for i in range(queue_depth)
         ]
-        for thread in self._threads:
-            thread.start()
+        for i, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError as e:
+                if i == 0:
+                    raise StoreError(NO_THREAD) from e
+                log.info("the %s engine goes on with %d threads: %s", self.name, i, e)
+                del self._threads[i:]
+                break
 
     def put(self, job: Job, priority: int = DEMAND) -> None:
         with self._jobs:
@@ -300,7 +307,11 @@ class AiofilesEngine(_EngineBase):
         self._lingering = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="offload-aio-loop", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as e:
+            self._loop.close()
+            raise StoreError(NO_THREAD) from e
 
     def put(self, job: Job, priority: int = DEMAND) -> None:
         with self._jobs:  # the loop cannot be closed between the two
@@ -338,7 +349,8 @@ class AiofilesEngine(_EngineBase):
         try:
             await _drain(self, executor=self._pool)
         except Exception as e:
-            log.exception("the executor refuses work")
+            if not isinstance(e, StoreError):  # which says all, to whoever waits
+                log.exception("the executor refuses work")
             with self._changed:
                 self._active -= 1  # first: what is submitted from now on tries again
             self._fail_all(e)

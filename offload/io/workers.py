@@ -8,6 +8,7 @@ fail for want of its weights, and the interpreter would wait for workers that ar
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import weakref
 from collections import deque
@@ -15,8 +16,22 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
+from offload.errors import StoreError
+
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+NO_THREAD = (
+    "no thread can be started: the limit of processes (ulimit -u, or a container's) or of memory "
+    "(ulimit -v) is reached; raise it, or end other programs"
+)
+
+
+def is_no_thread(error: BaseException) -> bool:
+    """Whether the system has refused a thread, as Python says it."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 class Workers(Executor):
@@ -38,20 +53,35 @@ class Workers(Executor):
             _FINISHED_LAST.add(self)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises RuntimeError: it has been shut down."""
+        """Give work to a thread.
+
+        Raises:
+            RuntimeError: it has been shut down.
+            StoreError: the system has no thread for it, and there is none yet.
+        """
         future: Future[T] = Future()
         with self._changed:
             if not self._open:
                 raise RuntimeError(f"{self._name} takes no work after its shutdown")
             self._waiting.append((future, lambda: fn(*args, **kwargs)))
             if len(self._waiting) > self._idle and len(self._threads) < self._count:
-                thread = threading.Thread(
-                    target=self._serve, name=f"{self._name}_{len(self._threads)}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+                self._begin_one()
             self._changed.notify()
         return future
+
+    def _begin_one(self) -> None:
+        """Have one more thread, or go on with those that there are. Under the lock."""
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as e:
+            if not self._threads:
+                self._waiting.pop()
+                raise StoreError(NO_THREAD) from e
+            log.info("%s goes on with %d threads: %s", self._name, len(self._threads), e)
+        else:
+            self._threads.append(thread)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take nothing more; threads end when all is done. Idempotent."""
@@ -98,4 +128,4 @@ def _finish() -> None:
         workers.shutdown()
 
 
-__all__ = ["Workers"]
+__all__ = ["NO_THREAD", "Workers", "is_no_thread"]

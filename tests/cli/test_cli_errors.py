@@ -476,6 +476,27 @@ def test_a_bug_keeps_its_traceback(cli: Cli, bare: Path, monkeypatch: pytest.Mon
         cli("generate", "-m", bare, *IDS)
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("can't start new thread"), ["no thread can be started", "ulimit -u"]),
+        (MemoryError(), ["no more memory for this process: ", "ulimit -v"]),
+        (
+            RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: 7 bytes"),
+            ["no more memory for this process (can't allocate memory: 7 bytes)", "--ram"],
+        ),
+    ],
+)
+def test_limits_of_the_system_are_no_bugs(
+    cli: Cli, bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: list[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(session, "make_plan", fail)
+    refused(cli("generate", "-m", bare, *IDS), *words)
+
+
 def test_a_message_never_writes_to_the_terminal_what_a_file_says(cli: Cli, tmp_path: Path) -> None:
     """Names in a GGUF header may hold escape sequences; they are shown, not obeyed."""
     key = b"\x1b[2J\x07key"

@@ -7,10 +7,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from offload.errors import StoreError
+from offload.io.engines import make_engine
 from offload.io.workers import Workers
 
 
@@ -50,6 +54,60 @@ def test_errors_and_what_is_cancelled_at_the_end() -> None:
         failing.result(60)
     assert waiting.cancelled()
     workers.shutdown()
+
+
+@contextmanager
+def threads_left(monkeypatch: pytest.MonkeyPatch, n: int) -> Iterator[list[int]]:
+    """The system gives ``n`` threads more; the list's number may be raised."""
+    left, real = [n], threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if left[0] < 1:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield left
+
+
+def test_fewer_threads_than_asked_for_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not start is not counted as one, and what it was for is done by others."""
+    workers = Workers(3, "left")
+    with threads_left(monkeypatch, 0) as left:
+        for _ in range(5):
+            with pytest.raises(StoreError, match=r"no thread can be started: .*ulimit -u"):
+                workers.submit(print)
+        left[0] = 1
+        done = [workers.submit(int, "7") for _ in range(20)]
+        assert [f.result(60) for f in done] == [7] * 20
+        workers.shutdown()
+
+
+@pytest.mark.parametrize("name", ["aiofiles", "threads"])
+def test_engines_with_few_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = set(threading.enumerate())
+    with threads_left(monkeypatch, 0), pytest.raises(StoreError, match="no thread can be started"):
+        make_engine(name, 4)
+    with threads_left(monkeypatch, 2):
+        engine = make_engine(name, 4)
+        done = [engine.submit(lambda: 7) for _ in range(20)]
+        assert [f.result(60) for f in done] == [7] * 20
+        engine.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_engine_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any worker what is asked for fails, and not what comes when there are threads."""
+    with threads_left(monkeypatch, 1) as left:
+        engine = make_engine("aiofiles", 2)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="no thread can be started"):
+                engine.submit(lambda: 7).result(60)
+        left[0] = 1
+        assert engine.submit(lambda: 7).result(60) == 7
+        engine.close()
 
 
 AFTER = """
