@@ -18,7 +18,7 @@ import torch
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload.io.pack_manifest import JOURNAL
-from offload.io.safetensors import CheckpointIndex, adapter_hint, gguf_hint
+from offload.io.safetensors import ADAPTER, CheckpointIndex, adapter_hint, gguf_hint
 from offload.models.sources import CheckpointMap, SourceMap
 
 logger = logging.getLogger(__name__)
@@ -196,10 +196,17 @@ def build(path: str | Path, dtype: str | torch.dtype | None = None) -> MetaModel
 
     Raises:
         CheckpointError: damaged or incomplete files, or weights that the config does not expect.
-        UnsupportedModelError: see ``read_config``.
+        UnsupportedModelError: see ``read_config``; or an adapter beside the weights.
     """
     directory = resolve(path)
-    return assemble(read_config(directory), CheckpointIndex.open(directory), dtype)
+    config, index = read_config(directory), CheckpointIndex.open(directory)
+    if (directory / ADAPTER).exists():  # transformers loads it on top of the weights
+        raise UnsupportedModelError(
+            f"{directory} has weights of a model and {ADAPTER}, an adapter of PEFT on top of them, "
+            f"which is not supported: merge it into the weights (PEFT's merge_and_unload() and "
+            f"then save_pretrained()); or, to run them without, move {ADAPTER} away"
+        )
+    return assemble(config, index, dtype)
 
 
 def assemble(

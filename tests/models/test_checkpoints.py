@@ -12,7 +12,7 @@ from equivalence import opened, options, prompt
 from families import randomise
 from safetensors.torch import load_file, save_file
 
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, UnsupportedModelError
 from offload.models.load import prepare
 from offload.models.meta import build
 
@@ -90,6 +90,15 @@ def test_one_parameter_under_two_names_is_the_first(tiny: Path, caplog: Any) -> 
     check(tiny)
     assert f"the first is {name}" in caplog.text
     assert build(tiny).mapping.map.sources[name].tensors == ("embed_tokens.weight",)
+
+
+def test_an_adapter_beside_weights_is_refused(tiny: Path) -> None:
+    """transformers runs both, and the weights alone are another model."""
+    (tiny / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        UnsupportedModelError, match=r"merge_and_unload.* move adapter_config\.json"
+    ):
+        build(tiny)
 
 
 def test_an_adapter_is_no_model(tiny: Path) -> None:
