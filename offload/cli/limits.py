@@ -5,6 +5,7 @@ from __future__ import annotations
 from offload.io.workers import NO_THREAD, is_no_thread
 
 _TORCH = "DefaultCPUAllocator: "
+_NO_TEMPORARY = "No usable temporary directory"
 
 
 def limit_reached(error: BaseException) -> str | None:
@@ -13,6 +14,13 @@ def limit_reached(error: BaseException) -> str | None:
     if is_no_thread(error):
         return NO_THREAD
     text = str(error)
+    if isinstance(error, OSError):
+        if _NO_TEMPORARY not in text:
+            return None
+        return (
+            f"there is no place for temporary files ({error.strerror}); set TMPDIR to a directory "
+            "that can be written to"
+        )
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _TORCH in text):
         what = text.partition(_TORCH)[2] or text
         detail = f" ({what.splitlines()[0]})" if what else ""

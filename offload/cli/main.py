@@ -115,10 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return end.exit_code
         except OffloadError as error:
             return _fail(str(error))
-        except (MemoryError, RuntimeError) as error:
-            if (reached := limit_reached(error)) is None:
-                raise
-            return _fail(reached)
         except _UsageError as error:
             return _fail(f"{_usage(error)}{_hint(error)}")
         except Interrupted as stop:
@@ -128,6 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Whoever read our output has gone, and Python would complain when it flushes at exit.
             drop_output(sys.stdout)
             return 128 + signal.SIGPIPE
+        except (MemoryError, RuntimeError, OSError) as error:
+            if (reached := limit_reached(error)) is None:
+                raise
+            return _fail(reached)
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, StoreError
 from offload.io.gguf import GGUFFile, read_gguf
 from offload.io.pack_manifest import SourceId
 from offload.io.safetensors import CheckpointIndex, TensorRange
@@ -113,7 +113,17 @@ class GgufSource:
         Raises:
             CheckpointError, UnsupportedModelError: the vocabulary is damaged, or of an unknown
                 kind.
+            StoreError: there is no place for temporary files.
         """
+        try:
+            return self._extras()
+        except OSError as e:
+            raise StoreError(
+                f"the tokenizer of {self._gguf.name} is written to a temporary file first, which "
+                f"cannot be: {e.strerror}; set TMPDIR to a directory that can be written to"
+            ) from e
+
+    def _extras(self) -> dict[str, bytes]:
         with tempfile.TemporaryDirectory(prefix="offload-") as folder:
             self._config.save_pretrained(folder)
             if self._gguf.metadata.get("tokenizer.ggml.model", "none") != "none":

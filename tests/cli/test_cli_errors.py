@@ -485,6 +485,10 @@ def test_a_bug_keeps_its_traceback(cli: Cli, bare: Path, monkeypatch: pytest.Mon
             RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: 7 bytes"),
             ["no more memory for this process (can't allocate memory: 7 bytes)", "--ram"],
         ),
+        (
+            FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+            ["no place for temporary files", "['/tmp']", "set TMPDIR"],
+        ),
     ],
 )
 def test_limits_of_the_system_are_no_bugs(

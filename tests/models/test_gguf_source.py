@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -475,6 +476,14 @@ def test_a_file_that_is_meant_to_be_greedy(tmp_path: Path) -> None:
     assert settings["top_k"] == 20
     assert not settings.get("do_sample")
     assert "temperature" not in settings
+
+
+def test_no_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = GgufSource.open(write_gguf(tmp_path / "m.gguf", tiny("qwen3")))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(StoreError, match="No such file or directory; set TMPDIR to"):
+        source.extras()
+    source.close()
 
 
 def test_a_split_file_by_any_part(tmp_path: Path) -> None:
