@@ -46,6 +46,7 @@ from offload.models.options import (
     SLACK_SHARE,
     Options,
     Progress,
+    beyond_free,
     check_device,
 )
 from offload.models.params import parameters
@@ -381,6 +382,8 @@ def plan_model(
         )
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
+    if not options.elsewhere:
+        notes += beyond_free(plan.resident_bytes(Tier.RAM))
     return Prepared(
         meta=meta,
         options=options,

@@ -15,6 +15,7 @@ from offload.kv.keep import AttentionMass, Importance, Keep, block_tokens_to_kee
 from offload.kv.shape import BLOCK_TOKENS
 from offload.models.option_types import check_types
 from offload.runtime.choice import Choice, choose
+from offload.runtime.rss import available_ram
 from offload.runtime.timeline import Recorder
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.policy import NAMES
@@ -257,3 +258,16 @@ def parse_options(
         kv_ram=None if kv_ram is None else parse_bytes(kv_ram),
         **others,
     )
+
+
+def beyond_free(nbytes: int) -> list[str]:
+    """A note where a plan takes more RAM than is free: a budget is the user's word, and what a
+    system does when it is wrong (its own limit, or that of a container) is to end the process."""
+    free = available_ram()
+    if nbytes <= free:
+        return []
+    return [
+        f"{format_bytes(nbytes)} of RAM are planned and {format_bytes(free)} are free: the system "
+        f"may end this process, or swap; give --ram {format_bytes(int(free * SAFE_SHARE))} or free "
+        f"some"
+    ]

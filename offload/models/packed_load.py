@@ -48,6 +48,7 @@ from offload.models.options import (
     SLACK_SHARE,
     Options,
     Progress,
+    beyond_free,
     check_device,
 )
 from offload.models.pack_reader import PackedModel
@@ -396,6 +397,8 @@ def plan_packed(
         notes.append(f"single tokens run through transformers' own layers: {decoder.why_not}")
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
+    if not options.elsewhere:
+        notes += beyond_free(plan.resident_bytes(Tier.RAM))
     return PackedPrepared(
         meta=meta,
         options=options,

@@ -18,7 +18,7 @@ from offload.io.memory import Staging
 from offload.io.tile_store import reserved, stored_identity
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
-from offload.models.options import SAFE_SHARE
+from offload.models.options import SAFE_SHARE, beyond_free
 from offload.models.packed_card import check_card
 from offload.models.prompt_time import read_time
 from offload.models.workspace import limit_kernels
@@ -257,6 +257,7 @@ def _plan(
         notes.append(
             f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
         )
+    notes += beyond_free(chosen.plan.ram_bytes)
     run = Run(
         meta,
         data,

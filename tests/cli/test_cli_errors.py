@@ -13,6 +13,7 @@ import pytest
 from cli_support import Cli, refused
 
 from offload.cli import session
+from offload.models import options
 from offload.units import parse_bytes
 
 IDS = ("--prompt-ids", "5,6,7", "-n", 4, "--no-predict")
@@ -424,6 +425,20 @@ def test_a_budget_too_small_says_the_least_and_that_works(
     # The least counts this process's heap, which differs a little from one moment to the next.
     enough = int(found.group(1)) + parse_bytes("8MiB")
     assert cli(command, "-m", bare, "--ram", enough, *words).code == 0
+
+
+def test_a_budget_beyond_what_is_free_is_said(
+    cli: Cli, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's limit, say: the system would end the process without a word."""
+    words = ("plan", "-m", bare, "--ram", "1GiB", "--no-predict")
+    assert "may end this process" not in cli(*words).out
+    monkeypatch.setattr(options, "available_ram", lambda: 1 << 20)
+    result = cli(*words)
+    assert result.code == 0, result.err
+    said = " ".join(result.out.split())
+    assert "1.0 MiB are free: the system may end this process" in said
+    assert "give --ram 819.2 KiB" in said
 
 
 def test_a_prompt_that_cannot_fit(cli: Cli, bare: Path) -> None:
