@@ -445,7 +445,18 @@ def _temporary(name: str) -> str:
 
 
 def _replace(folder: int, name: str, content: bytes) -> None:
-    """Make ``name`` hold ``content``, whole or not at all, and on the disk."""
+    """Make ``name`` hold ``content``, whole or not at all, and on the disk; it may be in a folder
+    of its own."""
+    inner, _, last = name.rpartition("/")
+    if inner:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(inner, 0o700, dir_fd=folder)
+        fd = os.open(inner, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            _replace(fd, last, content)
+        finally:
+            os.close(fd)
+        return
     temporary = _temporary(name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(temporary, flags, 0o600, dir_fd=folder)

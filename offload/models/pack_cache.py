@@ -11,10 +11,11 @@ from offload.errors import StoreError
 from offload.io.pack_manifest import SourceId, is_pack
 from offload.io.whole_file import PRIVATE, whole_file
 from offload.models.naming import packs_folder
-from offload.models.pack_checkpoint import EXTRA_FILES, CheckpointSource
+from offload.models.pack_checkpoint import CheckpointSource
 from offload.models.pack_reader import PackedModel
 from offload.models.pack_run import PackProgress, pack
 from offload.models.pack_source import Source
+from offload.models.synth_config import small_files
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +66,15 @@ def _refresh(path: Path, extras: Mapping[str, bytes]) -> None:
     Raises:
         StoreError: they differ and cannot be written.
     """
+    names = dict.fromkeys((*extras, *small_files(path)))
     try:
-        for name in EXTRA_FILES:
+        for name in names:
             file, wanted = path / name, extras.get(name)
             if wanted is None:
-                if file.is_symlink() or file.exists():  # a read-only disk refuses to look, too
-                    file.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
             elif not file.is_file() or file.read_bytes() != wanted:
                 logger.info("%s has changed since it was packed: copied to %s", name, path)
+                file.parent.mkdir(mode=0o700, exist_ok=True)
                 with whole_file(file, PRIVATE) as out:
                     out.write(wanted)
     except OSError as e:

@@ -29,11 +29,8 @@ from offload.models.pack_outline import outline
 from offload.models.pack_source import GGUF_OF, Bytes, Outline, Tensor
 from offload.models.recipes import split_rows
 from offload.models.sources import Ranges, Run, Source
-from offload.models.synth_config import TOKENIZER_FILES
+from offload.models.synth_config import small_files
 from offload.models.values_fingerprint import values_fingerprint
-
-EXTRA_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-"""What is copied from a model directory besides the weights."""
 
 
 @dataclass(slots=True)
@@ -80,7 +77,7 @@ class CheckpointSource:
 
     def extras(self) -> dict[str, bytes]:
         found = {}
-        for name in EXTRA_FILES:
+        for name in ("config.json", *small_files(self._built.directory)):
             path = self._built.directory / name
             try:
                 found[name] = path.read_bytes()

@@ -35,7 +35,7 @@ from offload.models.pack_source import (
     float_row_bytes,
     parts_of,
 )
-from offload.models.synth_config import TOKENIZER_FILES, read_source
+from offload.models.synth_config import read_source, small_files
 from offload.models.synth_plan import RESIDUAL_SCALE, TO_RESIDUAL, skeleton, spread
 from offload.models.synth_values import POOL_VALUES, derive_key
 
@@ -169,10 +169,8 @@ class SynthSource:
         text = json.dumps(self._config.raw, indent=2) + "\n"
         found = {"config.json": text.encode()}
         folder = self._config.folder
-        for name in ("generation_config.json", *TOKENIZER_FILES) if folder else ():
-            path = Path(folder or "") / name
-            if path.is_file():
-                found[name] = path.read_bytes()
+        if folder:
+            found |= {name: (folder / name).read_bytes() for name in small_files(folder)}
         return found
 
     def check(self) -> None:

@@ -178,15 +178,15 @@ def synth(
 
 def _copy_companions(source: Path | None, target: Path) -> tuple[str, ...]:
     """Copy tokenizer, processor and generation files that lie beside the source config."""
-    from offload.models.synth_config import TOKENIZER_FILES
+    from offload.models.synth_config import small_files
 
     copied: list[str] = []
     if source is not None:
-        for name in ("generation_config.json", *TOKENIZER_FILES):
+        for name in small_files(source):
             try:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, target / name)
-                    copied.append(name)
+                (target / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / name, target / name)
+                copied.append(name)
             except OSError as e:
                 raise StoreError(f"cannot copy {source / name}: {e.strerror or e}") from e
     return tuple(copied)

@@ -18,8 +18,21 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
-    "preprocessor_config.json", "processor_config.json",
+    "preprocessor_config.json", "processor_config.json", "vocab.model", "sentencepiece.model",
+    "spm.model", "spm_char.model", "source.spm", "target.spm", "bpe.codes", "normalizer.json",
+    "dict.txt", "entity_vocab.json", "emoji.json", "prophetnet.tokenizer",
 )  # fmt: skip
+
+_TEMPLATES = "additional_chat_templates"
+
+
+def small_files(folder: Path) -> list[str]:
+    """The names of what a model directory has besides config.json and weights: settings of
+    generation, the tokenizer, and chat templates with a name, which have a folder of their own."""
+    names = ("generation_config.json", *TOKENIZER_FILES)
+    templates = sorted(folder.glob(f"{_TEMPLATES}/*.jinja"))
+    found = [name for name in names if (folder / name).is_file()]
+    return found + [f"{_TEMPLATES}/{file.name}" for file in templates if file.is_file()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -305,6 +305,32 @@ def test_other_weights_with_the_same_times(tmp_path: Path) -> None:
     assert ids[0] != ids[1]
 
 
+def test_named_templates_and_every_vocabulary_go_with_a_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its templates for tools a model reads other prompts than its checkpoint."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write("llama", tmp_path / "m")
+    named = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / "m" / named).parent.mkdir()
+
+    def made() -> Path:
+        source = CheckpointSource.open(tmp_path / "m")
+        pack(source, tmp_path / "p", quant="q4")
+        cached = packed(source, "q4").path
+        source.close()
+        return cached
+
+    for text in ("old", "new"):
+        for name in (named, "vocab.model"):
+            (tmp_path / "m" / name).write_text(text)
+        cached = made()
+        assert [(cached / name).read_text() for name in (named, "vocab.model")] == [text] * 2
+    assert (tmp_path / "p" / named).read_text() == "old"  # complete: it is left as it is
+    (tmp_path / "m" / named).unlink()
+    assert not (made() / named).exists()
+
+
 def test_a_cached_pack_has_the_checkpoints_template_of_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
