@@ -150,7 +150,8 @@ class DirectFile:
                 refused = e
                 fd = calls.open(name, flags, 0)
         except OSError as e:
-            raise StoreError(f"cannot open {name}: {e.strerror}") from e
+            hint = "; raise their limit (ulimit -n)" if e.errno == errno.EMFILE else ""
+            raise StoreError(f"cannot open {name}: {e.strerror}{hint}") from e
         return cls(fd, name, refused=refused, syscalls=calls)
 
     def _turn_on(self) -> OSError | None:

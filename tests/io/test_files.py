@@ -252,6 +252,14 @@ def test_cannot_open(tmp_path: Path, what: str) -> None:
         DirectFile.open(path)
 
 
+def test_more_files_than_a_process_may_have_open(big_file: Path) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.raises(StoreError, match=r"Too many open files; .*ulimit -n"):
+        DirectFile.open(big_file, syscalls=Syscalls(open=refuse))
+
+
 def test_close_waits_for_a_read_and_keeps_others_out(big_file: Path) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
