@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 from offload.io.gguf import GGUFFile
 from offload.models.gguf_metadata import shortest
 from offload.models.gguf_tokenizer import TokenType, Vocabulary
+
+log = logging.getLogger(__name__)
 
 # Tokens that end a turn, by llama.cpp's list; files state only some of them.
 _ENDS = (
@@ -17,6 +20,8 @@ _ENDS = (
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
+
+_LEFT_OUT = ("sequence", "xtc_probability", "mirostat", "penalty_last_n")
 
 
 def generation_defaults(gguf: GGUFFile) -> dict[str, Any]:
@@ -57,9 +62,34 @@ def generation_defaults(gguf: GGUFFile) -> dict[str, Any]:
             vocabulary.meta.fail(f"general.sampling for {field} is {value!r:.40}, not a number")
         if (value < 0 and field == "temperature") or (value <= 0 and field == "repetition_penalty"):
             vocabulary.meta.fail(f"general.sampling for {field} is {value:g}, which is too small")
-        out[field] = value if type(value) is int else shortest(value)
+        out[field] = _in_bounds(vocabulary, field, value)
+    _say_left_out(gguf)
     if sampling:
         out["do_sample"] = out.get("temperature", 1.0) > 0
     if out.get("temperature") == 0:
         del out["temperature"]  # greedy: nothing is divided by it
     return out
+
+
+def _in_bounds(vocabulary: Vocabulary, field: str, value: float) -> float:
+    """As transformers takes it: what llama.cpp has for "off" is often beyond its bounds."""
+    if field == "top_k":
+        if value != int(value):
+            vocabulary.meta.fail(f"general.sampling for top_k is {value:g}, not a whole number")
+        return max(0, int(value))
+    if field == "min_p":
+        value = max(0, value)
+    elif field == "top_p":
+        value = min(1, value)
+    return value if type(value) is int else shortest(value)
+
+
+def _say_left_out(gguf: GGUFFile) -> None:
+    """Warn of ways to sample that nobody here has, where they are on."""
+    found = {key: gguf.metadata.get(f"general.sampling.{key}") for key in _LEFT_OUT}
+    if gguf.metadata.get("general.sampling.penalty_repeat") in (None, 1):
+        del found["penalty_last_n"]
+    on = [key for key, value in found.items() if value not in (None, 0, "")]
+    if on:
+        names = ", ".join(f"general.sampling.{key}" for key in on)
+        log.warning("%s: not known, and without effect: %s", gguf.name, names)

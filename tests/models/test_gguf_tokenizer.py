@@ -355,6 +355,7 @@ def test_generation_defaults(tmp_path: Path, byte_level: dict[str, Any]) -> None
         ("temp", float("nan"), "temperature is nan, not a number"),
         ("temp", -1.0, "temperature is -1, which is too small"),
         ("penalty_repeat", 0.0, "repetition_penalty is 0, which is too small"),
+        ("top_k", 2.5, "top_k is 2.5, not a whole number"),
     ],
 )
 def test_sampling_that_is_nothing(
@@ -363,6 +364,25 @@ def test_sampling_that_is_nothing(
     more = {f"general.sampling.{key}": value}
     with pytest.raises(CheckpointError, match=message):
         generation_defaults(write(tmp_path / "a", **byte_level, **more))
+
+
+def test_sampling_that_is_off(
+    tmp_path: Path, byte_level: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As llama.cpp says it; transformers takes no such numbers. What only it has is said."""
+    more = {"top_k": -1.0, "top_p": 1.5, "min_p": -0.1, "mirostat": 0, "penalty_last_n": 64}
+
+    def defaults(**keys: Any) -> dict[str, Any]:
+        full = {f"general.sampling.{key}": value for key, value in (more | keys).items()}
+        return generation_defaults(write(tmp_path / "a", **byte_level, **full))
+
+    got = defaults()
+    assert (got["top_k"], got["top_p"], got["min_p"]) == (0, 1, 0)
+    assert not caplog.records
+    defaults(mirostat=2, penalty_repeat=1.1)
+    (record,) = caplog.records
+    for key in ("mirostat", "penalty_last_n"):
+        assert f"general.sampling.{key}" in record.getMessage()
 
 
 def test_a_message_of_harmony_is_no_end(tmp_path: Path, byte_level: dict[str, Any]) -> None:
