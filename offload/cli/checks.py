@@ -265,7 +265,7 @@ def huge_pages() -> Check:
     """Transparent huge pages for the arenas."""
     name, file = "huge pages", Path("/sys/kernel/mm/transparent_hugepage/enabled")
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return Check(name=name, verdict=Verdict.BETTER, detail="this system has none to ask for")
     mode = text.partition("[")[2].partition("]")[0]

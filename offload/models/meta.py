@@ -61,7 +61,7 @@ def read_config(directory: Path) -> Any:
     """
     file = directory / "config.json"
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (directory / JOURNAL).exists():
             raise CheckpointError(

@@ -35,7 +35,7 @@ class Known:
         try:
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, name = tempfile.mkstemp(dir=file.parent)
-            with os.fdopen(handle, "w") as out:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
                 json.dump(value, out)
             os.replace(name, file)
         except OSError as error:
@@ -43,7 +43,7 @@ class Known:
 
     def _load(self) -> dict[str, object]:
         try:
-            value = json.loads(self.path.read_text())
+            value = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from offload.errors import CheckpointError, UnsupportedModelError
 from offload.models.load import prepare
-from offload.models.meta import build
+from offload.models.meta import build, read_config
 
 
 @pytest.fixture
@@ -90,6 +91,15 @@ def test_one_parameter_under_two_names_is_the_first(tiny: Path, caplog: Any) -> 
     check(tiny)
     assert f"the first is {name}" in caplog.text
     assert build(tiny).mapping.map.sources[name].tensors == ("embed_tokens.weight",)
+
+
+def test_a_config_is_utf8_in_any_locale(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tiny / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"_name_or_path": "modèle"}
+    file.write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    # What Python takes where nobody says an encoding and the locale is "C".
+    monkeypatch.setattr(io, "text_encoding", lambda asked, *_: asked or "ascii")
+    assert read_config(tiny).model_type == config["model_type"]
 
 
 def test_an_adapter_beside_weights_is_refused(tiny: Path) -> None:
