@@ -36,6 +36,14 @@ class _Guarded:
             done = work()
         except BrokenPipeError:
             raise
+        except UnicodeEncodeError as error:
+            if not self._vital:
+                return instead
+            raise OffloadError(
+                f"stdout cannot be written: its encoding, {error.encoding}, has no "
+                f"{error.object[error.start]!a}; set PYTHONIOENCODING=utf-8, or a locale with "
+                f"UTF-8"
+            ) from error
         except OSError as error:
             self._why = error.strerror or str(error)
             drop_output(self._inner)

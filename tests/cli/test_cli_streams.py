@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from cli_support import START
 
 import offload
 from offload.cli.libraries import SPINS
+from offload.cli.streams import standard_streams
+from offload.errors import OffloadError
 
 FULL = Path("/dev/full")
 
@@ -39,6 +42,18 @@ def test_a_full_disk_behind_stdout_is_the_users_error(words: str, unbuffered: st
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 def test_what_is_said_beside_the_result_may_be_lost() -> None:
     assert run("nonsense", "2> /dev/full").returncode == 2
+
+
+def test_an_encoding_without_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a locale from before UTF-8: what is the result is an error, what is said is lost."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="latin-1") for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with standard_streams():
+        print("\u2713", file=sys.stderr)
+        print("\u00e9")
+        with pytest.raises(OffloadError, match=r"latin-1, has no '\\u2713'; .*IOENCODING=utf-8"):
+            print("\u2713")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
