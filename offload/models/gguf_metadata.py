@@ -84,6 +84,7 @@ class Metadata:
 
     def array(self, key: str, length: int) -> list[Any] | None:
         """A list of ``length`` values (one per layer), or ``None`` where there is none."""
+        self.asked.add(key)
         value = self.gguf.metadata.get(f"{self.arch}.{key}")
         if not isinstance(value, list):
             return None

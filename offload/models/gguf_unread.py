@@ -36,6 +36,8 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "activation_sparsity_scale": (0,),
     "embedding_length_per_layer_input": (0,),
     "n_deepstack_layers": (0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
     "expert_gating_func": (0,),
     "expert_weights_scale": (0, 1),
     "expert_weights_norm": (True,),

@@ -48,11 +48,12 @@ def fields(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_model(tmp_path: Path, case: str) -> None:
+def test_the_same_model(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
     family, overrides, how = CASES[case]
     model = tiny(family, **overrides)
     file = read_gguf(write_gguf(tmp_path / "m.gguf", model, **how))
     config = config_from_gguf(file)
+    assert not caplog.records  # no key is said to be without effect
     assert type(config) is type(model.config)
     read = load_model(tmp_path / "hf", file, config, entries_from_gguf(file, config))
     want, got = model.state_dict(), read.state_dict()
@@ -353,7 +354,8 @@ def test_keys_that_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         "rope.scaling.yarn_ext_factor": -1.0, "rope.scaling.yarn_attn_factor": 1.13862944,
         "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.finetuned": True,
         "expert_gating_func": 0, "attention.temperature_scale": 0.0, "attention.causal": True,
-        "attention.key_length_swa": 16, "swiglu_clamp_exp": [0.0] * 4, "vocab_size": 256,
+        "attention.key_length_swa": 16, "expert_count": 0, "expert_used_count": 0,
+        "swiglu_clamp_exp": [0.0] * 4, "vocab_size": 256,
     }  # fmt: skip
     plain = damaged(tmp_path, "qwen3", **YARN)
     said = {f"qwen3.{key}": value for key, value in more.items()}
