@@ -367,7 +367,8 @@ def _nothing_found(root: Path, single: str, index: str) -> str:
             "loaded, so they are refused; convert them where you trust them: "
             "from_pretrained() and then save_pretrained() of transformers write safetensors"
         )
-    return f"{root} has no weights: neither {single} nor {index} is there{gguf_hint(root)}"
+    hint = gguf_hint(root) or "; download them, or give the directory that has them"
+    return f"{root} has no weights: neither {single} nor {index} is there{hint}"
 
 
 def adapter_hint(directory: Path) -> str:
