@@ -53,6 +53,8 @@ class ForeignLoop:
         """Updates are made inside backward: gradients cannot be scaled any more."""
         self.accumulating = False
         """The next backward is not its step's last. Matters to updates inside backward only."""
+        self.stepped_by: dict[str, object] = {}
+        """Whose moments each parameter has, once an optimizer here has taken or loaded any."""
         self._pass = -1
         """The backward pass that has been noticed, by autograd's number."""
         self._handles: dict[str, LazyGrad] = {}

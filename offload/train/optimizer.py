@@ -8,7 +8,7 @@ then and only then: schedulers write there, and wrappers replace the dictionarie
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from offload.train.streamed import StreamedParameter
 
 REFERENCE = "offload"
 """The key of ``state_dict`` that says where the states are."""
+BEGUN = "begun"
+"""In it: whether they are the optimizer's, and not those of another one before it."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -31,7 +33,8 @@ class AdamW(torch.optim.Optimizer):
     schedulers, accelerate, ``clip_grad_norm_``. The states' format (float32, bfloat16 with
     stochastic rounding, 8 bit) was chosen when the model was loaded.
 
-    ``step`` takes the gradients: ``p.grad`` is None afterwards, zeroed or not.
+    ``step`` takes the gradients: ``p.grad`` is None afterwards, zeroed or not. A parameter's
+    moments are of the optimizer that took its last step: a new one begins with none, as torch's.
 
     Args:
         params: parameters, or groups of them, of one model from ``offload.load(..., train=True)``.
@@ -50,12 +53,14 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8, weight_decay: float = 1e-2, *, in_backward: bool = False,
     ) -> None:  # fmt: skip
         self._loop: ForeignLoop | None = None
+        self._mine: set[str] = set()
+        """Parameters whose moments are this optimizer's."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         loop = self.loop
         loop.in_backward = in_backward
         if in_backward:
-            loop.engine.in_backward = lambda piece: self._groups()(piece)
+            loop.engine.in_backward = self._group_in_backward
         else:
             loop.engine.in_backward = None
 
@@ -111,6 +116,8 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         loop = self.loop
         owned = loop.names_of(p for group in self.param_groups for p in group["params"])
+        if not loop.in_backward:
+            self._begin(loop.with_gradients().intersection(owned))
         loop.step(self._groups(), owned)
         if loop.owner is not None:
             loop.owner.stepped()
@@ -131,6 +138,30 @@ class AdamW(torch.optim.Optimizer):
             return of[piece.param]
 
         return group_of
+
+    def _group_in_backward(self, piece: Piece) -> Group:
+        group = self._groups()(piece)
+        self._begin([piece.param])
+        return group
+
+    def _begin(self, names: Iterable[str]) -> None:
+        """Before a step of these: moments that another optimizer has left are none of ours.
+
+        Raises:
+            GradientError: ours are gone, because another one has taken steps since.
+        """
+        loop = self.loop
+        for name in sorted(names):
+            last = loop.stepped_by.get(name)
+            if last is not None and last is not self._mine:
+                if name in self._mine:
+                    raise GradientError(
+                        f"another optimizer has taken steps of {name} since this one did: there is "
+                        f"room for the moments of one; have one optimizer per parameter"
+                    )
+                loop.engine.steps[name] = 0  # its first step finds no moments (``tiles.Slot``)
+            loop.stepped_by[name] = self._mine
+            self._mine.add(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; they are None afterwards whatever ``set_to_none`` is."""
@@ -155,7 +186,9 @@ class AdamW(torch.optim.Optimizer):
         out = super().state_dict()
         owner = self.loop.owner
         if owner is not None:
-            out[REFERENCE] = owner.reference()
+            # Who has no moments has none when this is loaded, either: accelerate loads what it
+            # has just saved.
+            out[REFERENCE] = {**owner.reference(), BEGUN: bool(self._mine)}
         return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -173,6 +206,10 @@ class AdamW(torch.optim.Optimizer):
             )
         if self.loop.owner is not None:
             self.loop.owner.check_reference(reference)
+        if reference.get(BEGUN, True):
+            for name in self.loop.names_of(p for g in self.param_groups for p in g["params"]):
+                self.loop.stepped_by[name] = self._mine
+                self._mine.add(name)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != REFERENCE})
 
 

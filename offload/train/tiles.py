@@ -96,10 +96,13 @@ class Slot:
     ) -> None:  # fmt: skip
         """One step of elements ``start`` .. ``start + count`` with ``gradient`` [count].
 
+        A first step finds no moments, whatever an optimizer before this one has left.
         ``start`` is a multiple of ``layout.PIECE_ALIGN``. ``seed`` and ``first``, the global index
         of the first of these elements, are for stochastic rounding.
         """
         stop = start + count
+        if step.step == 1:
+            self._forget(start, count)
         copy = self.copy[start:stop]
         if self.kind.states == "bf16":
             if copy.dtype != np.uint16:
@@ -123,6 +126,16 @@ class Slot:
             return
         m, v = (self.part(x).view(np.float32)[start:stop] for x in "mv")
         adam_fp32(step, gradient, p, m, v, copy, workers=workers)
+
+    def _forget(self, start: int, count: int) -> None:
+        """Make the moments of these elements zero."""
+        size = {"fp32": 4, "bf16": 2, "8bit": 1}[self.kind.states]
+        for name in "mv":
+            self.part(name)[start * size : (start + count) * size] = 0
+        if self.kind.states == "8bit":
+            low, high = start // BLOCK, start // BLOCK + blocks(count)
+            for name in ("m_scales", "v_scales"):
+                self.part(name)[4 * low : 4 * high] = 0
 
 
 def numbers(memory: Bytes, dtype: str) -> Numbers:

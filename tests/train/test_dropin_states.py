@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dropin_support import EPS, batches, close, groups_of, loop, maker, resident, streamed
@@ -13,6 +14,8 @@ from dropin_support import EPS, batches, close, groups_of, loop, maker, resident
 import offload
 from offload.errors import OffloadError
 from offload.train.optimizer import AdamW
+from offload.train.steps import Group
+from offload.train.tiles import Slot, SlotKind
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +56,81 @@ def test_a_state_dict_is_a_reference_that_resumes(tiny: Any, tmp_path: Path) -> 
         model.offload.commit()
     with pytest.raises(OffloadError, match="resume=True"), streamed(directory, disk=disk):
         pass
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_another_optimizer_begins_without_moments(tiny: Any, in_backward: bool) -> None:
+    """It went on with those of the one before it, and with its count of steps."""
+    directory, data = tiny(), list(batches(4))
+    how: dict[str, Any] = {"in_backward": True} if in_backward else {}
+
+    def train(model: Any, kind: Any, **how: Any) -> None:
+        for lr, half in ((1e-3, data[:2]), (5e-4, data[2:])):
+            optimizer = kind(model.parameters(), lr=lr, eps=EPS, **how)
+            if kind is AdamW:  # as accelerate does, whatever there is
+                optimizer.load_state_dict(optimizer.state_dict())
+            for ids in half:
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    wanted = resident(directory)
+    train(wanted, torch.optim.AdamW)
+    with streamed(directory) as model:
+        train(model, AdamW, **how)
+        assert close(model, wanted)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_a_first_step_finds_no_moments(states: str) -> None:
+    kind, n, some = SlotKind(states, "bfloat16"), 8192, slice(4096, 8192)
+    numbers = np.random.default_rng(0)
+    weights = (numbers.standard_normal(n).astype(np.float32).view(np.uint32) >> 16).astype(
+        np.uint16
+    )
+    gradient = weights[::-1].copy()
+    used, fresh = (Slot(kind, n, np.zeros(kind.offsets(n)[-1], np.uint8)) for _ in range(2))
+    for slot in (used, fresh):
+        slot.start(weights)
+    for i, name in enumerate(kind.names[kind.names.index("m") :]):
+        used.part(name)[:] = 60 + i
+    for slot in (used, fresh):
+        slot.update(Group(lr=1e-3).step(1, 1.0), gradient[some], 4096, 4096, seed=0, first=0,
+                    workers=1)  # fmt: skip
+    for name in kind.names:
+        size = used.part(name).size // 2
+        assert np.array_equal(used.part(name)[size:], fresh.part(name)[size:]), name
+        assert name in ("copy", "p") or used.part(name)[0] >= 60, "the other half is another's"
+
+
+def test_optimizers_in_turns(tiny: Any) -> None:
+    """Each has moments of its own parameters; there is no room for two of the same."""
+    directory, data = tiny(), list(batches(4))
+
+    def train(model: Any, kind: Any) -> None:
+        parts = model.model.layers[1], model.model.layers[2]
+        both = [kind(p.parameters(), lr=1e-3, eps=EPS) for p in parts]
+        model.requires_grad_(False)
+        for i, ids in enumerate(data):
+            parts[i % 2].requires_grad_(True)
+            model(input_ids=ids, labels=ids).loss.backward()
+            both[i % 2].step()
+            both[i % 2].zero_grad()
+            parts[i % 2].requires_grad_(False)
+
+    wanted = resident(directory)
+    train(wanted, torch.optim.AdamW)
+    with streamed(directory) as model:
+        train(model, AdamW)
+        assert close(model, wanted)
+        model.requires_grad_(True)
+        one, other = (AdamW(model.parameters(), lr=1e-3) for _ in range(2))
+        for optimizer in (one, other):
+            model(input_ids=data[0], labels=data[0]).loss.backward()
+            optimizer.step()
+        model(input_ids=data[0], labels=data[0]).loss.backward()
+        with pytest.raises(OffloadError, match="one optimizer per parameter"):
+            one.step()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
