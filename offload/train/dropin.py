@@ -29,6 +29,7 @@ from offload.models.streamed_forward import not_compiled
 from offload.train.engine import Engine
 from offload.train.foreign import ForeignLoop
 from offload.train.layout import TrainLayout, lay_out
+from offload.train.learnt_buffers import LearntBuffers
 from offload.train.opening import EngineOptions, Placement, open_engine
 from offload.train.optimizer import REFERENCE, refuse_others
 from offload.train.output_tensors import OutputTensors, check_writable
@@ -180,6 +181,7 @@ class Training:
         )  # fmt: skip
         self.loop = ForeignLoop(self.engine)
         self.loop.owner = self
+        self._learnt = LearntBuffers(self.model, self._buffers)
         self._resume()
         refuse_others()
         self._equip()
@@ -239,6 +241,7 @@ class Training:
             return
         self.engine.steps.update(facts["param_steps"])
         self.loop.steps = int(facts["step"])
+        self._learnt.restore(facts.get("buffers", {}))
         self._id, self._commit = str(facts["store"]), int(facts["number"])
 
     def drain(self) -> None:
@@ -263,6 +266,7 @@ class Training:
                 {
                     "step": self.loop.steps,
                     "param_steps": self.engine.steps,
+                    "buffers": self._learnt.save(),
                     "store": self._id,
                     "number": number,
                 }
@@ -434,15 +438,24 @@ def _load_state_dict(
     self: Any, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
 ) -> Any:
     """Weights come from the checkpoint and the store, and cannot be put in; that those in
-    ``state_dict`` are the model's own (as when a Trainer resumes) is checked, value by value."""
+    ``state_dict`` are the model's own (as when a Trainer resumes) is checked, value by value.
+    Buffers are in memory, and are loaded."""
     from torch.nn.modules.module import _IncompatibleKeys
 
     params = dict(self.named_parameters(remove_duplicate=False))
-    unknown = [name for name in state_dict if name not in params]
+    buffers = dict(self.named_buffers(remove_duplicate=False))
+    unknown = [name for name in state_dict if name not in params and name not in buffers]
     if strict and unknown:
         raise OffloadError(f"the model has no parameter {unknown[0]}")
     for name, value in state_dict.items():
-        if name in params and not torch.equal(params[name].detach().to(value.dtype), value):
+        if name in buffers:
+            if buffers[name].shape != value.shape:
+                raise OffloadError(
+                    f"{name} is {tuple(buffers[name].shape)}, not {tuple(value.shape)}"
+                )
+            with torch.no_grad():
+                buffers[name].copy_(value)
+        elif name in params and not torch.equal(params[name].detach().to(value.dtype), value):
             raise OffloadError(
                 f"{name} differs from the weights to load, and streamed weights cannot be "
                 f"replaced: load the model with resume= at the step these are from, or from their "

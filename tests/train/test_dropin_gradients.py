@@ -288,7 +288,8 @@ def test_buffers_that_forward_changes(tiny: Any) -> None:
 
 
 def test_statistics_of_batch_norm(tmp_path: Path) -> None:
-    """A batch counted twice, and what was saved were the checkpoint's."""
+    """A batch counted twice; what was saved, and what a resumed run began with, were the
+    checkpoint's."""
     from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerForCTC
 
     config = Wav2Vec2ConformerConfig(
@@ -302,9 +303,17 @@ def test_statistics_of_batch_norm(tmp_path: Path) -> None:
     wanted = Wav2Vec2ConformerForCTC(config)
     wanted.save_pretrained(tmp_path / "model")
     sound, labels = torch.randn(2, 2000), torch.randint(1, 40, (2, 5))
-    with streamed(tmp_path / "model") as model:
+    with streamed(tmp_path / "model", disk=tmp_path / "states") as model:
         for m in (wanted, model):
             m.train()(input_values=sound, labels=labels).loss.backward()
+        model.offload.commit()
+    with streamed(tmp_path / "model", disk=tmp_path / "states", resume=True) as model:
+        assert model.load_state_dict(model.state_dict()) == ([], [])
+        for m in (wanted, model):
+            m(input_values=sound, labels=labels).loss.backward()
+        model.offload.stepped()  # without one a commit has nothing to add
+        model.offload.commit()
+    with streamed(tmp_path / "model", disk=tmp_path / "states", resume=True) as model:
         model.save_pretrained(tmp_path / "out")
     saved = dict(Wav2Vec2ConformerForCTC.from_pretrained(tmp_path / "out").named_buffers())
     for name, buffer in wanted.named_buffers():
