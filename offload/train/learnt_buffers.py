@@ -31,7 +31,7 @@ class LearntBuffers:
         self._first = {name: self._sum(name) for name in sorted(names)}
 
     def _sum(self, name: str) -> int:
-        return xxh3(memoryview(_bytes(self._model.get_buffer(name)).numpy()))
+        return xxh3(_bytes(self._model.get_buffer(name)).numpy().data)
 
     def save(self) -> Saved:
         """Those that have changed."""

@@ -307,6 +307,16 @@ def test_what_cannot_be_found_is_a_bad_row(tmp_path: Path) -> None:
             opened(file, tmp_path, tokenizer(template), seq_len=256)
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_half_a_character_anywhere(template: str, tmp_path: Path) -> None:
+    """A tokenizer's own error came through."""
+    shows = template.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['name'] }}")
+    turns = [{"role": r, "content": "a", "name": "\ud83d"} for r in ("user", "assistant")]
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": turns}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: what the .* half a surrogate pair at char"):
+        opened(file, tmp_path, chatml(shows))
+
+
 def test_no_template_at_all_is_no_fault_of_the_row(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
     tok = tokenizer()

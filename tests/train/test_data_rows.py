@@ -107,6 +107,11 @@ def test_a_broken_list_is_an_error_with_its_line(tmp_path: Path, text: str, line
             "assistant's message 1 is empty",
         ),
         (b'{"text": "a", "messages": [1]}', "has text and also messages: which one"),
+        (b'{"text": "a b", "id": 1, "text": "c d"}', "has 'text' twice: which one is meant"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            r"messages\[0\] has 'content' twice",
+        ),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_named_and_can_be_skipped(tmp_path: Path, line: bytes, found: str) -> None:
@@ -120,6 +125,12 @@ def test_a_bad_line_is_named_and_can_be_skipped(tmp_path: Path, line: bytes, fou
         assert data.train.examples == 2
     assert len(notes) == 1
     assert notes[0].startswith("a.jsonl: 1 bad row skipped; the first: a.jsonl:3: ")
+
+
+def test_keys_twice_that_nobody_reads(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "the king", "id": 1, "id": {"a": 1, "a": 2}}\n')
+    opened(file, tmp_path)[0].close()
 
 
 def test_nothing_is_an_error(tmp_path: Path) -> None:
@@ -305,6 +316,19 @@ def test_bad_tables(tmp_path: Path) -> None:
     parquet.write_table(arrow.table({"text": ["a b c", None, "d e"]}), tmp_path / "d.parquet")
     with pytest.raises(DataError, match=r"d\.parquet: row 2: text is null"):
         opened(tmp_path / "d.parquet", tmp_path)
+    twice = arrow.table([["a b c"], ["d e f"]], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "e.parquet")
+    with pytest.raises(DataError, match=r"e\.parquet: has the column text twice: keep one"):
+        opened(tmp_path / "e.parquet", tmp_path)
+    bytes_ = arrow.array([b"a b c", b"d\xff", b"e f"]).view(arrow.string())
+    parquet.write_table(arrow.table({"text": bytes_}), tmp_path / "f.parquet")
+    found = r"f\.parquet: row 2: has text that is not UTF-8: byte 0xff at position 2"
+    with pytest.raises(DataError, match=found):
+        opened(tmp_path / "f.parquet", tmp_path)
+    data, notes = opened(tmp_path / "f.parquet", tmp_path, skip_bad_rows=True)
+    with data:
+        assert data.train.examples == 2
+        assert notes == [f"f.parquet: 1 bad row skipped; the first: {found}".replace("\\", "")]
 
 
 def test_without_pyarrow_the_message_says_what_to_install(

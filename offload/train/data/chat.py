@@ -21,7 +21,7 @@ from offload.errors import DataError
 from offload.train.data.bad_rows import BadRow
 from offload.train.data.calls import Calls
 from offload.train.data.continuing import Continued
-from offload.train.data.shapes import Chat, Message, learnt
+from offload.train.data.shapes import Chat, Message, learnt, sound
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -72,7 +72,8 @@ class ChatEncoder:
             self._tokenizer.apply_chat_template, list(messages), tools=chat.tools, tokenize=False,
             add_generation_prompt=invite,
         )  # fmt: skip
-        return str(self._judged(apply))
+        # Names, roles, calls, tools: what a template shows of them nobody has looked at before.
+        return sound(str(self._judged(apply)), "what the chat template shows of it")
 
     @staticmethod
     def _judged(render: Callable[[], Any]) -> Any:
@@ -111,7 +112,7 @@ class ChatEncoder:
             return made  # type: ignore[no-any-return]
 
         texts, marks = self._judged(render)
-        return texts[0], sorted(marks[0])
+        return sound(texts[0], "what the chat template shows of it"), sorted(marks[0])
 
     def _located(self, chat: Chat) -> tuple[list[int], list[bool]]:
         whole = self._render(chat.messages, chat)

@@ -14,6 +14,25 @@ from typing import Any, BinaryIO
 from offload.errors import DataError
 from offload.train.data.bad_rows import BadRow
 
+
+class Repeated(dict[str, Any]):
+    """An object that has a key more than once; of the values the last one is here."""
+
+    keys_again: frozenset[str]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    names = [name for name, _ in pairs]
+    repeated = Repeated(found)
+    repeated.keys_again = frozenset(name for name in found if names.count(name) > 1)
+    return repeated
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _COMPRESSED = (
@@ -62,7 +81,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, Any, int]]:
 
 def _parse(line: bytes) -> Any:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = _DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as e:
         return BadRow(f"is not UTF-8: byte {e.object[e.start]:#04x} at position {e.start + 1}")
     except json.JSONDecodeError as e:
@@ -113,7 +132,7 @@ class _Text:
 
         self._file, self._name = file, name
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._scan = json.JSONDecoder().raw_decode
+        self._scan = _DECODER.raw_decode
         self._text = ""
         self._at = 0
         self._ended = False

@@ -6,11 +6,12 @@ No tokenizer here: whatever is wrong with a row's shape is found before anything
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from offload.train.data.bad_rows import BadRow
+from offload.train.data.json_rows import Repeated
 
 KEYS = ("text", "prompt", "completion", "messages", "conversations", "tools")
 """What is read of a row. Other keys are ignored; a key whose value is null counts as absent."""
@@ -57,6 +58,7 @@ def shape_of(row: Mapping[str, Any]) -> Shape:
     Raises:
         BadRow: keys are missing or ambiguous, or a value has the wrong type or is empty.
     """
+    _once(row, KEYS, "")
     there = {key for key in KEYS if row.get(key) is not None}
     shapes: list[str] = [key for key in ("text", "messages", "conversations") if key in there]
     if {"prompt", "completion"} <= there:
@@ -78,7 +80,13 @@ def shape_of(row: Mapping[str, Any]) -> Shape:
     prompt = row["prompt"]
     if not isinstance(prompt, str):
         raise BadRow(f"prompt is {_kind(prompt)}, not a string or a list of messages")
-    return Completion(_sound(prompt, "prompt"), _string(row, "completion"))
+    return Completion(sound(prompt, "prompt"), _string(row, "completion"))
+
+
+def _once(entry: Mapping[str, Any], keys: Collection[str], where: str) -> None:
+    """Raise BadRow if one of ``keys`` is there twice: readers differ in which one they take."""
+    for key in sorted(entry.keys_again.intersection(keys)) if isinstance(entry, Repeated) else ():
+        raise BadRow(f"{where}has {key!r} twice: which one is meant? Keep one of them")
 
 
 def _missing(row: Mapping[str, Any]) -> str:
@@ -99,10 +107,15 @@ def _string(row: Mapping[str, Any], key: str) -> str:
         raise BadRow(f"{key} is {_kind(value)}, not a string")
     if not value.strip():
         raise BadRow(f"{key} is empty")
-    return _sound(value, key)
+    return sound(value, key)
 
 
-def _sound(text: str, key: str) -> str:
+def sound(text: str, key: str) -> str:
+    """``text``, if it is one that can be tokenised.
+
+    Raises:
+        BadRow: it has half a character.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:
@@ -122,6 +135,7 @@ def _messages(row: Mapping[str, Any], key: str) -> tuple[Message, ...]:
 def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
         raise BadRow(f"{where} is {_kind(entry)}, not an object with role and content")
+    _once(entry, entry, f"{where} ")
     # Tables fill the fields that a message lacks with nulls; templates test what is defined.
     found = {str(key): value for key, value in entry.items() if value is not None}
     if "from" in found and "value" in found and "role" not in found:
@@ -143,7 +157,7 @@ def _message(entry: Any, where: str) -> Message:
     weight = found.get("weight", 1)
     if weight not in (0, 1):
         raise BadRow(f"{where} has weight {weight!r}; 0 (not to be learnt) and 1 are known")
-    return {**found, "role": role, "content": _sound(content, where)}
+    return {**found, "role": role, "content": sound(content, where)}
 
 
 def learnt(message: Message) -> bool:

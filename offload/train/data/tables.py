@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import DataError
+from offload.train.data.bad_rows import BadRow
 from offload.train.data.shapes import KEYS
 
 _ROWS = 64
@@ -28,8 +29,9 @@ def _pyarrow(module: str, path: Path) -> Any:
         ) from e
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """(row from 1, its columns that mean something here, bytes read so far, by share of rows).
+def parquet_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
+    """(row from 1, its columns that mean something here or ``BadRow``, bytes read so far, by share
+    of rows).
 
     Raises:
         DataError: pyarrow is missing, the file is damaged or has no column of use.
@@ -47,7 +49,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
         raise DataError(f"{path.name}: is no sound Parquet file: {e}") from e
 
 
-def arrow_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+def arrow_rows(path: Path) -> Iterator[tuple[int, Any, int]]:
     """As ``parquet_rows``, of an Arrow stream.
 
     Raises:
@@ -75,19 +77,40 @@ def _useful(names: list[str], path: Path) -> list[str]:
             f"{path.name}: has the columns {', '.join(names) or '(none)'}; wanted are text, or "
             "prompt and completion, or messages"
         )
+    for name in columns:
+        if columns.count(name) > 1:
+            raise DataError(f"{path.name}: has the column {name} twice: keep one of them")
     return columns
 
 
 def _rows(
     batches: Any, columns: list[str], nbytes: int, total: int
-) -> Iterator[tuple[int, dict[str, Any], int]]:
+) -> Iterator[tuple[int, Any, int]]:
     number = 0
     for batch in batches:
         for first in range(0, batch.num_rows, _ROWS):
-            for row in batch.select(columns).slice(first, _ROWS).to_pylist():
+            for row in _values(batch.select(columns).slice(first, _ROWS)):
                 number += 1
-                found = {name: _without_nulls(value) for name, value in row.items()}
-                yield number, found, nbytes * number // total
+                if not isinstance(row, BadRow):
+                    row = {name: _without_nulls(value) for name, value in row.items()}
+                yield number, row, nbytes * number // total
+
+
+def _values(part: Any) -> Iterator[Any]:
+    """The rows of a part of a table; of those that Python has no values for, what is wrong."""
+    try:
+        yield from part.to_pylist()
+    except (ValueError, OverflowError):  # text that is not UTF-8; times out of range
+        for i in range(part.num_rows):
+            try:
+                yield from part.slice(i, 1).to_pylist()
+            except UnicodeDecodeError as e:
+                yield BadRow(
+                    f"has text that is not UTF-8: byte {e.object[e.start]:#04x} at position "
+                    f"{e.start + 1}"
+                )
+            except (ValueError, OverflowError) as e:
+                yield BadRow(f"has a value that cannot be read: {e}")
 
 
 def _without_nulls(value: Any) -> Any:
