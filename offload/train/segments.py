@@ -29,6 +29,7 @@ from offload.train.inputs import Waits
 from offload.train.landing import Landing
 from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
 from offload.train.same_again import Sums, check_same
+from offload.train.ties import tied
 from offload.train.visit import AT_HOME, Tensors, Visit
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,9 @@ class Segment:
                     return self._without_autograd(visit, args, kwargs, caches=not training)
         self._warn_of_hooks()
         leaves, spec = tree_flatten(without_caches(args, kwargs))
-        anchor = torch.zeros((), requires_grad=True)  # embeddings have no input with a gradient
+        # Embeddings have no input with a gradient.
+        own = self.runtime.compares  # loops that are not ours put modules of their own into units
+        anchor = tied(self.module) if own else torch.zeros((), requires_grad=True)
         call = _Call(self, spec, leaves)
         out = _Run.apply(
             call, anchor, *[x if isinstance(x, torch.Tensor) else None for x in leaves]

@@ -46,6 +46,39 @@ def test_gradients_of_some_inputs_alone_are_refused(tiny: Any) -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
+class _Beside(torch.nn.Module):
+    """An adapter: what is added to a layer's product."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.added = base, torch.nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.added(x)  # type: ignore[no-any-return]
+
+
+def test_gradients_of_adapters_alone_are_refused(tiny: Any) -> None:
+    """None came, without a word: they leave a layer's own backward, which was not gone through."""
+    with streamed(tiny(), train="adapters") as model:
+        mlp, ids = model.model.layers[1].mlp, next(batches(1))
+        mlp.up_proj = _Beside(mlp.up_proj)
+        weight, bias = mlp.up_proj.added.weight, mlp.up_proj.added.bias
+
+        def loss() -> torch.Tensor:
+            found: torch.Tensor = model(input_ids=ids, labels=ids).loss
+            return found
+
+        with pytest.raises(OffloadError, match="cannot go through"):
+            loss().backward(inputs=[weight])
+        with pytest.raises(OffloadError, match="cannot go through"):
+            torch.autograd.grad(loss(), [weight], allow_unused=True)
+        seen: list[float] = []
+        bias.register_hook(lambda g: seen.append(float(g.sum())))
+        loss().backward()
+        assert weight.grad is not None
+        assert seen == [float(bias.grad.sum())]
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_transforms_of_torch_func(tiny: Any) -> None:
