@@ -130,7 +130,7 @@ class Engine(Stepping):
             self.params[name] = fresh
             for place in param.places:
                 place.module._parameters[place.attr] = fresh
-            if fresh.requires_grad and name in self._pieces:
+            if fresh.requires_grad and fresh.numel() and name in self._pieces:
                 handle = fresh.register_post_accumulate_grad_hook(self._take(name))
                 self._closers.append(handle.remove)
         for whole in {self.model, getattr(self.model, "base_model", self.model)}:

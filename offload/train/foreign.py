@@ -64,7 +64,8 @@ class ForeignLoop:
             for name in engine.params
             if engine.layout.params[name].tensor.numel()
         }
-        self._trained = {p.param for b in engine.layout.trained for p in b.pieces}
+        pieces = (piece for block in engine.layout.trained for piece in block.pieces)
+        self._trained = {piece.param for piece in pieces if piece.param in self._places}
         self._rest = {
             p.param: b for b in engine.layout.rest for p in engine.layout.blocks[b].pieces
         }
@@ -285,7 +286,7 @@ class ForeignLoop:
                 )
 
     def names_of(self, params: Iterable[Any]) -> list[str]:
-        """The names of streamed parameters.
+        """The names of streamed parameters; those without elements are none.
 
         Raises:
             OffloadError: one is not of this model, or is not streamed.
@@ -293,6 +294,8 @@ class ForeignLoop:
         known = {id(p): name for name, p in self.engine.params.items() if name in self._places}
         out = []
         for param in params:
+            if not param.numel():
+                continue
             name = known.get(id(param))
             if name is None:
                 raise OffloadError(

@@ -87,6 +87,8 @@ class AdamW(torch.optim.Optimizer):
             raise
 
     def _check(self, param: Any) -> None:
+        if not param.numel():
+            return  # nothing to train, and nothing that streams
         if not isinstance(param, StreamedParameter):
             raise OffloadError(
                 f"a parameter of shape {tuple(param.shape)} is in memory, not streamed; give it to "

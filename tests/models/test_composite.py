@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from equivalence import opened, options, prompt
-from families import randomise
+from families import randomise, write
 from safetensors.torch import load_file, save_file
 
 from offload.errors import CheckpointError
@@ -95,3 +95,14 @@ def test_names_that_nobody_takes_are_told(tmp_path: Path) -> None:
     save_file({"vision.weight": torch.zeros(1)}, weights, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight; config\.json and"):
         build(tmp_path / "m")
+
+
+def test_a_config_that_says_a_window_layer_by_layer(tmp_path: Path) -> None:
+    """transformers' own error that there is none for all layers came through."""
+    from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
+
+    if "neomme" not in CONFIG_MAPPING:
+        pytest.skip("transformers has no such family")
+    model = build(write("neomme", tmp_path / "m", auto=AutoModelForMaskedLM)).model
+    with pytest.raises(RuntimeError, match="sliding_window"):
+        _ = model.config.sliding_window

@@ -368,6 +368,27 @@ def test_a_copy_of_a_part_is_an_ordinary_module(tiny: Any) -> None:
             copy.deepcopy(model)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_a_parameter_without_elements(tmp_path: Path) -> None:
+    """As MobileBERT's, whose hidden state is as wide as its embeddings: it was called no part of
+    the model."""
+    from transformers import MobileBertConfig, MobileBertForMaskedLM
+
+    config = MobileBertConfig(
+        vocab_size=128, hidden_size=32, embedding_size=32, intra_bottleneck_size=16,
+        intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    MobileBertForMaskedLM(config).save_pretrained(tmp_path / "m")
+    wanted = resident(tmp_path / "m")
+    expected = loop(wanted, torch.optim.AdamW(groups_of(wanted), lr=1e-3, eps=EPS))
+    with streamed(tmp_path / "m") as model:
+        assert any(not p.numel() for p in model.parameters())
+        found = loop(model, AdamW(groups_of(model), lr=1e-3, eps=EPS))
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert close(model, wanted)
+
+
 def test_what_is_no_part_of_the_model_is_refused(tiny: Any) -> None:
     with streamed(tiny()) as model, streamed(tiny()) as other:
         with pytest.raises(OffloadError, match="in memory"):
