@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -475,13 +475,18 @@ def _results(ctx: Any, call: _Call, out: list[Any], tensors: Sequence[Any]) -> t
     call.fixed = [None if isinstance(x, torch.Tensor) else x for x in out]
     given = {id(t) for t in tensors if t is not None}
     # A unit may hand an input through; autograd wants to be told, or given another tensor.
-    result = [
-        (x.view_as(x) if id(x) in given else x) if isinstance(x, torch.Tensor) else None
-        for x in out
-    ]
+    result = [_alone(x, given) if isinstance(x, torch.Tensor) else None for x in out]
     ctx.mark_non_differentiable(*[x for x in result if x is not None and not x.is_floating_point()])
     ctx.set_materialize_grads(False)
     return tuple(result)
+
+
+def _alone(x: torch.Tensor, given: Collection[int]) -> torch.Tensor:
+    """``x`` as a result of its own: who gets it may write to it (speech models mask some times in
+    place), which autograd refuses for views that a node has made."""
+    if id(x) in given:
+        return x.view_as(x)
+    return x.detach() if x._is_view() else x
 
 
 def _pairs(

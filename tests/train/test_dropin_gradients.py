@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dropin_support import EPS, PLACES, batches, close, loop, maker, resident, streamed
@@ -351,6 +352,33 @@ def test_statistics_of_batch_norm(tmp_path: Path) -> None:
     saved = dict(Wav2Vec2ConformerForCTC.from_pretrained(tmp_path / "out").named_buffers())
     for name, buffer in wanted.named_buffers():
         assert torch.allclose(saved[name], buffer, atol=1e-5), name
+
+
+def test_a_result_that_is_written_to(tmp_path: Path) -> None:
+    """SpecAugment: times are masked in what a projection gives, which torch refused as a view."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=37,
+        conv_dim=(16, 16), conv_stride=(4, 4), conv_kernel=(8, 8), num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2, vocab_size=40, layerdrop=0.0, mask_time_prob=0.3,
+        mask_time_length=2, feat_proj_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Wav2Vec2ForCTC(config).save_pretrained(tmp_path / "m")
+    wanted = resident(tmp_path / "m")
+    sound, labels = torch.randn(2, 2000), torch.randint(1, 40, (2, 5))
+    with streamed(tmp_path / "m") as model:
+        for m in (wanted, model):
+            torch.manual_seed(1)
+            np.random.seed(1)  # which times are masked
+            m(input_values=sound, labels=labels).loss.backward()
+        named = dict(wanted.named_parameters())
+        assert named["wav2vec2.masked_spec_embed"].grad.abs().max() > 0
+        for name, p in model.named_parameters():
+            other = named[name].grad
+            assert (p.grad is None) == (other is None), name
+            assert other is None or torch.allclose(p.grad.clone(), other, atol=1e-5), name
 
 
 def test_a_layer_that_is_not_repeatable(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
