@@ -290,8 +290,10 @@ def _together(rows: Listing[torch.Tensor]) -> torch.Tensor:
 
 def _is_plain(module: nn.Module, forward: Any) -> bool:
     """Whether a layer computes what its class does; ``forward``: its own in place of the class's,
-    which where a layer streams by itself only keeps autograd out."""
-    inner = getattr(forward, "__wrapped__", None)
+    which where a layer streams by itself only keeps autograd out, and its weights in."""
+    inner = forward
+    while (behind := getattr(inner, "__wrapped__", None)) is not None:
+        inner = behind
     plain = forward is None or getattr(inner, "__func__", None) is nn.Linear.forward
     return type(module) is nn.Linear and plain
 

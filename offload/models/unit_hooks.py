@@ -165,8 +165,11 @@ class UnitHooks:
 
         @wraps(forward)
         def known(*args: Any, **kwargs: Any) -> Any:
-            who = self._executor.road().who()
-            if not self._bound and who not in inside:
+            road = self._executor.road()
+            who = road.who()
+            # A conductor computes for its sequences, which are in the unit: they keep it in place.
+            computes = self._bound and road is self._executor
+            if who not in self._tickets and who not in inside and not computes:
                 return self._by_itself(known, module, args, kwargs)
             inside[who] = inside.get(who, 0) + 1
             try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import offload
 from offload.batch.joined import Joins, LinearProduct, SliceProduct
 from offload.cpu_ops import row_products
 
@@ -95,6 +97,22 @@ def test_a_layer_takes_its_input_by_name_as_ever() -> None:
     assert torch.equal(plain(input=row), torch.full((1, 64), 64.0, dtype=torch.bfloat16))
     joins.close()
     assert "forward" not in plain.__dict__
+
+
+def test_layers_that_stream_by_themselves_are_asked_for(tmp_path: Path) -> None:
+    """Their forward is a wrapper around what brings their weights, and that around torch's."""
+    torch.manual_seed(0)
+    model: Any = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+    row = torch.ones(1, 64)
+    want = model[3](row)
+    offload.wrap(model, ram=2**16 + 2**15, disk=tmp_path)
+    assert model.offload.plan.streamed_bytes_per_pass > 0
+    asked: list[str] = []
+    joins = Joins(model, lambda product, _: asked.append(product.name))
+    assert torch.equal(model[3](row), want)
+    assert asked == ["3"]
+    joins.close()
+    offload.unwrap(model)
 
 
 def test_rows_begin_where_tensors_of_their_own_would() -> None:
