@@ -113,9 +113,9 @@ def stream_forward(module: nn.Module, turn: Turn) -> Callable[[], Any]:
                         f"{_INFERENCE}, and torch.func (grad, vjp, jacrev, ...) would be told that "
                         f"all of them are 0. {_TO_TRAIN}; jvp works under torch.no_grad()"
                     )
-                with without_autograd() as outermost:
+                with without_autograd() as wanted:
                     output = inner(*args, **kwargs)
-                ends = _ends(module, (args, kwargs)) if outermost else ()
+                ends = _ends(module, (args, kwargs)) if wanted else ()
             finally:
                 if kept:
                     torch.set_autocast_cache_enabled(True)
@@ -157,7 +157,7 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, *ends: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        return value.detach()  # and no view, which torch would not let anybody write to
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -226,9 +226,13 @@ def _replaced(value: Any, new: Callable[[Any], Any]) -> Any:
 
 def apart(value: Any, memory: int) -> Any:
     """``value``, with copies of the tensors in it that lie in ``memory``, an address of a storage:
-    a module may return a part of its weight, whose slot has other bytes soon. The very object if
-    there are none."""
+    a module may return a part of its weight, whose slot has other bytes soon; and so have those
+    that a graph has saved, where its forward switches autograd on. The very object if there are
+    none."""
     if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            with torch.enable_grad():
+                return _NoBackward.apply(apart(value.detach(), memory), value)
         if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
             return value  # has no storage of its own, or none that a slot could be
         try:

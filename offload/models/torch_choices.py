@@ -21,18 +21,23 @@ from offload.models.shadow import shadow
 
 _BY_GRAD = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
-_asked: ContextVar[bool] = ContextVar("autograd was on where the model was called", default=False)
+_KEPT_OFF, _SHOWN = "kept off", "shown"
+_asked: ContextVar[str | None] = ContextVar(
+    "where a model was called with autograd on: what its modules see of that", default=None
+)
 
 
 @contextmanager
 def without_autograd() -> Iterator[bool]:
     """``torch.no_grad()`` around a streamed forward that was called with autograd on. Gives whether
-    that is not inside of another one."""
-    outermost = not _asked.get()
-    token = _asked.set(True)
+    somebody may ask its result for gradients: a program that called it, or a model's own forward
+    that has switched autograd on again (forces are gradients of an energy), but not a module that
+    is only shown how it was called."""
+    wanted = _asked.get() != _SHOWN
+    token = _asked.set(_KEPT_OFF)
     try:
         with torch.no_grad():
-            yield outermost
+            yield wanted
     finally:
         _asked.reset(token)
 
@@ -70,8 +75,12 @@ def _as_resident(
         try:
             if not _asked.get() or torch.is_grad_enabled():
                 return inner(*args, **kwargs)
-            with torch.enable_grad():
-                output = inner(*args, **kwargs)
+            token = _asked.set(_SHOWN)
+            try:
+                with torch.enable_grad():
+                    output = inner(*args, **kwargs)
+            finally:
+                _asked.reset(token)
             return _detached(output)
         finally:
             if hidden:

@@ -270,3 +270,75 @@ def test_forward_mode(tmp_path: Path) -> None:
     assert torch.equal(tangent(model), want)
     with torch.no_grad():
         assert torch.equal(tangent(model), want)
+
+
+class Force(Sums):
+    """A gradient of an energy is what it returns, as of models of molecules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            energy = super().forward(at).sum() + (at**2).sum()
+            return torch.autograd.grad(energy, at)[0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_forward_that_asks_for_gradients_of_its_layers(grad: bool, tmp_path: Path) -> None:
+    """With autograd on it got what does not pass a layer, and took that for all of it."""
+    model = small(Force(), tmp_path)
+    with torch.set_grad_enabled(grad), pytest.raises(OffloadError, match="backward through"):
+        model(torch.randn(2, N))
+    assert model.offload.executor.held() == []
+
+
+class Learns(Layer):
+    """Takes a step on its own weight while it runs, as layers do that train on their input."""
+
+    def forward(self, x: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        with torch.enable_grad():
+            weight = self.b.weight
+            (step,) = torch.autograd.grad(((x.detach() @ weight.T) ** 2).mean(), weight)
+        return torch.tanh(x @ (weight - 0.1 * step).T) + self.a(x)
+
+
+class Graph(Layer):
+    """Returns what has a graph, wherever it is called."""
+
+    def forward(self, x: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        with torch.enable_grad():
+            return torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", [Learns, Graph])
+def test_layers_that_switch_autograd_on(kind: type[Layer], grad: bool, tmp_path: Path) -> None:
+    """Inside of a layer its weights are there; behind it a graph would find others' bytes."""
+    model = Layers(lambda layers: None)
+    model.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+    x = torch.randn(2, N)
+    with torch.set_grad_enabled(grad):
+        want = model(x)
+        small(model, tmp_path)
+        for _ in range(2):
+            got = model(x)
+            assert torch.equal(got, want)
+            assert got.requires_grad == want.requires_grad
+    if got.requires_grad:
+        with pytest.raises(OffloadError, match="backward through a streamed model"):
+            got.sum().backward()
+
+
+def test_outputs_can_be_written_to(tmp_path: Path) -> None:
+    """Where autograd is on torch took them for views that nobody may change."""
+    model, x = Sums(), torch.randn(2, N)
+
+    def used(out: torch.Tensor) -> torch.Tensor:
+        out /= 2
+        out[0].add_(1)
+        out[:, 3] = 0
+        return out.relu_()
+
+    want = used(model(x))
+    assert torch.equal(used(small(model, tmp_path)(x)), want)
+    with pytest.raises(OffloadError, match="backward through a streamed model"):
+        used(model(x)).sum().backward()

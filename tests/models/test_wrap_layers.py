@@ -324,7 +324,7 @@ def test_modules_that_choose_by_autograd_and_hooks(kind: str, grad: bool, tmp_pa
     model, x = make().eval(), torch.randn(2, 5, 256)
     with torch.set_grad_enabled(grad):
         want = run(model, x)
-        graph, want = want.requires_grad, want.detach()
+        graph, want = want.requires_grad, want.detach()  # a frozen model's output has none
         heard: list[int] = []
         first = next(iter(model.children()))
         theirs = (first[0] if isinstance(first, nn.ModuleList) else first).register_forward_hook(
