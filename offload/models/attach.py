@@ -31,7 +31,7 @@ from offload.models.params import Param
 from offload.models.refusals import refuse_changes
 from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.shadow import shadow
-from offload.models.streamed_forward import Turn, stream_forward
+from offload.models.streamed_forward import Turn, as_trained, stream_forward
 from offload.models.torch_choices import keep_choices
 from offload.models.unit_hooks import UnitHooks, refresh_flat_weights, replaced
 from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
@@ -310,7 +310,7 @@ class Attachment:
             host = self._host if self._host is not None and self._host.takes(rows_in) else None
 
             def product(views: Views, x: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-                weight = views[param.name].requires_grad_(stand_in._offload_trained)
+                weight = as_trained(views[param.name], stand_in._offload_trained)
                 return F.linear(x, weight, *beside)
 
             join = self.join_head

@@ -29,6 +29,7 @@ from offload.models.absent import AbsentTensor, absent
 from offload.models.footprint import meta_forward
 from offload.models.params import Param
 from offload.models.shadow import shadow
+from offload.models.streamed_forward import as_trained
 from offload.models.units import Cut
 from offload.runtime.executor import Executor, Views
 from offload.scheduler.plan import Plan
@@ -227,7 +228,7 @@ class HostProducts:
 
         def work(views: Views, x: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
             # As in the resident model: torch picks kernels by this flag, also without grad.
-            here = {attr: views[name].requires_grad_(grad) for attr, name, grad in moved}
+            here = {attr: as_trained(views[name], grad) for attr, name, grad in moved}
             bias = beside or ((here["bias"],) if "bias" in here else ())
             return F.linear(x, here["weight"], *bias)
 

@@ -243,4 +243,14 @@ def apart(value: Any, memory: int) -> Any:
     return _replaced(value, lambda part: apart(part, memory))
 
 
-__all__ = ["Turn", "apart", "differentiates", "not_compiled", "stream_forward"]
+def as_trained(view: torch.Tensor, trained: bool) -> torch.Tensor:
+    """A lease's view with ``requires_grad`` as its parameter has it."""
+    if view.requires_grad is trained:
+        return view
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return view.requires_grad_(trained)
+    # Within torch.vmap nobody may set it, as that would be of a batch; a weight is of none.
+    return torch.Tensor._make_subclass(torch.Tensor, view, trained)
+
+
+__all__ = ["Turn", "apart", "as_trained", "differentiates", "not_compiled", "stream_forward"]

@@ -14,7 +14,7 @@ from torch import nn
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.host_products import HostProducts, tokens_of
 from offload.models.params import Param
-from offload.models.streamed_forward import apart
+from offload.models.streamed_forward import apart, as_trained
 from offload.models.units import Unit
 from offload.runtime.executor import Executor
 from offload.runtime.road import Road
@@ -107,9 +107,7 @@ class UnitHooks:
             if block in views:
                 # As in the resident model, where a program may set it at any time: torch picks
                 # kernels by this flag, also without grad.
-                view = views[block][name]
-                if view.requires_grad is not stand_in._offload_trained:
-                    view.requires_grad_(stand_in._offload_trained)  # torch.vmap would refuse it
+                view = as_trained(views[block][name], stand_in._offload_trained)
                 parameters[attr] = view  # type: ignore[assignment]
         for rnn in self._recurrent:
             refresh_flat_weights(rnn)

@@ -138,11 +138,15 @@ def test_modes_of_torch_around_wrap_and_unwrap(tmp_path: Path) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_vmap_over_a_frozen_model(tmp_path: Path) -> None:
-    model, x = linears().requires_grad_(False), torch.randn(3, 64)
+@pytest.mark.parametrize("trained", [False, True])
+def test_vmap_over_a_model(trained: bool, tmp_path: Path) -> None:
+    """torch refuses ``requires_grad_`` there, also of a weight that all of a batch share."""
+    model, x = linears().requires_grad_(trained), torch.randn(3, 64)
     want = torch.vmap(model)(x)
     offload.wrap(model, ram=tight(model), disk=tmp_path)
-    assert torch.equal(torch.vmap(model)(x), want)
+    got = torch.vmap(model)(x)
+    assert torch.equal(got, want)
+    assert got.requires_grad == trained
     with torch.no_grad():
         assert torch.equal(torch.vmap(model)(x), want)
 
