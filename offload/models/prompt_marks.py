@@ -24,9 +24,17 @@ from offload.models.shadow import CAPTURES, STANDS_IN
 
 _TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 _OTHERS = frozenset(
-    {"forward", "offload", "generate", "_prefill", "_output_capturing_hooks_installed"}
+    {
+        "forward",
+        "offload",
+        "generate",
+        "_prefill",
+        "_output_capturing_hooks_installed",
+        "_previous_max_cache_length",
+    }
 )
-"""What the runtime puts into a model, and transformers, once hidden states have been asked for."""
+"""What the runtime puts into a model; and transformers, once hidden states or a static cache were
+asked for."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 _BY_LENGTH = ("dynamic", "longrope")
