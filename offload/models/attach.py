@@ -31,7 +31,7 @@ from offload.models.params import Param
 from offload.models.refusals import refuse_changes
 from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.shadow import shadow
-from offload.models.streamed_forward import Turn, as_trained, stream_forward
+from offload.models.streamed_forward import Turn, as_trained, refuse_recorders, stream_forward
 from offload.models.torch_choices import keep_choices
 from offload.models.unit_hooks import UnitHooks, refresh_flat_weights, replaced
 from offload.models.units import Cut, HeadSlices, RowEmbedding, Unit
@@ -291,6 +291,7 @@ class Attachment:
         ]
 
         def forward(x: torch.Tensor) -> torch.Tensor:
+            refuse_recorders()
             rows_in = x.numel() // width if width else 0
             kind = executor.device.torch_device.type
             cast = torch.is_autocast_enabled(kind)
@@ -353,6 +354,7 @@ class Attachment:
         start = table_spec.offset
 
         def read(rows: Sequence[int]) -> torch.Tensor:
+            refuse_recorders()
             out = torch.empty((len(rows), width), dtype=dtype)
             spans = [
                 Span(start + row * row_bytes, i * row_bytes, row_bytes)

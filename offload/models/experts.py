@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.params import Param
+from offload.models.streamed_forward import refuse_recorders
 from offload.models.unit_hooks import replaced
 from offload.runtime.executor import Executor
 from offload.runtime.road import Conducting, Road
@@ -74,6 +75,7 @@ class ExpertSession:
     ) -> None:
         """The layer routes to ``experts``; ``hidden`` [..., H] is what they are applied to, and
         ``scores`` what its router says, for eviction policies that listen."""
+        refuse_recorders()
         road, at = self._at()
         self._let_go(road, at)  # left by a Ctrl-C in the loop before
         at.open = True

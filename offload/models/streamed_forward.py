@@ -25,6 +25,7 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.models.shadow import shadow
 from offload.models.torch_choices import without_autograd
+from offload.runtime.arena import outside_transforms
 
 
 class Turn:
@@ -245,12 +246,36 @@ def apart(value: Any, memory: int) -> Any:
 
 def as_trained(view: torch.Tensor, trained: bool) -> torch.Tensor:
     """A lease's view with ``requires_grad`` as its parameter has it."""
-    if view.requires_grad is trained:
-        return view
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return view.requires_grad_(trained)
-    # Within torch.vmap nobody may set it, as that would be of a batch; a weight is of none.
-    return torch.Tensor._make_subclass(torch.Tensor, view, trained)
+    if view.requires_grad is not trained:
+        with outside_transforms():  # which refuse to have it set, as if it were of their inputs
+            view.requires_grad_(trained)
+    return view
 
 
-__all__ = ["Turn", "apart", "as_trained", "differentiates", "not_compiled", "stream_forward"]
+def refuse_recorders() -> None:
+    """Raises OffloadError if torch records what runs, to run it again without the model: it would
+    keep views of slots that others' bytes come to. For where weights that come and go are used."""
+    keys, found = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    if (
+        torch._C._get_tracing_state() is None
+        and found(keys.PROXY) is None
+        and found(keys.FAKE) is None
+    ):
+        return
+    raise OffloadError(
+        "a streamed model cannot be traced or exported (torch.jit.trace, torch.export, torch.onnx, "
+        "make_fx, torch.func.linearize): what is recorded would read memory that holds other "
+        "weights later. Call offload.unwrap(model) first, or raise the budget until all weights "
+        "stay in memory"
+    )
+
+
+__all__ = [
+    "Turn",
+    "apart",
+    "as_trained",
+    "differentiates",
+    "not_compiled",
+    "refuse_recorders",
+    "stream_forward",
+]

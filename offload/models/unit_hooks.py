@@ -14,7 +14,7 @@ from torch import nn
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.models.host_products import HostProducts, tokens_of
 from offload.models.params import Param
-from offload.models.streamed_forward import apart, as_trained
+from offload.models.streamed_forward import apart, as_trained, refuse_recorders
 from offload.models.units import Unit
 from offload.runtime.executor import Executor
 from offload.runtime.road import Road
@@ -77,7 +77,7 @@ class UnitHooks:
 
         Raises:
             UnsupportedModelError: two threads are in the unit at once, or a weight was changed.
-            OffloadError: a weight has been replaced.
+            OffloadError: a weight has been replaced, or torch records what runs.
         """
         if self._spoiled:
             raise UnsupportedModelError(self._spoiled[0])
@@ -86,6 +86,7 @@ class UnitHooks:
         who = road.who()
         if who in self._inside:
             return  # calls itself: all of it uses the views of the first
+        refuse_recorders()
         few = self._host is not None and self._host.takes(tokens_of((*args, *kwargs.values())))
         needed = self._above if few else self._blocks
         self._begin(road, who, needed)

@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 from bisect import bisect_left
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
@@ -24,6 +25,16 @@ log = logging.getLogger(__name__)
 VIEWS_KEPT = 2048
 """Typed views an arena remembers, of about 1 KiB each: making one takes 25 µs, which every expert
 that is read again would pay twice."""
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """A context in which torch.func's transforms see nothing: they would wrap a view of memory into
+    a tensor of theirs, which is void when they end, while the view is kept."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 class Lease:
@@ -131,7 +142,7 @@ class Lease:
         base = self._memory.tensor()
         start = base.storage_offset() + self.offset + spec.offset
         # A lease made while generating may serve a backward later, and inference tensors cannot.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), outside_transforms():
             empty = torch.empty(0, dtype=dtype, device=base.device)
             stride = row_major(spec.shape)
             return empty.set_(

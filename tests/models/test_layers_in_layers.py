@@ -342,3 +342,54 @@ def test_outputs_can_be_written_to(tmp_path: Path) -> None:
     assert torch.equal(used(small(model, tmp_path)(x)), want)
     with pytest.raises(OffloadError, match="backward through a streamed model"):
         used(model(x)).sum().backward()
+
+
+# -- torch.func, and what records what runs -------------------------------------------------------
+
+
+def test_tangents_of_torch_func(tmp_path: Path) -> None:
+    """The error of those that need gradients says that ``jvp`` works. A view of a slot that was
+    made inside of a transform was the transform's, and void behind it."""
+    model, x = Sums(), torch.randn(2, N)
+
+    def found() -> list[torch.Tensor]:
+        with torch.no_grad():
+            rows = torch.func.jacfwd(model)(x[0])
+            return [*torch.func.jvp(model, (x,), (x + 1,)), rows, model(x)]
+
+    want = found()
+    small(model, tmp_path)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(found(), want, strict=True))
+
+
+def traced(model: Any, x: torch.Tensor) -> Any:
+    return torch.jit.trace(model, x, check_trace=False)
+
+
+def made_fx(model: Any, x: torch.Tensor) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda y: model(y))(x)
+
+
+RECORDERS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "jit.trace": traced,
+    "of a layer": lambda m, x: traced(m.layers[2], x),
+    "make_fx": made_fx,
+    "export": lambda m, x: torch.export.export(m, (x,)),
+    "linearize": torch.func.linearize,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", RECORDERS)
+def test_what_is_recorded_would_read_others_bytes(how: str, tmp_path: Path) -> None:
+    """``linearize`` gave other tangents without a word, the others torch's own tracebacks."""
+    model, x = Sums().requires_grad_(False), torch.randn(2, N)
+    want = run(model, x)
+    small(model, tmp_path)
+    with torch.no_grad(), pytest.raises(OffloadError, match="cannot be traced or exported"):
+        RECORDERS[how](model, x)
+    assert model.offload.executor.held() == []
+    assert torch.equal(run(model, x), want)
