@@ -26,6 +26,7 @@ from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertSession, Progress
 from offload.models.pack_reader import ExpertGroup as PackedGroup
+from offload.models.streamed_forward import refuse_recorders
 from offload.runtime.executor import Executor
 from offload.runtime.road import Road
 
@@ -58,6 +59,7 @@ class PackedLinear(nn.Module):
         self.__dict__["weight"] = absent(name, shape_only, torch.device("cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        refuse_recorders()  # which see that memory is taken for the result, and not what fills it
         x_TK = x.detach().reshape(-1, self.in_features).float().contiguous()
         out_TN = torch.empty(len(x_TK), self.out_features, device=x_TK.device)
         if self.product is not None:

@@ -254,7 +254,8 @@ def as_trained(view: torch.Tensor, trained: bool) -> torch.Tensor:
 
 def refuse_recorders() -> None:
     """Raises OffloadError if torch records what runs, to run it again without the model: it would
-    keep views of slots that others' bytes come to. For where weights that come and go are used."""
+    keep views of slots that others' bytes come to, and knows nothing of kernels. For where weights
+    that come and go are used, or packed ones."""
     keys, found = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
     if (
         torch._C._get_tracing_state() is None
@@ -263,10 +264,10 @@ def refuse_recorders() -> None:
     ):
         return
     raise OffloadError(
-        "a streamed model cannot be traced or exported (torch.jit.trace, torch.export, torch.onnx, "
-        "make_fx, torch.func.linearize): what is recorded would read memory that holds other "
-        "weights later. Call offload.unwrap(model) first, or raise the budget until all weights "
-        "stay in memory"
+        "a streamed or packed model cannot be traced or exported (torch.jit.trace, torch.export, "
+        "torch.onnx, make_fx, torch.func.linearize): what is recorded would read memory that holds "
+        "other weights later, and lacks what kernels compute. Use the resident model for it; "
+        "offload.unwrap(model) gives that of a model that is not packed"
     )
 
 

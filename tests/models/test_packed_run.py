@@ -361,6 +361,16 @@ def test_packed_weights_are_not_moved_and_not_compiled(tmp_path: Path) -> None:
     assert counter.frame_count == 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_packed_weights_are_not_traced(tmp_path: Path) -> None:
+    """A trace had no kernels in it: what came out was what lay in the result's memory."""
+    _, pack_dir = packed("llama", tmp_path, "q8")
+    with closing_model(load(pack_dir)) as model, torch.no_grad():
+        with pytest.raises(OffloadError, match="cannot be traced or exported"):
+            torch.jit.trace(model.model.layers[0].mlp, torch.randn(1, 3, 64), check_trace=False)
+        assert torch.isfinite(model(IDS).logits).all()
+
+
 @contextmanager
 def closing_model(model: Any) -> Iterator[Any]:
     try:
