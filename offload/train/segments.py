@@ -486,7 +486,8 @@ def _alone(x: torch.Tensor, given: Collection[int]) -> torch.Tensor:
     place), which autograd refuses for views that a node has made."""
     if id(x) in given:
         return x.view_as(x)
-    return x.detach() if x._is_view() else x
+    # A landing is no view, and to be asked is to be brought down.
+    return x.detach() if not isinstance(x, Landing) and x._is_view() else x
 
 
 def _pairs(
