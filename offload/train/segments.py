@@ -12,7 +12,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from offload.errors import OffloadError
 from offload.models.shadow import CAPTURES
 from offload.models.streamed_forward import differentiates
+from offload.train.as_called import Autocast, Buffer, changeable_buffers
 from offload.train.captured import Capture, hand_over_captured
 from offload.train.inputs import Waits
 from offload.train.landing import Landing
@@ -120,7 +120,7 @@ class Segment:
             with (
                 torch.no_grad(),
                 self.runtime.running(self.unit, backward=False),
-                _Autocast.now(self.runtime.kind(self.unit)).entered(),
+                Autocast.now(self.runtime.kind(self.unit)).entered(),
             ):
                 if self.module.training:  # dropout below the first adapter is the unit's own, too
                     self.runtime.forward_key(self.unit)
@@ -257,55 +257,6 @@ def _is_foreign(hook: Any) -> bool:
     return owner != CAPTURES and not owner.startswith("offload.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Autocast:
-    """What torch casts to by itself; backward is not run under it, recomputation has to be."""
-
-    kind: str
-    """Of the device that computes. To its caller the model is the CPU's, wherever its layers run:
-    what is cast there is cast on the device, too."""
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, kind: str) -> _Autocast:
-        meant = next((k for k in (kind, "cpu") if torch.is_autocast_enabled(k)), None)
-        return cls(kind, meant is not None, torch.get_autocast_dtype(meant or kind))
-
-    def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """The same again; casts of weights are not kept, they would be all of the model."""
-        if not self.enabled and not torch.is_autocast_enabled(self.kind):
-            return contextlib.nullcontext()
-        return torch.autocast(
-            self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """A buffer of a unit, and a copy of its value."""
-
-    module: nn.Module
-    name: str
-    value: torch.Tensor
-
-    def changed(self) -> bool:
-        # By its values: batch norm's kernels write past autograd's count of versions.
-        now = self.module._buffers.get(self.name)
-        return now is not None and not torch.equal(now, self.value)
-
-
-def _changeable(module: nn.Module) -> list[_Buffer]:
-    """The buffers that a forward may change: in training, and no masks."""
-    return [
-        _Buffer(part, name, buffer.detach().clone())
-        for part in module.modules()
-        if part.training
-        for name, buffer in part._buffers.items()
-        if buffer is not None and buffer.dtype != torch.bool
-    ]
-
-
 class _Call:
     """One call of a unit: its inputs that are no tensors, the shape of its output, its randomness,
     what it is cast to."""
@@ -318,10 +269,10 @@ class _Call:
         self.fixed: list[Any] = []
         """Output leaves that are no tensors; None where there is one."""
         self.key: Any = None
-        self.autocast = _Autocast.now(segment.runtime.kind(segment.unit))
+        self.autocast = Autocast.now(segment.runtime.kind(segment.unit))
         self.capture = Capture()
         self.weights = segment.weights()
-        self.buffers: list[_Buffer] | None = None
+        self.buffers: list[Buffer] | None = None
         """Those that forward has changed, as they were before; None: it has not run yet."""
         self.sums: Sums | None = None
         """Of what forward has returned, to compare with; None: nobody does."""
@@ -347,7 +298,7 @@ class _Call:
         """Run again, a unit finds its buffers as forward did, and what it makes of them is dropped:
         batch norm would count a batch twice, spectral norm come to another weight."""
         if self.buffers is None:
-            before = _changeable(self.segment.module)
+            before = changeable_buffers(self.segment.module)
             yield
             self.buffers = [b for b in before if b.changed()]
             return
