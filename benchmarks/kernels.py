@@ -119,13 +119,19 @@ def main() -> None:
     area = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
-    # Random bytes with every 16-bit word a moderate float16 and bfloat16: no NaN, no subnormal.
     weights = np.frombuffer(area, np.uint8)
     rng = np.random.default_rng(0)
-    block = rng.integers(0, 2**16, 1 << 20, dtype=np.uint16) & 0x8FFF | 0x2000
-    pattern = block.view(np.uint8)
-    for start in range(0, size, pattern.size):
-        weights[start : start + pattern.size] = pattern[: size - start]
+    numbers = rng.integers(0, 2**16, 1 << 20, dtype=np.uint16)
+
+    def fill(name: str) -> None:
+        """Random bytes, of which each scale is moderate: no NaN, and nothing subnormal, for which
+        some processors take a hundred cycles. A scale of MXFP4 is a byte, others are float16 or
+        bfloat16."""
+        kind = (0x1F1F, 0x6060) if name == "mxfp4" else (0x8FFF, 0x2000)
+        pattern = (numbers & kind[0] | kind[1]).view(np.uint8)
+        for start in range(0, size, pattern.size):
+            weights[start : start + pattern.size] = pattern[: size - start]
+
     words = torch.frombuffer(area, dtype=torch.int64)
 
     def stream() -> int:
@@ -142,6 +148,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in args.formats.split(","):
         fmt = FORMATS[name]
+        fill(name)
         step = packed_bytes(fmt, args.rows, args.columns)
         layout = expert_layout(fmt, fmt, args.hidden, args.inner)
         bundle = -(-layout.nbytes // 4096) * 4096

@@ -68,8 +68,8 @@ def _wait_briefly() -> None:
     torch's runtime (libgomp) reads this when torch is first imported; what the user says of its
     waiting stays. By itself it spins for some 5 ms: beside another program that wants a core a
     thread then burns its share of one while its partner is kept from running. Never to spin
-    (``passive``) costs a fifth of the tokens on a machine that has nothing else to do, these spins
-    nothing (``benchmarks/busy.py``).
+    (``passive``) costs a fifth to a third of the tokens on a machine that has nothing else to do,
+    these spins nothing to 8 % (``benchmarks/busy.py``).
     """
     if not _OPENMP_WAITS & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
