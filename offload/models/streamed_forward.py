@@ -187,12 +187,12 @@ def _ends(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
         return value
 
     look(inputs)
-    for weight in module.parameters():
-        if weight.requires_grad:
-            # One that runs now is a view of a slot, which no graph may keep: it lends its place.
-            kept = isinstance(weight, nn.Parameter)
-            ends.append(weight if kept else torch.zeros((), requires_grad=True))
-    return ends
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    kept = [weight for weight in trained if isinstance(weight, nn.Parameter)]
+    if len(kept) < len(trained):
+        # What runs now are views of slots, which no graph may keep: one stands for all of them.
+        kept.append(nn.Parameter(torch.zeros(())))
+    return [*ends, *kept]
 
 
 def _guarded(value: Any, ends: Sequence[torch.Tensor]) -> Any:

@@ -3,7 +3,6 @@ hooks. With the resident model's bits, or one clear error at once."""
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from left_threads import threads_left
 from torch import nn
+from wrap_support import seeded_alone
 
 import offload
 from offload.errors import OffloadError, PlanError
@@ -24,11 +23,8 @@ WEIGHTS = 2 * 4 * N * N
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    torch.manual_seed(0)
-    before = set(threading.enumerate())
-    yield
-    gc.collect()
-    assert not (left := threads_left(before)), left
+    with seeded_alone():
+        yield
 
 
 class Layer(nn.Module):

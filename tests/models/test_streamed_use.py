@@ -16,9 +16,9 @@ import pytest
 import torch
 from equivalence import Golden, budgets, greedy, opened, options, prompt, reference
 from families import randomise, tiny_config
-from left_threads import threads_left
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from wrap_support import seeded_alone
 
 import offload
 from offload.errors import ClosedError, OffloadError, PlanError, UnsupportedModelError
@@ -31,11 +31,8 @@ Checkpoint = Callable[..., Golden]
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    torch.manual_seed(0)
-    before = set(threading.enumerate())
-    yield
-    gc.collect()
-    assert not (left := threads_left(before)), left
+    with seeded_alone():
+        yield
 
 
 def streamed(model: Any, disk: Path) -> Any:
