@@ -2,7 +2,8 @@
 
 A *record* is what one block of weights is multiplied with, in one piece:
 
-* ``q8_32``: 32 int8, float32 scale, int32 sum of the integers;
+* ``q8_32``: 32 int8, float32 scale, float32 scale times the sum of the integers, and int32 minus 8,
+  16 and 128 times the sum: what weights that are stored plus such a zero start from;
 * ``q8_256``: 256 int8, float32 scale, 16 int16 sums per 16, 8 int16 sums per 32 integers. Sums lie
   in the order 0, 2, 1, 3, 4, 6, 5, 7 ...: a pair of words meets what even, or odd, bytes of a
   register of scales become.
@@ -43,14 +44,14 @@ from offload.cpu_ops.vectors import (
     to_int,
 )
 
-SCALE, SUM = 32, 36
-"""Offsets in a record of ``q8_32``."""
+SCALE, SUM, ZEROS_8, ZEROS_16, ZEROS_128 = 32, 36, 40, 44, 48
+"""Offsets in a record of ``q8_32``; the last ones by the weights' zero."""
 K_SCALE, K_SUMS16, K_SUMS32 = 256, 260, 292
 """Offsets in a record of ``q8_256``."""
 
 _K_RECORD = 320
 """A cache line's multiple."""
-_RECORD = {Activation.Q8_32: 40, Activation.Q8_256: _K_RECORD}
+_RECORD = {Activation.Q8_32: 52, Activation.Q8_256: _K_RECORD}
 _INFINITY = 0x7F800000
 _SMALLEST = 4e-37
 """Below it 127 / x is infinite in float32; a block that small counts as zero."""
@@ -115,12 +116,17 @@ def quantize_32(x: int, out: int) -> None:
     if bits >= _INFINITY:  # 0 * infinity is no integer
         for i in range(0, 32, 16):
             store_i8(out + i, int_splat(0))
-        store_int32(out + SUM, 0)
+        total = 0
     else:
         low = _integers(x, inverse, out)
         high = _integers(x + 64, inverse, out + 16)
-        store_int32(out + SUM, sum_lanes(iadd(low, high)))
-    store_float(out + SCALE, _to_11_bits(scale))
+        total = sum_lanes(iadd(low, high))
+    scale = _to_11_bits(scale)
+    store_float(out + SCALE, scale)
+    store_float(out + SUM, scale * float32(total))
+    store_int32(out + ZEROS_8, -8 * total)
+    store_int32(out + ZEROS_16, -16 * total)
+    store_int32(out + ZEROS_128, -128 * total)
 
 
 @inline
@@ -158,7 +164,7 @@ def _none(fmt: Any, x: int, first: int, last: int, out: int) -> None:
 
 def _per_32(fmt: Any, x: int, first: int, last: int, out: int) -> None:
     for i in range(first, last):
-        quantize_32(x + 128 * i, out + 40 * i)
+        quantize_32(x + 128 * i, out + 52 * i)
 
 
 def _per_256(fmt: Any, x: int, first: int, last: int, out: int) -> None:

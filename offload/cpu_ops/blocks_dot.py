@@ -10,11 +10,9 @@ the block adds ``d * s * (sum q p - zero * sum p)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from numba import float32
-
-from offload.cpu_ops.activations import SCALE, SUM, record_bytes
+from offload.cpu_ops.activations import SCALE, SUM, ZEROS_8, ZEROS_16, ZEROS_128, record_bytes
 from offload.cpu_ops.byte_vectors import dot4, dot4_wide, look_up, wide_start
 from offload.cpu_ops.codecs import IQ4_NL_VALUES, MXFP4_VALUES
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS
@@ -30,14 +28,11 @@ from offload.cpu_ops.vectors import (
     int_splat,
     left,
     load_f32,
-    load_float,
     load_i32,
-    load_int32,
     load_u8,
     load_u16,
     prefetch,
     right,
-    splat,
     splat_f32,
     splat_i32,
     to_float,
@@ -46,7 +41,7 @@ from offload.cpu_ops.vectors import (
 )
 
 NIBBLES = 0x0F0F0F0F
-MXFP4_ZERO = 12
+MXFP4_ZERO = 16
 _mxfp4 = look_up(tuple(v + MXFP4_ZERO for v in MXFP4_VALUES))
 _iq4_nl = look_up(tuple(v + 128 for v in IQ4_NL_VALUES))
 
@@ -72,45 +67,52 @@ def f16(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
     return fma(widen_f16(isa, right(pair, 16)), splat_f32(x + 4), acc)
 
 
-# ---- 32 columns, activations per 32
+# ---- 32 columns, activations per 32: what each format is
+
+
+def columns(fmt: Any, isa: Any, w: int, j: int) -> Any:
+    """Weights of columns 4j .. 4j + 3, unsigned bytes; only inside kernels."""
+    raise NotImplementedError
+
+
+def scale(fmt: Any, isa: Any, w: int) -> Any:
+    """float32 scales of the rows; only inside kernels."""
+    raise NotImplementedError
+
+
+def zero(fmt: Any, isa: Any, x: int) -> Any:
+    """What the sum of products starts at: minus the weights' zero times the sum of the
+    activations' integers. Only inside kernels."""
+    raise NotImplementedError
+
+
+def dot(fmt: Any, isa: Any, acc: Any, v: Any, x: Any) -> Any:
+    """``dot4`` or ``dot4_wide``; only inside kernels."""
+    raise NotImplementedError
+
+
+def minimum(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    """acc, plus the rows' minima times the sum of the activations where there are such; only
+    inside kernels."""
+    raise NotImplementedError
 
 
 @inline
-def _half(isa: Any, address: int) -> Any:
+def half(isa: Any, address: int) -> Any:
     return widen_f16(isa, load_u16(address))
 
 
 @inline
-def _add(isa: Any, d: Any, dot: Any, x: int, acc: Any) -> Any:
-    """acc + d * scale of x * dot"""
-    return fma(to_float(dot), fmul(d, splat_f32(x + SCALE)), acc)
+def _nibbles(w: int, j: int) -> Any:
+    v = load_i32(w + 64 * (j & 3))
+    return both(right(v, 4) if j > 3 else v, NIBBLES)
 
 
-@inline
-def _add_minimum(m: Any, x: int, acc: Any) -> Any:
-    """acc + m * the sum of the activations"""
-    total = load_float(x + SCALE) * float32(load_int32(x + SUM))
-    return fma(m, splat(total), acc)
+def _columns_4(at: int) -> Callable[..., Any]:
+    def nibbles(fmt: Any, isa: Any, w: int, j: int) -> Any:
+        return _nibbles(w + at, j)
 
-
-@inline
-def _dot_nibbles(isa: Any, w: int, x: int, start: Any) -> Any:
-    low, high = start, int_splat(0)
-    for j in range(4):
-        v = load_i32(w + 64 * j)
-        low = dot4(isa, low, both(v, NIBBLES), splat_i32(x + 4 * j))
-        high = dot4(isa, high, both(right(v, 4), NIBBLES), splat_i32(x + 16 + 4 * j))
-    return iadd(low, high)
-
-
-def q4_0(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    start = int_splat(-8 * load_int32(x + SUM))
-    return _add(isa, _half(isa, w), _dot_nibbles(isa, w + 32, x, start), x, acc)
-
-
-def q4_1(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    acc = _add(isa, _half(isa, w), _dot_nibbles(isa, w + 64, x, int_splat(0)), x, acc)
-    return _add_minimum(_half(isa, w + 32), x, acc)
+    return nibbles
 
 
 @inline
@@ -119,60 +121,112 @@ def _fifth(high: Any, c: int) -> Any:
     return both(left(right(high, c), 4), 0x10101010)
 
 
-@inline
-def _dot_fives(isa: Any, w: int, x: int, start: Any) -> Any:
-    """64 bytes of fifth bits (``packing._twist``), then nibbles."""
-    fifths = load_i32(w)
-    low, high = start, int_splat(0)
-    for j in range(4):
-        v = load_i32(w + 64 + 64 * j)
-        even = either(both(v, NIBBLES), _fifth(fifths, j))
-        odd = either(both(right(v, 4), NIBBLES), _fifth(fifths, 4 + j))
-        low = dot4(isa, low, even, splat_i32(x + 4 * j))
-        high = dot4(isa, high, odd, splat_i32(x + 16 + 4 * j))
-    return iadd(low, high)
+def _columns_5(at: int) -> Callable[..., Any]:
+    def fives(fmt: Any, isa: Any, w: int, j: int) -> Any:
+        """64 bytes of fifth bits (``packing._twist``), then nibbles."""
+        return either(_nibbles(w + at + 64, j), _fifth(load_i32(w + at), j))
+
+    return fives
 
 
-def q5_0(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    start = int_splat(-16 * load_int32(x + SUM))
-    return _add(isa, _half(isa, w), _dot_fives(isa, w + 32, x, start), x, acc)
+def _columns_8(fmt: Any, isa: Any, w: int, j: int) -> Any:
+    return load_i32(w + 32 + 64 * j)
 
 
-def q5_1(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    acc = _add(isa, _half(isa, w), _dot_fives(isa, w + 64, x, int_splat(0)), x, acc)
-    return _add_minimum(_half(isa, w + 32), x, acc)
+def _columns_iq4_nl(fmt: Any, isa: Any, w: int, j: int) -> Any:
+    return _iq4_nl(isa, _nibbles(w + 32, j))
 
 
-def q8_0(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    low, high = wide_start(isa, load_int32(x + SUM)), int_splat(0)
-    for j in range(4):
-        low = dot4_wide(isa, low, load_i32(w + 32 + 64 * j), splat_i32(x + 4 * j))
-        high = dot4_wide(isa, high, load_i32(w + 288 + 64 * j), splat_i32(x + 16 + 4 * j))
-    return _add(isa, _half(isa, w), iadd(low, high), x, acc)
+def _columns_mxfp4(fmt: Any, isa: Any, w: int, j: int) -> Any:
+    return _mxfp4(isa, _nibbles(w + 16, j))
 
 
-def iq4_nl(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    low, high = wide_start(isa, load_int32(x + SUM)), int_splat(0)
-    for j in range(4):
-        v = load_i32(w + 32 + 64 * j)
-        low = dot4_wide(isa, low, _iq4_nl(isa, both(v, NIBBLES)), splat_i32(x + 4 * j))
-        v = _iq4_nl(isa, both(right(v, 4), NIBBLES))
-        high = dot4_wide(isa, high, v, splat_i32(x + 16 + 4 * j))
-    return _add(isa, _half(isa, w), iadd(low, high), x, acc)
+def _scale_half(fmt: Any, isa: Any, w: int) -> Any:
+    return half(isa, w)
 
 
-def mxfp4(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
-    low, high = int_splat(-MXFP4_ZERO * load_int32(x + SUM)), int_splat(0)
-    for j in range(4):
-        v = load_i32(w + 16 + 64 * j)
-        low = dot4(isa, low, _mxfp4(isa, both(v, NIBBLES)), splat_i32(x + 4 * j))
-        v = _mxfp4(isa, both(right(v, 4), NIBBLES))
-        high = dot4(isa, high, v, splat_i32(x + 16 + 4 * j))
+def _scale_mxfp4(fmt: Any, isa: Any, w: int) -> Any:
     e = load_u8(w)
     # Half of 2^(e - 127); 2^-128 and 2^-127 are subnormal.
     tiny = where_less(e, 1, int_splat(0x00200000), int_splat(0x00400000))
-    d = as_float(where_less(e, 2, tiny, left(iadd(e, int_splat(-1)), 23)))
-    return _add(isa, d, iadd(low, high), x, acc)
+    return as_float(where_less(e, 2, tiny, left(iadd(e, int_splat(-1)), 23)))
+
+
+def _from(field: int) -> Callable[..., Any]:
+    def times(fmt: Any, isa: Any, x: int) -> Any:
+        return splat_i32(x + field)
+
+    return times
+
+
+def _from_nothing(fmt: Any, isa: Any, x: int) -> Any:
+    return int_splat(0)
+
+
+def _from_wide(fmt: Any, isa: Any, x: int) -> Any:
+    return wide_start(isa, x + ZEROS_128)
+
+
+def _dot_narrow(fmt: Any, isa: Any, acc: Any, v: Any, x: Any) -> Any:
+    return dot4(isa, acc, v, x)
+
+
+def _dot_wide(fmt: Any, isa: Any, acc: Any, v: Any, x: Any) -> Any:
+    return dot4_wide(isa, acc, v, x)
+
+
+def _no_minimum(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    return acc
+
+
+def _add_minimum(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    return fma(half(isa, w + 32), splat_f32(x + SUM), acc)
+
+
+class _Small(NamedTuple):
+    """A format of blocks of 32: see the functions of these names."""
+
+    columns: Callable[..., Any]
+    zero: Callable[..., Any]
+    scale: Callable[..., Any] = _scale_half
+    dot: Callable[..., Any] = _dot_narrow
+    minimum: Callable[..., Any] = _no_minimum
+
+
+SMALL = {
+    "q4_0": _Small(_columns_4(32), _from(ZEROS_8)),
+    "q4_1": _Small(_columns_4(64), _from_nothing, minimum=_add_minimum),
+    "q5_0": _Small(_columns_5(32), _from(ZEROS_16)),
+    "q5_1": _Small(_columns_5(64), _from_nothing, minimum=_add_minimum),
+    "q8_0": _Small(_columns_8, _from_wide, dot=_dot_wide),
+    "iq4_nl": _Small(_columns_iq4_nl, _from_wide, dot=_dot_wide),
+    "mxfp4": _Small(_columns_mxfp4, _from(ZEROS_16), _scale_mxfp4),
+}
+
+by_format(columns)(lambda name: SMALL[name].columns)
+by_format(scale)(lambda name: SMALL[name].scale)
+by_format(zero)(lambda name: SMALL[name].zero)
+by_format(dot)(lambda name: SMALL[name].dot)
+by_format(minimum)(lambda name: SMALL[name].minimum)
+
+
+# ---- 32 columns: one block
+
+
+@inline
+def _add(fmt: Any, isa: Any, w: int, d: Any, total: Any, x: int, acc: Any) -> Any:
+    """acc + d * scale of x * total"""
+    acc = fma(to_float(total), fmul(d, splat_f32(x + SCALE)), acc)
+    return minimum(fmt, isa, w, x, acc)
+
+
+def small(fmt: Any, isa: Any, w: int, x: int, acc: Any) -> Any:
+    """For one token: two chains of products, and each is half as long to wait for."""
+    low, high = zero(fmt, isa, x), int_splat(0)
+    for j in range(4):
+        low = dot(fmt, isa, low, columns(fmt, isa, w, j), splat_i32(x + 4 * j))
+        high = dot(fmt, isa, high, columns(fmt, isa, w, 4 + j), splat_i32(x + 16 + 4 * j))
+    return _add(fmt, isa, w, scale(fmt, isa, w), iadd(low, high), x, acc)
 
 
 # ---- the table
@@ -204,7 +258,8 @@ def record_stride(fmt: Any) -> int:
 
 
 _DOTS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4)
+    **{f.__name__: f for f in (f32, f16, bf16)},
+    **dict.fromkeys(SMALL, small),
 }
 
 
@@ -247,5 +302,7 @@ def _constant(value: int) -> Callable[[Any], int]:
 by_format(block_dot)(_DOTS.__getitem__)
 by_format(block_dot_asking)(_asker)
 by_format(block_dot_four)(_four)
+
+
 by_format(block_bytes)(lambda name: _constant(TILE_ROWS * FORMATS[name].block_bytes))
 by_format(record_stride)(lambda name: _constant(record_bytes(FORMATS[name])))

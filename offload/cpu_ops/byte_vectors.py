@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding as llvm
-from llvmlite import ir
 
 from offload.cpu_ops.vectors import (
     _I,
@@ -17,11 +16,11 @@ from offload.cpu_ops.vectors import (
     _i8,
     _i16,
     _i32,
-    _i64,
-    _int,
     _join,
+    _load,
     _operation,
     _part,
+    _splat,
     _v16i,
     _v32h,
     _v64b,
@@ -33,6 +32,12 @@ def dot_vnni(b: Any, acc: Any, w: Any, x: Any) -> Any:
     if llvm.llvm_version_info[0] >= 22:  # operands typed as what they are; before, as int32
         w, x = b.bitcast(w, _v64b), b.bitcast(x, _v64b)
     return _call(b, "llvm.x86.avx512.vpdpbusd.512", _v16i, acc, w, x)
+
+
+def dot_words_vnni(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    if llvm.llvm_version_info[0] >= 22:  # as above
+        w, x = b.bitcast(w, _v32h), b.bitcast(x, _v32h)
+    return _call(b, "llvm.x86.avx512.vpdpwssd.512", _v16i, acc, w, x)
 
 
 def _dot_generic(b: Any, acc: Any, w: Any, x: Any) -> Any:
@@ -89,9 +94,7 @@ def dot4_wide(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
 def dot2(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
     """acc + the sum of two products of signed words per lane, -2^15 not among them."""
     if isa == "avx512vnni":
-        if llvm.llvm_version_info[0] >= 22:  # as in ``dot_vnni``
-            w, x = b.bitcast(w, _v32h), b.bitcast(x, _v32h)
-        return _call(b, "llvm.x86.avx512.vpdpwssd.512", _v16i, acc, w, x)
+        return dot_words_vnni(b, acc, w, x)
     if isa == "avx2":
         w, x = b.bitcast(w, _v32h), b.bitcast(x, _v32h)
         name, half = "llvm.x86.avx2.pmadd.wd", _vec(8, _i32)
@@ -103,11 +106,10 @@ def dot2(b: Any, isa: str, acc: Any, w: Any, x: Any) -> Any:
 
 
 @_operation(I32X16, ISA, _I)
-def wide_start(b: Any, isa: str, sum_of_x: Any) -> Any:
-    """-128 times the sum of x, where the instruction set multiplies w plus 128."""
-    if isa == "avx2":
-        return _all(_v16i, 0)
-    return _int(b, b.mul(sum_of_x, ir.Constant(_i64, -128)))
+def wide_start(b: Any, isa: str, address: Any) -> Any:
+    """The int32 at an address, -128 times the sum of x, where the instruction set multiplies w
+    plus 128."""
+    return _all(_v16i, 0) if isa == "avx2" else _splat(b, _load(b, address, _i32))
 
 
 def look_up(values: tuple[int, ...]) -> Any:

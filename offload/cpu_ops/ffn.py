@@ -18,10 +18,15 @@ from offload.cpu_ops.functions import glu
 from offload.cpu_ops.tags import inline
 from offload.cpu_ops.tiles import (
     GROUP,
+    MANY,
+    MANY_SUMS,
     STREAMS,
     SUMS,
+    TILES,
     field,
     load_rows,
+    many,
+    many_products,
     products,
     quantize_all,
     room,
@@ -141,38 +146,99 @@ def _gate_up(
 
 
 @inline
+def _gate_up_many(
+    a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sums: int
+) -> None:
+    """The same for many tokens of an expert: a tile of the gate's and the up's beside it."""
+    inner, blocks = field(a, Ffn.INNER), field(a, Ffn.HIDDEN_BLOCKS)
+    base = field(field(a, Ffn.BASES), expert)
+    start, end = field(field(a, Ffn.STARTS), expert), field(field(a, Ffn.STARTS), expert + 1)
+    alpha, limit = bits_float(field(a, Ffn.ALPHA)), bits_float(field(a, Ffn.LIMIT))
+    gate, between = base + field(a, Ffn.GATE), field(a, Ffn.UP) - field(a, Ffn.GATE)
+    for s0 in range(start, end, MANY):
+        n = min(MANY, end - s0)
+        for tile in range(first, last):
+            tile_bytes, row = blocks * block_bytes(fmt), 16 * tile
+            many_products(
+                fmt, isa, gate + tile * tile_bytes, between, blocks,
+                field(a, Ffn.X_INPUTS) + 8 * s0, n, sums, tile_bytes if tile + 1 < last else 0,
+            )  # fmt: skip
+            at = field(a, Ffn.H) + 4 * (s0 * inner + row)
+            for t in range(n):
+                g, v = load_f32(sums + 64 * t), load_f32(sums + MANY_SUMS + 64 * t)
+                g = _biased(g, base, field(a, Ffn.GATE_BIAS), row, inner - row)
+                v = _biased(v, base, field(a, Ffn.UP_BIAS), row, inner - row)
+                v = glu(field(a, Ffn.GLU), g, v, alpha, limit)
+                store_rows(at + 4 * t * inner, v, inner - row)
+
+
+@inline
+def _add_slot(a: int, base: int, slot: int, row: int, v: Any) -> None:
+    """The sums ``v`` of 16 rows, weighted, to the output of the slot's token."""
+    left = field(a, Ffn.HIDDEN) - row
+    token = field(field(a, Ffn.SLOT_TOKENS), slot)
+    at = field(a, Ffn.OUT) + token * field(a, Ffn.OUT_STRIDE) + 4 * row
+    v = _biased(v, base, field(a, Ffn.DOWN_BIAS), row, left)
+    weight = load_float(field(a, Ffn.SLOT_WEIGHTS) + 4 * slot)
+    store_rows(at, fma(splat(weight), v, load_rows(at, left)), left)
+
+
+@inline
+def _down_few(
+    a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sums: int, after: int
+) -> None:
+    blocks, base = field(a, Ffn.INNER_BLOCKS), field(field(a, Ffn.BASES), expert)
+    start, end = field(field(a, Ffn.STARTS), expert), field(field(a, Ffn.STARTS), expert + 1)
+    w, tile_bytes = base + field(a, Ffn.DOWN), blocks * block_bytes(fmt)
+    for tile in range(first, last, STREAMS):
+        count, at_w = min(STREAMS, last - tile), w + tile * tile_bytes
+        ahead = after if tile + STREAMS >= last else at_w + STREAMS * tile_bytes
+        for s0 in range(start, end, GROUP):
+            n = min(GROUP, end - s0)
+            inputs = field(a, Ffn.H_INPUTS) + 8 * s0
+            products(fmt, isa, at_w, count, blocks, inputs, n, sums, ahead)
+            for t in range(count):
+                for i in range(n):
+                    v = load_f32(sums + t * SUMS + 64 * i)
+                    _add_slot(a, base, s0 + i, 16 * (tile + t), v)
+
+
+@inline
+def _down_many(a: int, fmt: Any, isa: Any, expert: int, first: int, last: int, sums: int) -> None:
+    blocks, base = field(a, Ffn.INNER_BLOCKS), field(field(a, Ffn.BASES), expert)
+    start, end = field(field(a, Ffn.STARTS), expert), field(field(a, Ffn.STARTS), expert + 1)
+    w, tile_bytes = base + field(a, Ffn.DOWN), blocks * block_bytes(fmt)
+    for s0 in range(start, end, MANY):
+        n, inputs = min(MANY, end - s0), field(a, Ffn.H_INPUTS) + 8 * s0
+        for tile in range(first, last, TILES):
+            count, at_w = min(TILES, last - tile), w + tile * tile_bytes
+            many_products(
+                fmt, isa, at_w, (count - 1) * tile_bytes, blocks, inputs, n, sums,
+                TILES * tile_bytes if tile + TILES < last else 0,
+            )  # fmt: skip
+            for t in range(count):
+                for i in range(n):
+                    v = load_f32(sums + t * MANY_SUMS + 64 * i)
+                    _add_slot(a, base, s0 + i, 16 * (tile + t), v)
+
+
+@inline
 def _down(a: int, fmt: Any, isa: Any, first: int, last: int, sums: int) -> None:
     """Rows of tiles ``first..last``: zero (or what is there), then expert by expert in the given
     order."""
-    hidden, blocks = field(a, Ffn.HIDDEN), field(a, Ffn.INNER_BLOCKS)
     out, stride = field(a, Ffn.OUT), field(a, Ffn.OUT_STRIDE)
-    tile_bytes = blocks * block_bytes(fmt)
+    tile_bytes = field(a, Ffn.INNER_BLOCKS) * block_bytes(fmt)
     for t in range(0 if field(a, Ffn.ADD) != 0 else field(a, Ffn.TOKENS)):
         for tile in range(first, last):
-            store_rows(out + t * stride + 64 * tile, splat(float32(0.0)), hidden - 16 * tile)
-    experts = field(a, Ffn.EXPERTS)
+            at = out + t * stride + 64 * tile
+            store_rows(at, splat(float32(0.0)), field(a, Ffn.HIDDEN) - 16 * tile)
+    experts, starts = field(a, Ffn.EXPERTS), field(a, Ffn.STARTS)
     for expert in range(experts):
-        base = field(field(a, Ffn.BASES), expert)
-        start, end = field(field(a, Ffn.STARTS), expert), field(field(a, Ffn.STARTS), expert + 1)
-        w, bias = base + field(a, Ffn.DOWN), field(a, Ffn.DOWN_BIAS)
-        for tile in range(first, last, STREAMS):
-            count, at_w = min(STREAMS, last - tile), w + tile * tile_bytes
-            ahead = at_w + STREAMS * tile_bytes
-            if tile + STREAMS >= last:
-                ahead = _tiles_at(a, min(expert + 1, experts - 1), Ffn.DOWN, first, tile_bytes)
-            for s0 in range(start, end, GROUP):
-                n = min(GROUP, end - s0)
-                inputs = field(a, Ffn.H_INPUTS) + 8 * s0
-                products(fmt, isa, at_w, count, blocks, inputs, n, sums, ahead)
-                for i in range(count * n):
-                    t, s = i // n, s0 + i % n
-                    row = 16 * (tile + t)
-                    at = out + field(field(a, Ffn.SLOT_TOKENS), s) * stride + 4 * row
-                    v = load_f32(sums + t * SUMS + 64 * (i % n))
-                    v = _biased(v, base, bias, row, hidden - row)
-                    weight = load_float(field(a, Ffn.SLOT_WEIGHTS) + 4 * s)
-                    v = fma(splat(weight), v, load_rows(at, hidden - row))
-                    store_rows(at, v, hidden - row)
+        if many(fmt, isa, field(starts, expert + 1) - field(starts, expert)):
+            _down_many(a, fmt, isa, expert, first, last, sums)
+        else:
+            after = _tiles_at(a, min(expert + 1, experts - 1), Ffn.DOWN, first, tile_bytes)
+            _down_few(a, fmt, isa, expert, first, last, sums, after)
 
 
 @inline
@@ -194,7 +260,11 @@ def expert_ffn(gate_up: Any, down: Any, isa: Any, a: int) -> None:
         seen = min(then, tasks - 1)
         after = _tiles_at(a, seen // per_expert, Ffn.GATE, seen % per_expert * step, tile_bytes)
         expert, first = task // per_expert, task % per_expert * step
-        _gate_up(a, gate_up, isa, expert, first, min(first + step, tiles), sums, after)
+        last, starts = min(first + step, tiles), field(a, Ffn.STARTS)
+        if many(gate_up, isa, field(starts, expert + 1) - field(starts, expert)):
+            _gate_up_many(a, gate_up, isa, expert, first, last, sums)
+        else:
+            _gate_up(a, gate_up, isa, expert, first, last, sums, after)
         task = then
     wait(field(a, Ffn.BARRIER))
     if field(a, Ffn.H_RECORDS) != 0:

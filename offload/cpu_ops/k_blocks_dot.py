@@ -112,13 +112,13 @@ def _byte(v: Any, i: int) -> Any:
 
 
 @inline
-def _k_low(w: int) -> Any:
+def k_low(w: int) -> Any:
     """Scales (or, one register on, minima) of sub-blocks 0..3, a byte each."""
     return both(load_i32(w), 0x3F3F3F3F)
 
 
 @inline
-def _k_high(w: int, rest: Any) -> Any:
+def k_high(w: int, rest: Any) -> Any:
     """Of sub-blocks 4..7: four bits in ``rest``, two above those of 0..3."""
     return either(both(rest, NIBBLES), both(right(load_i32(w), 2), 0x30303030))
 
@@ -199,12 +199,12 @@ def _k_add(d: Any, dmin: Any, x: int, scaled: Any, minima: Any, acc: Any) -> Any
 
 def k_block(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
     rest = load_i32(w + 192)
-    scales, more = _k_low(w + 64), _k_high(w + 64, rest)
+    scales, more = k_low(w + 64), k_high(w + 64, rest)
     total = _k_pair(fmt, isa, int_splat(0), scales, 0, w, x, then)
     total = _k_pair(fmt, isa, total, scales, 1, w, x, then)
     total = _k_pair(fmt, isa, total, more, 2, w, x, then)
     total = _k_pair(fmt, isa, total, more, 3, w, x, then)
-    low, high, at = _k_low(w + 128), _k_high(w + 128, right(rest, 4)), x + K_SUMS32
+    low, high, at = k_low(w + 128), k_high(w + 128, right(rest, 4)), x + K_SUMS32
     minima = dot2(isa, int_splat(0), both(low, EVEN_BYTES), splat_i32(at))
     minima = dot2(isa, minima, both(right(low, 8), EVEN_BYTES), splat_i32(at + 4))
     minima = dot2(isa, minima, both(high, EVEN_BYTES), splat_i32(at + 8))
@@ -214,12 +214,12 @@ def k_block(fmt: Any, isa: Any, w: int, x: int, acc: Any, then: int) -> Any:
 
 def k_block_four(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
     rest = load_i32(w + 192)
-    scales, more = _k_low(w + 64), _k_high(w + 64, rest)
+    scales, more = k_low(w + 64), k_high(w + 64, rest)
     total = _k_pair_four(fmt, isa, _zeros(), scales, 0, w, x)
     total = _k_pair_four(fmt, isa, total, scales, 1, w, x)
     total = _k_pair_four(fmt, isa, total, more, 2, w, x)
     total = _k_pair_four(fmt, isa, total, more, 3, w, x)
-    low, high = _k_low(w + 128), _k_high(w + 128, right(rest, 4))
+    low, high = k_low(w + 128), k_high(w + 128, right(rest, 4))
     minima = _pairs(isa, _zeros(), both(low, EVEN_BYTES), x, K_SUMS32)
     minima = _pairs(isa, minima, both(right(low, 8), EVEN_BYTES), x, K_SUMS32 + 4)
     minima = _pairs(isa, minima, both(high, EVEN_BYTES), x, K_SUMS32 + 8)
@@ -241,12 +241,12 @@ def k_block_four(fmt: Any, isa: Any, w: int, x: Any, acc: Any) -> Any:
 
 
 @inline
-def _signed_byte(v: Any, i: int) -> Any:
+def signed_byte(v: Any, i: int) -> Any:
     return right_signed(left(v, 24 - 8 * i), 24)
 
 
 @inline
-def _six_words(high: int, part: int, j: int) -> Any:
+def six_words(high: int, part: int, j: int) -> Any:
     """Word j of the two sub-blocks of ``part``, 0..3, of the half at ``high``: in quarter
     ``part >> 1`` and in the one two further, the half ``part & 1``."""
     shift = part >> 1 << 1
@@ -258,7 +258,7 @@ def _six_words(high: int, part: int, j: int) -> Any:
 
 @inline
 def _six_scales(scales: int, part: int) -> Any:
-    return _signed_byte(load_i32(scales), part), _signed_byte(load_i32(scales + 64), part)
+    return signed_byte(load_i32(scales), part), signed_byte(load_i32(scales + 64), part)
 
 
 @inline
@@ -267,7 +267,7 @@ def _q6_k_pair(isa: Any, total: Any, part: int, scales: int, high: int, x: int, 
     _ask(then + 448 * part, 7)
     low_dot, high_dot = int_splat(0), int_splat(0)
     for j in range(4):
-        even, odd = _six_words(high, part, j)
+        even, odd = six_words(high, part, j)
         low_dot = dot4(isa, low_dot, even, splat_i32(x + 16 * part + 4 * j))
         high_dot = dot4(isa, high_dot, odd, splat_i32(x + 16 * part + 4 * j + 64))
     first, second = _six_scales(scales, part)
@@ -281,7 +281,7 @@ def _q6_k_pair_four(
     fence()
     low_dot, high_dot = _zeros(), _zeros()
     for j in range(4):
-        even, odd = _six_words(high, part, j)
+        even, odd = six_words(high, part, j)
         low_dot = _dots(isa, low_dot, even, x, at + 16 * part + 4 * j)
         high_dot = _dots(isa, high_dot, odd, x, at + 16 * part + 4 * j + 64)
     first, second = _six_scales(scales, part)

@@ -42,9 +42,9 @@ from offload.cpu_ops.tags import inline, outline
 from offload.cpu_ops.tiles import (
     STREAMS,
     SUMS,
+    alone,
     field,
     load_rows,
-    products,
     room,
     store_rows,
     wait,
@@ -244,7 +244,7 @@ def _project(
     for tile in range(first, last, STREAMS):
         count, w = min(STREAMS, last - tile), field(m, Matrix.WEIGHT) + tile * tile_bytes
         ahead = w + STREAMS * tile_bytes
-        products(fmt, isa, w, count, blocks, m + 8 * Matrix.INPUT, 1, sums, ahead)
+        alone(fmt, isa, w, count, blocks, field(m, Matrix.INPUT), sums, ahead)
         for i in range(count):
             row = 16 * (tile + i)
             v, left = load_f32(sums + i * SUMS), rows - row

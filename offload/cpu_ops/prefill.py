@@ -53,10 +53,10 @@ _LINE = 64
 _CROSSOVERS = {"bf16": 48, "f16": 48}
 """With AVX512-VNNI and AVX512-BF16, measured on two Zen 4 cores, 1024 x 2048 weights. In
 microseconds, ``gemm`` / ``matmul``: bf16 641 / 667 for 32 tokens, 1025 / 851 for 48.
-Not listed: never. The integer products of Q4_0, Q8_0 and K-quants run at 0.5 to 0.6 Tops/s, above
-the 0.43 Tflop/s of bfloat16 (for 512 tokens q4_0 4087 / 6003, q4_k 3971 / 6592, q5_k 5292 / 7275,
-q6_k 7958 / 11093); f32 stays float32 (11290 / 12592). Formats that were not measured count as
-never."""
+Not listed: never. The integer products of Q4_0, Q8_0 and K-quants ran at 0.5 to 0.6 Tops/s before
+there were panels, above the 0.43 Tflop/s of bfloat16 (for 512 tokens q4_0 4087 / 6003, q4_k 3971 /
+6592, q5_k 5292 / 7275, q6_k 7958 / 11093); f32 stays float32 (11290 / 12592). Formats that were not
+measured count as never."""
 _AMX_CROSSOVER = 32
 """With AMX: not measured. Its bfloat16 peak is 16 times that of AVX512-BF16, so dequantising is
 what is left: about the time of 8 to 16 tokens' integer products, and torch's overhead."""

@@ -111,3 +111,16 @@ def by_format(stub: F) -> Callable[[Callable[[str], Callable[..., Any]]], None]:
         _overload(stub, jit_options=options, strict=False)(implementation)
 
     return register
+
+
+def by_format_and_isa(stub: F) -> Callable[[Callable[[str, str], Callable[..., Any]]], None]:
+    """Implement ``stub(fmt, isa, ...)`` by a function chosen from both names."""
+
+    def register(choose: Callable[[str, str], Callable[..., Any]]) -> None:
+        def implementation(fmt: TagType, isa: TagType, *_: Any) -> Callable[..., Any]:
+            return choose(fmt.choice, isa.choice)
+
+        options = {**OPTIONS, "pipeline_class": LinkedCompiler}
+        _overload(stub, jit_options=options, strict=False)(implementation)
+
+    return register

@@ -21,7 +21,17 @@ from offload.cpu_ops.blocks_dot import (
     record_stride,
 )
 from offload.cpu_ops.formats import FORMATS, TILE_ROWS, Activation
-from offload.cpu_ops.tags import by_format, inline, outline
+from offload.cpu_ops.panels import (
+    PANEL_BYTES,
+    TILES,
+    TOGETHER,
+    add_four,
+    fill,
+    has_panels,
+    panel,
+    panel_bytes,
+)
+from offload.cpu_ops.tags import by_format, by_format_and_isa, inline, outline
 from offload.cpu_ops.vectors import (
     call,
     fetch_add,
@@ -37,7 +47,8 @@ from offload.cpu_ops.vectors import (
 )
 
 GROUP = 8
-"""Tokens that a pass over a tile computes at most; more are passes over a tile in cache."""
+"""Tokens that a pass over a tile computes at most; more are passes over a tile in cache, or go by
+panels (``many``)."""
 STREAMS = 4
 """Tiles of a run, for one token. Long ones are read side by side. Measured on two Zen 4 cores, Q4_0
 and bf16, of the read stream: one tile 77 %, two 88 %, four 95 %. Asking for every line (0.5 to
@@ -56,8 +67,12 @@ the hardware sees addresses late. 1.12, 1.18 and 1.32 of four tiles side by side
 2 and 12 KiB are less, into the first cache is much less."""
 SUMS = GROUP * TILE_ROWS * 4
 """Bytes between the sums of a tile and of the next."""
+MANY = 64
+"""Tokens that a panel is used for before the next; more unpack it again."""
+MANY_SUMS = MANY * TILE_ROWS * 4
+"""As SUMS."""
 
-room = stack(STREAMS * SUMS)
+room = stack(max(STREAMS * SUMS, TILES * MANY_SUMS))
 
 
 class Gemm(enum.IntEnum):
@@ -240,6 +255,99 @@ def products(
             _tile(fmt, isa, w + i * blocks * block_bytes(fmt), blocks, inputs, n, out + i * SUMS)
 
 
+# ---- many tokens
+
+
+@outline
+def _with_panel(
+    fmt: Any, isa: Any, p: int, blocks: int, inputs: int, n: int, at: int, out: int, fresh: bool
+) -> None:
+    """Four tokens: what ``blocks`` unpacked blocks of two tiles add to the sums at ``out``; ``at``:
+    bytes of records before theirs. The last of fewer tokens fills the empty places."""
+    two = out + MANY_SUMS
+    sums = (
+        splat(0.0), splat(0.0), splat(0.0), splat(0.0),
+        splat(0.0), splat(0.0), splat(0.0), splat(0.0),
+    )  # fmt: skip
+    if not fresh:
+        sums = (
+            load_f32(out), load_f32(out + 64), load_f32(out + 128), load_f32(out + 192),
+            load_f32(two), load_f32(two + 64), load_f32(two + 128), load_f32(two + 192),
+        )  # fmt: skip
+    last = inputs + 8 * (n - 1)
+    x0, x1 = load_int(inputs) + at, load_int(min(inputs + 8, last)) + at
+    x2, x3 = load_int(min(inputs + 16, last)) + at, load_int(min(inputs + 24, last)) + at
+    for _ in range(blocks):
+        sums = add_four(fmt, p, (x0, x1, x2, x3), sums)
+        p += TILES * panel_bytes(fmt)
+        x0 += record_stride(fmt)
+        x1 += record_stride(fmt)
+        x2 += record_stride(fmt)
+        x3 += record_stride(fmt)
+    for i in range(TOGETHER):
+        store_f32(out + 64 * i, sums[i])
+        store_f32(two + 64 * i, sums[TOGETHER + i])
+
+
+def many_products(
+    fmt: Any, isa: Any, w: int, between: int, blocks: int, inputs: int, n: int, out: int, ahead: int
+) -> None:
+    """As ``products``, of two tiles that lie ``between`` bytes apart and of at most MANY tokens:
+    float32 [TILES, MANY, 16]. ``ahead``: bytes from each tile to the one that takes its place next.
+    Only inside kernels, and only where ``many`` says so."""
+    raise NotImplementedError
+
+
+@outline
+def _by_panels(
+    fmt: Any, isa: Any, w: int, between: int, blocks: int, inputs: int, n: int, out: int, ahead: int
+) -> None:
+    p, most = panel(), PANEL_BYTES // TILES // panel_bytes(fmt)
+    for first in range(0, blocks, most):
+        count, at = min(most, blocks - first), w + first * block_bytes(fmt)
+        for b in range(count):
+            for i in range(TILES):
+                tile = at + i * between
+                for line in range((block_bytes(fmt) + 63) // 64):
+                    prefetch(tile + ahead + 64 * line)
+                fill(fmt, isa, tile, p + (TILES * b + i) * panel_bytes(fmt))
+            at += block_bytes(fmt)
+        for t in range(0, n, TOGETHER):
+            _with_panel(
+                fmt, isa, p, count, inputs + 8 * t, n - t,
+                first * record_stride(fmt), out + 64 * t, first == 0,
+            )  # fmt: skip
+
+
+def _panels(
+    fmt: Any, isa: Any, w: int, between: int, blocks: int, inputs: int, n: int, out: int, ahead: int
+) -> None:
+    _by_panels(fmt, isa, w, between, blocks, inputs, n, out, ahead)
+
+
+def _never(
+    fmt: Any, isa: Any, w: int, between: int, blocks: int, inputs: int, n: int, out: int, ahead: int
+) -> None:
+    pass
+
+
+by_format_and_isa(many_products)(lambda name, isa: _panels if has_panels(name, isa) else _never)
+
+
+def many(fmt: Any, isa: Any, tokens: int) -> bool:
+    """Whether so many tokens are multiplied by ``many_products``; only inside kernels."""
+    raise NotImplementedError
+
+
+by_format_and_isa(many)(
+    lambda name, isa: (
+        (lambda fmt, isa, tokens: tokens > TOGETHER)
+        if has_panels(name, isa)
+        else (lambda fmt, isa, tokens: False)
+    )
+)
+
+
 @inline
 def load_rows(address: int, n: int) -> Any:
     """Up to 16 floats; lanes from ``n`` on repeat the first."""
@@ -285,33 +393,66 @@ def field(arguments: int, i: int) -> int:
 
 
 @inline
+def _few(fmt: Any, isa: Any, arguments: int, first: int, last: int, blocks: int, sums: int) -> None:
+    """Tiles ``first..last``: those of a run for eight tokens after eight."""
+    packed, out = field(arguments, Gemm.PACKED), field(arguments, Gemm.OUT)
+    tokens, inputs = field(arguments, Gemm.TOKENS), field(arguments, Gemm.INPUTS)
+    stride, rows = field(arguments, Gemm.OUT_STRIDE), field(arguments, Gemm.ROWS)
+    tile_bytes = blocks * block_bytes(fmt)
+    for tile in range(first, last, STREAMS):
+        count, w = min(STREAMS, last - tile), packed + tile * tile_bytes
+        for t0 in range(0, tokens, GROUP):
+            n = min(GROUP, tokens - t0)
+            products(fmt, isa, w, count, blocks, inputs + 8 * t0, n, sums, w + STREAMS * tile_bytes)
+            for i in range(count):
+                for t in range(n):
+                    at = out + (t0 + t) * stride + 64 * (tile + i)
+                    v = load_f32(sums + i * SUMS + 64 * t)
+                    store_rows(at, v, rows - 16 * (tile + i))
+
+
+@inline
+def _many(
+    fmt: Any, isa: Any, arguments: int, first: int, last: int, blocks: int, sums: int
+) -> None:
+    """Tiles ``first..last``: all of them for some tokens, whose activations stay in the second
+    cache, then for the next. A single tile is its own neighbour."""
+    packed, out = field(arguments, Gemm.PACKED), field(arguments, Gemm.OUT)
+    tokens, inputs = field(arguments, Gemm.TOKENS), field(arguments, Gemm.INPUTS)
+    stride, rows = field(arguments, Gemm.OUT_STRIDE), field(arguments, Gemm.ROWS)
+    tile_bytes = blocks * block_bytes(fmt)
+    for t0 in range(0, tokens, MANY):
+        n = min(MANY, tokens - t0)
+        for tile in range(first, last, TILES):
+            count = min(TILES, last - tile)
+            many_products(
+                fmt, isa, packed + tile * tile_bytes, (count - 1) * tile_bytes, blocks,
+                inputs + 8 * t0, n, sums, TILES * tile_bytes if tile + TILES < last else 0,
+            )  # fmt: skip
+            for i in range(count):
+                for t in range(n):
+                    at = out + (t0 + t) * stride + 64 * (tile + i)
+                    v = load_f32(sums + i * MANY_SUMS + 64 * t)
+                    store_rows(at, v, rows - 16 * (tile + i))
+
+
+@inline
 def gemm(fmt: Any, isa: Any, arguments: int) -> None:
     """out[t, r] = sum over columns of W[r] * x[t]; every thread of the region runs this."""
-    blocks, rows = field(arguments, Gemm.BLOCKS), field(arguments, Gemm.ROWS)
-    tokens, inputs = field(arguments, Gemm.TOKENS), field(arguments, Gemm.INPUTS)
+    blocks, tokens = field(arguments, Gemm.BLOCKS), field(arguments, Gemm.TOKENS)
     if field(arguments, Gemm.RECORDS) != 0:
         quantize_all(
             fmt, field(arguments, Gemm.X), tokens * blocks, field(arguments, Gemm.RECORDS),
             arguments + 8 * Gemm.NEXT_RECORD,
         )  # fmt: skip
         wait(field(arguments, Gemm.BARRIER))
-    packed, out = field(arguments, Gemm.PACKED), field(arguments, Gemm.OUT)
-    stride, step = field(arguments, Gemm.OUT_STRIDE), field(arguments, Gemm.TILES_PER_TASK)
-    tiles, tile_bytes = (rows + 15) // 16, blocks * block_bytes(fmt)
+    tiles, step = (field(arguments, Gemm.ROWS) + 15) // 16, field(arguments, Gemm.TILES_PER_TASK)
     sums = room()
     first = fetch_add(arguments + 8 * Gemm.NEXT_TILE, step)
     while first < tiles:
         last = min(first + step, tiles)
-        for tile in range(first, last, STREAMS):
-            count, w = min(STREAMS, last - tile), packed + tile * tile_bytes
-            for t0 in range(0, tokens, GROUP):
-                n = min(GROUP, tokens - t0)
-                products(
-                    fmt, isa, w, count, blocks, inputs + 8 * t0, n, sums, w + STREAMS * tile_bytes
-                )
-                for i in range(count):
-                    for t in range(n):
-                        at = out + (t0 + t) * stride + 64 * (tile + i)
-                        v = load_f32(sums + i * SUMS + 64 * t)
-                        store_rows(at, v, rows - 16 * (tile + i))
+        if many(fmt, isa, tokens):
+            _many(fmt, isa, arguments, first, last, blocks, sums)
+        else:
+            _few(fmt, isa, arguments, first, last, blocks, sums)
         first = fetch_add(arguments + 8 * Gemm.NEXT_TILE, step)

@@ -51,12 +51,13 @@ I32X16 = Vector("I32x16", _v16i)
 F32X16 = Vector("F32x16", _v16f)
 
 _I, _F = types.int64, types.float32
-ISA = None
-"""In a list of argument types: the instruction set's tag."""
+TAG = ISA = None
+"""In a list of argument types: a tag, or the instruction set's."""
 
 
 def _operation(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of ``emit(builder, *values)``; a tag arrives as its name."""
+    """Make an intrinsic of ``emit(builder, *values)``; a tag arrives as its name. A tuple is
+    returned as a list."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def typing(_context: Any, *given: Any) -> Any:
@@ -64,12 +65,14 @@ def _operation(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
                 raise TypeError(f"{emit.__name__} takes {len(arguments)} arguments")
             wanted = [g if a is ISA else a for a, g in zip(arguments, given, strict=True)]
 
-            def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
                 named = [
                     g.choice if a is ISA else v
                     for a, g, v in zip(arguments, given, values, strict=True)
                 ]
                 value = emit(builder, *named)
+                if isinstance(value, list):
+                    return context.make_tuple(builder, signature.return_type, value)
                 return context.get_dummy_value() if value is None else value
 
             return returns(*wanted), codegen
@@ -359,6 +362,16 @@ def even_bytes(b: Any, v: Any) -> Any:
 def odd_bytes(b: Any, v: Any) -> Any:
     """Signed bytes 1 and 3 of each lane as its two words."""
     return b.bitcast(b.ashr(b.bitcast(v, _v32h), _all(_v32h, 8)), _v16i)
+
+
+@_operation(I32X16, I32X16, _I)
+def words_times(b: Any, v: Any, factor: Any) -> Any:
+    """The 32 words of 16 bits times a number; what does not fit is lost."""
+    words = b.insert_element(
+        ir.Constant(_v32h, ir.Undefined), b.trunc(factor, _i16), ir.Constant(_i32, 0)
+    )
+    words = b.shuffle_vector(words, words, _all(_vec(32, _i32), 0))
+    return b.bitcast(b.mul(b.bitcast(v, _v32h), words), _v16i)
 
 
 # ---- floats

@@ -6,6 +6,7 @@ place, would be passed over without a word. Such a layer runs as it is.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,14 +29,15 @@ class LayerWatch:
         """``kept``: parameters that the lean form has a copy of."""
         inside = [module for module in layer.modules() if module is not layer]
         hooks = [table for m in inside for table in (m._forward_hooks, m._forward_pre_hooks)]
-        self._hooks = [(table, len(table)) for table in hooks]
+        self._hooks, self._lengths = hooks, [len(table) for table in hooks]
         found: list[tuple[dict[str, Any], str]] = [
             (module._modules, name) for module in (layer, *inside) for name in module._modules
         ]
         # A packed layer's forward is also the runtime's own to take over.
         found += [(m.__dict__, "forward") for m in inside if type(m).__name__ != "PackedLinear"]
         found += [(module._parameters, name) for module, name in kept]
-        self._places = [(table, name, table.get(name)) for table, name in found]
+        self._tables, self._names = [table for table, _ in found], [name for _, name in found]
+        self._there = list(map(dict.get, self._tables, self._names))
         self._numbers = [
             (module.__dict__, name, value)
             for module in (layer, *inside)
@@ -45,15 +47,14 @@ class LayerWatch:
 
     def untouched(self) -> bool:
         """Whether nobody listens inside, and all is in its place."""
-        for hooks, length in self._hooks:
-            if len(hooks) != length and _foreign(hooks) != length:
-                return False
-        # A loop, and no call for what is the same: this is asked for every layer and token.
-        for table, name, there in self._places:
-            now = table.get(name)
-            if now is not there and not _is_same(now, there):
-                return False
-        return True
+        # Without a loop as long as all is the same: this is asked for every layer and token, and
+        # 16 layers' loops were 1.5 % of a token of 28 ms.
+        if list(map(len, self._hooks)) != self._lengths:
+            for hooks, length in zip(self._hooks, self._lengths, strict=True):
+                if len(hooks) != length and _foreign(hooks) != length:
+                    return False
+        now = list(map(dict.get, self._tables, self._names))
+        return all(map(operator.is_, now, self._there)) or all(map(_is_same, now, self._there))
 
     def unchanged(self) -> bool:
         """Whether the numbers that modules keep (scales, epsilons, how many experts) are what they

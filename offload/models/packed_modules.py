@@ -136,17 +136,22 @@ class PackedExperts:
             out.fill(0)
         return out
 
-    def for_prompt(self, ids_Tk: npt.NDArray[np.int64], weights_Tk: Floats, x_TH: Floats) -> Floats:
-        """Many tokens, from the routing on: [T, H]."""
+    def for_prompt(
+        self, ids_Tk: npt.NDArray[np.int64], weights_Tk: Floats, x_TH: Floats, out_TH: Floats
+    ) -> None:
+        """Many tokens, from the routing on, to ``out`` [T, H]."""
         self.session.begin(np.unique(ids_Tk).tolist(), x_TH)
         try:
-            return self.run(x_TH, ids_Tk, weights_Tk)
+            self.run(x_TH, ids_Tk, weights_Tk, out_TH)
         finally:
             self.session.end()
 
-    def run(self, x_TH: Floats, index_Tk: Any, weights_Tk: Floats) -> Floats:
-        """The same on arrays, after the session has begun."""
-        out_TH = np.empty_like(x_TH)
+    def run(
+        self, x_TH: Floats, index_Tk: Any, weights_Tk: Floats, out_TH: Floats | None = None
+    ) -> Floats:
+        """The same on arrays, after the session has begun; returns ``out``, None: a new one."""
+        if out_TH is None:
+            out_TH = np.empty_like(x_TH)
         one = len(x_TH) == 1
         by_expert = dict(zip(index_Tk[0].tolist(), weights_Tk[0].tolist(), strict=True))
         add = False

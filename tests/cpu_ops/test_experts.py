@@ -150,6 +150,32 @@ def test_threads_and_company_do_not_show(name: str) -> None:
         assert np.array_equal(alone, outs[0][t])
 
 
+@pytest.mark.parametrize("biases", [False, True])
+def test_many_tokens_of_an_expert_have_the_bits_of_each_alone(biases: bool) -> None:
+    """One expert has all tokens, the others few or none."""
+    q8 = FORMATS["q8_0"]
+    layout = expert_layout(q8, q8, 16 * 6, 16 * 4, biases=biases)
+    wide = expert_layout(q8, q8, 16 * 2, 16 * 6, biases=biases)
+    for some in (layout, wide):
+        bundles = Bundles(some, 5, 0.02)
+        x, routing = inputs(some, 75, 5)
+        routing[:, 0] = 0.5
+        routing[3:, 1], routing[4:, 2], routing[6:, 3], routing[0, 4] = 0, 0, 0, 0
+        out = np.full(x.shape, np.nan, np.float32)
+        expert_ffn(some, bundles.bases, x, routing, out)
+        onto = np.ones_like(x)
+        expert_ffn(some, bundles.bases, x, routing, onto, add=True)
+        for t in range(len(x)):
+            chosen = routing[t] != 0
+            alone = np.full(some.hidden, np.nan, np.float32)
+            weights = np.ascontiguousarray(routing[t, chosen])
+            expert_ffn(some, bundles.bases[chosen], x[t], weights, alone)
+            assert np.array_equal(alone, out[t])
+            alone[:] = 1
+            expert_ffn(some, bundles.bases[chosen], x[t], weights, alone, add=True)
+            assert np.array_equal(alone, onto[t])
+
+
 @pytest.mark.parametrize("names", [("q4_0", "q4_0"), ("bf16", "q8_0"), ("q8_0", "f32")])
 def test_prepared_calls_have_the_same_bits(names: tuple[str, str]) -> None:
     layout = expert_layout(FORMATS[names[0]], FORMATS[names[1]], 512, 384, biases=True)

@@ -60,6 +60,37 @@ def check_products(name: str, rows: int, blocks: int, tokens: int, isas: list[st
     assert all(np.array_equal(outs[0], out) for out in outs[1:])
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", EVERY)
+def test_many_tokens(name: str) -> None:
+    check_many_tokens(name)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "q8_0"])
+def test_many_tokens_of_the_formats_that_people_have(name: str) -> None:
+    check_many_tokens(name)
+
+
+def check_many_tokens(name: str) -> None:
+    """The bits of four at a time, which are unpacked otherwise; several panels in a row and in a
+    column, an odd number of tiles and an end of one."""
+    fmt = FORMATS[name]
+    rows, columns, tokens = 16 * 6 + 3, 41 * 32 if fmt.block < 256 else 5 * 256, 131
+    packed = pack_rows(fmt, random_rows(fmt, rows, columns, seed=3), columns)
+    x = np.random.default_rng(4).standard_normal((tokens, columns)).astype(np.float32)
+    x[7], x[40, 3], x[41, 5] = 0, np.nan, np.inf
+    few = np.full((tokens, rows), 7, np.float32)
+    for first in range(0, tokens, 4):
+        some = slice(first, first + 4)
+        gemm(fmt, packed, rows, columns, x[some], few[some])
+    for n in (5, 8, 64, 65, 131):
+        out = np.full((n, rows), 7, np.float32)
+        gemm(fmt, packed, rows, columns, x[:n], out)
+        assert np.array_equal(out, few[:n], equal_nan=True), n
+    assert not np.isfinite(few[40:42]).any()
+    assert np.isfinite(np.delete(few, [40, 41], axis=0)).all()
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q8_0", "bf16"])
 def test_integer_activations_are_close_to_exact(name: str) -> None:
     """Half a step of each activation's integer, times the weights."""
