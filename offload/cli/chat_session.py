@@ -67,7 +67,7 @@ def run_chat(wish: Wish, source: Source) -> None:
     """
     options = wish.wanted.options()
     options.recorder = wish.tracing.recorder
-    options.caller_bytes = TALK_BYTES
+    options.caller_bytes, options.in_pieces = TALK_BYTES, True
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)

@@ -71,7 +71,7 @@ def run_serve(wish: Wish) -> None:
 def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
     options = wish.wanted.options()
     options.sequences, options.pass_rows = wish.parallel, wish.prefill_chunk
-    options.caller_bytes = HTTP_BYTES
+    options.caller_bytes, options.in_pieces = HTTP_BYTES, True
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)

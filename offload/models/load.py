@@ -50,6 +50,7 @@ from offload.models.options import (
     check_device,
 )
 from offload.models.params import parameters
+from offload.models.pieces import learn_pieces
 from offload.models.prompt_plan import PromptPlan, plan_prompts
 from offload.models.recipes import (
     Recipes,
@@ -192,6 +193,7 @@ def prepare(
     warm_card(options.choice, config, kind, dtype)
     import_programs(options)
     keep_small_heap(ram_budget(options))
+    learn_pieces(options, kind, config)
     warm = warm_up(config, kind, dtype, options.hardware is not None)
     reset_peak_rss()
     return plan_model(directory, options, warm, compiling)

@@ -123,6 +123,9 @@ class Options:
     prompt_cache_chunk: int = BLOCK_TOKENS
     """Tokens of a pass over a prompt where there is a prompt cache; hits end on this grid, and
     where blocks in 8 or 4 bits do."""
+    in_pieces: bool = False
+    """Whether the caller will ask if prompts may be read in pieces (``pieces.why_not_in_pieces``):
+    a prompt cache and ``kv_keep`` do in any case."""
     seed: int | None = None
     overhead_bytes: int | None = None
     """Set aside for the model's Python objects and for slack; None: measured."""

@@ -58,6 +58,7 @@ from offload.models.packed_hybrid import split_bytes
 from offload.models.packed_modules import expert_layout_of
 from offload.models.packed_reserves import on_device, reserves
 from offload.models.params import Param
+from offload.models.pieces import learn_pieces
 from offload.models.prompt_plan import Rounded, plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import expert_top_k, request_of
@@ -167,6 +168,7 @@ def prepare_packed(
     warm_card(options.choice, config, family, torch.float32)
     if kind == "cuda":
         compile_for(torch.device(options.choice.name), pack)
+    learn_pieces(options, family, config)
     warm = warm_up(config, family, torch.float32, options.hardware is not None)
     reset_peak_rss()
     return plan_packed(pack, config, options, warm, lean, compiling)

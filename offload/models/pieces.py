@@ -41,6 +41,14 @@ def why_not_in_pieces(model: nn.Module) -> str | None:
     return _why(*family_of(model))
 
 
+def learn_pieces(options: Any, kind: type, config: Any) -> None:
+    """Ask the toy now, before the process is weighed, if a model of class ``kind`` opened with
+    ``options`` will be asked: its budget would pay for the toy, a MiB or two of weights, of code
+    that nobody has run before, and of the heap."""
+    if options.in_pieces or options.prompt_cache is not None or options.kv_keep is not None:
+        _why(*_family(kind, config))
+
+
 @functools.cache
 def _why(*family: Any) -> str | None:
     model_cls = family[0]
@@ -70,7 +78,10 @@ def _why(*family: Any) -> str | None:
 def family_of(model: nn.Module) -> tuple[Any, ...]:
     """Equal for models of one class, with layers of the same kinds, whose configs say the same but
     for numbers; for ``toys``."""
-    config: Any = model.config
+    return _family(type(model), model.config)
+
+
+def _family(kind: type, config: Any) -> tuple[Any, ...]:
     text = config.get_text_config()
     lists = [(k, v) for k, v in vars(text).items() if isinstance(v, list) and v]
     kinds = [
@@ -79,8 +90,8 @@ def family_of(model: nn.Module) -> tuple[Any, ...]:
         if len(value) == getattr(text, "num_hidden_layers", 0) and isinstance(value[0], str)
     ]
     if text is not config:
-        return type(model), type(config), (), ()
-    return type(model), type(config), tuple(kinds), _switches(config)
+        return kind, type(config), (), ()
+    return kind, type(config), tuple(kinds), _switches(config)
 
 
 def _switches(config: Any) -> tuple[tuple[str, Any], ...]:

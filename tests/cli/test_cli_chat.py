@@ -271,6 +271,6 @@ def test_the_budget_holds_in_a_chat_that_fills_its_context(tiny: Path, tmp_path:
     assert_streams(run["plan"])
     assert run["forgotten_exchanges"] > 0
     assert run["ram_budget_bytes"] == ram
-    # A MiB is what pages of torch's code that nobody has run before, and the ends of the heap, take
-    # by chance: peaks of one command were 0.85 of this budget, and in one run of eight over it.
-    assert run["peak_rss_bytes"] - run["baseline_rss_bytes"] <= ram + MIB
+    # The toy that shows how the family reads prompts ran before the process was weighed: with it
+    # peaks were 0.85 to 1.02 of this budget, and are 0.56 to 0.65.
+    assert run["peak_rss_bytes"] - run["baseline_rss_bytes"] <= 0.9 * ram
