@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ class Rooms:
         self._plans, self._capacity, self._quantised = plans, capacity, quantised
         self._free: Room | None = None
         self._pair: tuple[Floats, Floats] | None = None
+        self._outputs: list[torch.Tensor] = []
 
     @contextmanager
     def lent(self, tokens: int) -> Iterator[Room]:
@@ -66,9 +67,46 @@ class Rooms:
         finally:
             self._pair = pair if len(first) <= CHUNK else None
 
+    def output(self, shape: torch.Size) -> torch.Tensor:
+        """float32, not initialised, in memory of an earlier output that nobody holds any more: a
+        layer's is gone when the next one's is made, unless a program has kept it."""
+        for kept in self._outputs:
+            if kept.shape == shape and _is_alone(kept):
+                break
+        else:
+            kept = torch.empty(shape)
+            if shape[:-1].numel() > CHUNK or _storage_uses is None:
+                return kept
+            self._outputs = [*self._outputs[-1:], kept]
+        # Not a view: it has no base that autograd knows of.
+        strides = kept.stride()
+        return torch.empty(0).set_(kept.untyped_storage(), 0, shape, strides)
+
     def forget(self) -> None:
         """Its memory is somebody else's."""
-        self._free = self._pair = None
+        self._free, self._pair, self._outputs = None, None, []
+
+
+_storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """Tensors, and arrays of theirs, that hold its memory."""
+    count: int = _storage_uses(tensor.untyped_storage()._cdata)
+    return count
+
+
+_ONE = 0 if _storage_uses is None else _uses(torch.empty(1))
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nobody else can see its memory: no other tensor, no process that it is shared with;
+    and whether it may be written to in this mode."""
+    return (
+        _uses(tensor) == _ONE
+        and not tensor.is_shared()
+        and tensor.is_inference() == torch.is_inference_mode_enabled()
+    )
 
 
 class ManyTokens:

@@ -104,8 +104,9 @@ class LayerStep:
         ``positions``: for the rotation, [..., T]; None: those behind what is cached.
         """
         assert self._prompts is not None
+        assert self.rooms is not None
         self._ready(store)
-        out = torch.empty(hidden.shape).copy_(hidden.detach())
+        out = self.rooms.output(hidden.shape).copy_(hidden.detach())
         x_TH = out[0].numpy()
         if positions is None:
             first = store.length(self.attention.layer)

@@ -13,9 +13,10 @@ from test_packed_run import IDS, LEAN, least, load, packed
 
 from offload.cpu_ops import threads
 from offload.cpu_ops.attention import BLOCK
-from offload.cpu_ops.prompt import Room
+from offload.cpu_ops.prompt import CHUNK, Room
 from offload.errors import OffloadError
 from offload.models import lean_step
+from offload.models.lean_many import Rooms
 from offload.models.lean_masks import is_causal
 
 STEPS = 50
@@ -243,3 +244,53 @@ def test_every_row_of_a_long_mask_is_looked_at_in_little_memory(
         here = hidden if dtype == torch.bool else 0.0 if hidden else -3e38
         other[0, 0, row, column] = here
         assert not is_causal(other, tokens, cached, window)
+
+
+@pytest.mark.parametrize("keep", [lambda out: out, lambda out: out[:, -3:], torch.Tensor.numpy])
+def test_outputs_that_a_program_keeps_stay_as_they_are(
+    keep: Any, tmp_path: Path, prompts: list[int]
+) -> None:
+    """Layers write into memory that nobody holds any more, and only into that."""
+    _, pack_dir = packed(LEAN[0], tmp_path, "q4")
+    model = load(pack_dir, 2**30)
+    kept, copies = [], []
+
+    def watch(_module: Any, _args: Any, out: torch.Tensor) -> None:
+        kept.append(keep(out))
+        copies.append(out.clone())
+
+    try:
+        layers = list(model.base_model.layers)
+        for layer in layers:
+            layer.register_forward_hook(watch)
+        for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+            with mode():
+                model(IDS, past_key_values=model.offload.new_cache())
+        assert len(prompts) == len(kept) == 3 * len(layers)
+        same = [np.array_equal(a, keep(b)) for a, b in zip(kept, copies, strict=True)]
+        assert all(same)
+    finally:
+        model.offload.close()
+
+
+def test_an_output_goes_into_memory_that_nobody_holds() -> None:
+    rooms = Rooms([], 8)
+    shape = torch.Size((1, 5, 16))
+    first = rooms.output(shape)
+    second = rooms.output(shape)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    assert first._base is None  # to autograd a tensor of its own
+    del first
+    assert rooms.output(shape).data_ptr() in places - {second.data_ptr()}
+    del second
+    with torch.inference_mode():
+        assert rooms.output(shape).data_ptr() not in places
+    rooms.forget()
+    shared = rooms.output(shape).share_memory_()
+    place = shared.data_ptr()
+    del shared
+    assert rooms.output(shape).data_ptr() != place
+    long = torch.Size((1, CHUNK + 1, 16))
+    held = rooms.output(long)
+    assert rooms.output(long).data_ptr() != held.data_ptr()
