@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from offload.cli.planning import main_dtype
 from offload.errors import StoreError
 from offload.io.safetensors import read_header
 from offload.runtime import probe_together
-from offload.runtime.probe_together import measure, measure_fewer
+from offload.runtime.probe_together import AREA_BYTES, area_bytes, measure, measure_fewer
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,7 @@ def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_shares_and_rates(long_file: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(probe_together, "AREA_BYTES", 32 << 20)
+    monkeypatch.setattr(probe_together, "CACHES", Path("/nowhere"))
     monkeypatch.setattr(probe_together, "ROUNDS", 2)
     monkeypatch.setattr(probe_together, "ENTER_S", 0.02)
     monkeypatch.setattr(probe_together, "BOTH_S", 0.05)
@@ -165,3 +167,25 @@ def test_the_dtype_of_most_bytes(tmp_path: Path) -> None:
     assert "float16" in {t.dtype for t in read_header(path).tensors.values()}
     assert main_dtype([path]) == "float16"
     assert main_dtype([]) == "float32"
+
+
+def test_the_area_is_more_than_the_largest_cache_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mib = 1 << 20
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.touch()
+        os.truncate(file, 300 * mib)  # a hole
+    monkeypatch.setattr(probe_together, "CACHES", tmp_path / "cache")
+    monkeypatch.setattr(probe_together, "available_ram", lambda: 8 << 30)
+    assert area_bytes(files) == AREA_BYTES  # nobody says
+    for i, size in enumerate(("48K", "2048K", "266240K", "what")):
+        (tmp_path / "cache" / f"index{i}").mkdir(parents=True)
+        (tmp_path / "cache" / f"index{i}" / "size").write_text(f"{size}\n")
+    assert area_bytes(files) == 520 * mib
+    assert area_bytes(files[:1]) == 300 * mib
+    monkeypatch.setattr(probe_together, "available_ram", lambda: 400 * mib)
+    assert area_bytes(files) == 100 * mib
+    monkeypatch.setattr(probe_together, "available_ram", lambda: 0)
+    assert area_bytes(files) == AREA_BYTES
