@@ -302,7 +302,5 @@ def _constant(value: int) -> Callable[[Any], int]:
 by_format(block_dot)(_DOTS.__getitem__)
 by_format(block_dot_asking)(_asker)
 by_format(block_dot_four)(_four)
-
-
 by_format(block_bytes)(lambda name: _constant(TILE_ROWS * FORMATS[name].block_bytes))
 by_format(record_stride)(lambda name: _constant(record_bytes(FORMATS[name])))
