@@ -32,6 +32,7 @@ from offload.cpu_ops.lanes import (
     turn_4,
     turn_8,
 )
+from offload.cpu_ops.prefetching import ask
 from offload.cpu_ops.tags import by_format, inline, outline
 from offload.cpu_ops.vectors import (
     as_float,
@@ -130,14 +131,17 @@ def _capped(scores: Any, cap: Any) -> Any:
 
 @inline
 def _scores(
-    kind: Any, q: int, row: int, last: int, k: int, n: int, dim: int, cap: Any, out: int
-) -> None:
+    kind: Any, q: int, row: int, last: int, k: int, n: int, dim: int, cap: Any, out: int,
+    later: int, each: int,
+) -> None:  # fmt: skip
     """Of four heads at ``q``, ``row`` bytes apart and ``last`` the last of them, with ``n`` tokens
-    at ``k``; lanes beyond the last token are minus infinity."""
+    at ``k``; lanes beyond the last token are minus infinity. For every four tokens, ``each`` bytes
+    of what comes at ``later`` are asked of memory."""
     q1, q2, q3 = q + min(1, last) * row, q + min(2, last) * row, q + min(3, last) * row
     step = dim * kv_bytes(kind)
     for t in range(0, n, 4):
         k0, end = k + t * step, n - 1 - t
+        ask(later + t // 4 * each, each)
         v = _four_tokens(
             kind, q, q1, q2, q3,
             k0, k0 + min(1, end) * step, k0 + min(2, end) * step, k0 + min(3, end) * step,
@@ -171,9 +175,10 @@ def _softmax(scores: int, n: int, out: int, row: int, last: int, dim: int) -> No
 
 @inline
 def _values_64(
-    kind: Any, p: int, v: int, c: int, n: int, step: int, o0: int, o1: int, o2: int, o3: int
-) -> None:
-    """Four heads' sums of 64 columns, from vector ``c`` on."""
+    kind: Any, p: int, v: int, c: int, n: int, step: int, o0: int, o1: int, o2: int, o3: int,
+    later: int, each: int,
+) -> None:  # fmt: skip
+    """Four heads' sums of 64 columns, from vector ``c`` on; asks for memory as ``_values`` does."""
     at = 64 * c
     a0, a1, a2, a3 = load_f32(o0 + at), load_f32(o1 + at), load_f32(o2 + at), load_f32(o3 + at)
     at += 64
@@ -183,6 +188,7 @@ def _values_64(
     at += 64
     d0, d1, d2, d3 = load_f32(o0 + at), load_f32(o1 + at), load_f32(o2 + at), load_f32(o3 + at)
     for t in range(n):
+        ask(later + t * each, each)
         row, by = v + t * step, p + 16 * t
         w, x, y, z = splat_f32(by), splat_f32(by + 4), splat_f32(by + 8), splat_f32(by + 12)
         u = load_kv(kind, row, c)
@@ -217,13 +223,18 @@ def _values_16(
 
 
 @inline
-def _values(kind: Any, p: int, v: int, n: int, dim: int, out: int, row: int, last: int) -> None:
-    """Add ``n`` tokens' values, weighted for four heads."""
+def _values(
+    kind: Any, p: int, v: int, n: int, dim: int, out: int, row: int, last: int,
+    later: int, each: int,
+) -> None:  # fmt: skip
+    """Add ``n`` tokens' values, weighted for four heads. Each 64 columns of a token ask for
+    ``each`` bytes of what comes at ``later``."""
     o1, o2 = out + min(1, last) * row, out + min(2, last) * row
     o3, step = out + min(3, last) * row, dim * kv_bytes(kind)
     c, vectors = 0, dim // 16
     while c + 4 <= vectors:
-        _values_64(kind, p, v, c, n, step, out, o1, o2, o3)
+        _values_64(kind, p, v, c, n, step, out, o1, o2, o3, later, each)
+        later += n * each
         c += 4
     while c < vectors:
         _values_16(kind, p, v, c, n, step, out, o1, o2, o3)
@@ -257,11 +268,17 @@ def attend(
     """
     scores, q_row, row = _score_room(), 4 * dim, 4 * (dim + PARTIAL_EXTRA)
     step, near = dim * kv_bytes(kind), max(4, _NEAR // dim // 4 * 4)
+    groups = (heads + 3) // 4
+    # The next keys come while these are multiplied, and the first values with the last keys.
+    each = _lines(4 * step, groups)
     for t in range(0, n, near):
-        count = min(near, n - t)
+        count, later = min(near, n - t), k + (t + near) * step if t + near < n else v
         for h in range(0, heads, 4):
             last, at = min(3, heads - 1 - h), scores + h * BLOCK * 4 + 16 * t
-            _scores(kind, q + h * q_row, q_row, last, k + t * step, count, dim, cap, at)
+            _scores(
+                kind, q + h * q_row, q_row, last, k + t * step, count, dim, cap, at, later, each
+            )
+            later += (count + 3) // 4 * each
     if first + (heads - 1) // group > 0 or end < n:
         _hide(scores, heads, group, n, first, end)
     for h in range(0, heads, 4):
@@ -270,12 +287,22 @@ def attend(
         for i in range(h, h + last + 1):
             for c in range(0, dim, 16):
                 store_f32(out + i * row + 4 * c, splat(float32(0.0)))
+    each = _lines(step, groups * max(1, dim // 64))
     for t in range(0, n, near):
-        count = min(near, n - t)
+        count, later = min(near, n - t), v + (t + near) * step
+        if t + near >= n:
+            each = 0
         for h in range(0, heads, 4):
             last, p = min(3, heads - 1 - h), scores + h * BLOCK * 4 + 16 * t
-            _values(kind, p, v + t * step, count, dim, out + h * row, row, last)
+            _values(kind, p, v + t * step, count, dim, out + h * row, row, last, later, each)
+            later += dim // 64 * count * each
             fence()
+
+
+@inline
+def _lines(nbytes: int, parts: int) -> int:
+    """Of a part of so many bytes, in whole cache lines."""
+    return (nbytes + 64 * parts - 1) // (64 * parts) * 64
 
 
 @inline

@@ -43,6 +43,7 @@ from offload.cpu_ops.block_vectors import (
     quad_2,
     quad_3,
 )
+from offload.cpu_ops.prefetching import ask
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     as_float,
@@ -55,7 +56,6 @@ from offload.cpu_ops.vectors import (
     load_f32,
     load_i32,
     load_u16,
-    prefetch,
     right,
     splat,
     splat_f32,
@@ -173,16 +173,6 @@ _DOTS_32 = {True: lambda mode, total, v, w: dot_pairs(total, v, w),
 _NOTHING = {True: lambda mode: splat(float32(0.0)), False: lambda mode: int_splat(0)}
 by_format(dot_32)(lambda name: _DOTS_32[name == "bf16dot"])
 by_format(nothing)(lambda name: _NOTHING[name == "bf16dot"])
-
-
-@inline
-def ask(at: int, nbytes: int) -> None:
-    """Prefetch so many bytes. Inner loops call it for a few lines each: a burst of them would fill
-    the processor's list of open requests, and computing would wait as if it had loaded them."""
-    stop = at + nbytes
-    while at < stop:
-        prefetch(at)
-        at += 64
 
 
 def channels(mode: Any) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from offload.cpu_ops.block_elements import (
-    ask,
     dot_32,
     load_32,
     load_element,
@@ -27,6 +26,7 @@ from offload.cpu_ops.block_vectors import (
     weave_low,
 )
 from offload.cpu_ops.lanes import store_i32
+from offload.cpu_ops.prefetching import ask
 from offload.cpu_ops.tags import by_format, inline
 from offload.cpu_ops.vectors import (
     both,
