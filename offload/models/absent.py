@@ -146,6 +146,8 @@ class RowTable(AbsentTensor):
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         # ids: any shape; returns (*ids.shape, D)
         height, width = self.shape
+        if ids.numel() == 1 and 0 <= (row := int(ids)) < height:  # each token of a text
+            return self._offload_read((row,)).reshape(*ids.shape, width)
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = unique.tolist()
         if rows and not (rows[0] >= 0 and rows[-1] < height):

@@ -117,8 +117,18 @@ class PackedAttachment(Attachment):
         rows = self.pack.rows(name)
         executor, nbytes = self.executor, rows.read_bytes
         together = max(1, ROWS_BYTES // nbytes)
+        spare: list[AlignedBuffer] = []  # for one row: fresh memory costs more than the row
+
+        def read_one(row: int) -> torch.Tensor:
+            buffer = spare.pop() if spare else AlignedBuffer(nbytes)
+            executor.road().read_rows(rows.block, [rows.span(row)], buffer.view)
+            out = torch.from_numpy(rows.decode(row, buffer.view))
+            spare.append(buffer)
+            return out.view(1, -1).to(executor.device.torch_device)
 
         def read(wanted: Sequence[int]) -> torch.Tensor:
+            if len(wanted) == 1:
+                return read_one(wanted[0])
             out = torch.empty(len(wanted), rows.columns)
             with AlignedBuffer(min(together, len(wanted)) * nbytes) as buffer:
                 for first in range(0, len(wanted), together):
