@@ -37,6 +37,7 @@ from offload.models.meta import (
     read_config,
     resolve,
 )
+from offload.models.naming import model_name
 from offload.models.opening import open_prepared
 from offload.models.options import (
     DEFAULT_CONTEXT,
@@ -127,7 +128,7 @@ class Prepared:
             self.kv_alone = self.kv
         before = None if self.kv is None else self.kv.note(self.options)
         plan = kv_plan.in_ram_or_spilled(
-            self.options, lambda: plan_within(self.ask, ram, self.meta.directory.name)
+            self.options, lambda: plan_within(self.ask, ram, model_name(self.meta.directory))
         )
         kv = kv_plan.beside(self.kv_alone, self.options)
         self.request = self.ask(ram)

@@ -25,6 +25,7 @@ from offload.models.hybrid import Rows
 from offload.models.lean_forward import take_over
 from offload.models.lean_run import LeanRun
 from offload.models.meta import materialise_buffers, place_rest
+from offload.models.naming import model_name
 from offload.models.opening import finish_model, make_device, serve_caches
 from offload.models.options import Progress
 from offload.models.pack_reader import PackedModel
@@ -162,7 +163,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
     executor: Executor | None = None
     recorder: RoutingRecorder | None = None
     try:
-        recorder = recorder_of(options, prepared.cut, meta.directory.resolve().name)
+        recorder = recorder_of(options, prepared.cut, model_name(meta.directory))
         bundles = prepared.pack.store(engine, staging)
         store = RoutedStore([bundles], engine, staging)
         if wrap_store is not None:

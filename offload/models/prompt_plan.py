@@ -28,6 +28,7 @@ from offload.kv.prefix_slots import check_limit
 from offload.models.footprint import CachedLayer, Footprint
 from offload.models.meta import MetaModel
 from offload.models.module_state import why_not_in_a_cache
+from offload.models.naming import model_name
 from offload.models.options import Options, check_device
 from offload.models.pieces import why_not_in_pieces
 from offload.units import format_bytes
@@ -155,7 +156,7 @@ def plan_prompts(
     """
     if options.prompt_cache is None:
         return None
-    check_model(meta.model, meta.directory.resolve().name, check_device(options))
+    check_model(meta.model, model_name(meta.directory), check_device(options))
     chunk, grain = options.prompt_cache_chunk, 1 if rounded is None else rounded.together
     group = math.lcm(chunk, grain)
     group_bytes = _group_bytes(footprint, group, chunk, tokens * options.batch, rounded)

@@ -18,6 +18,7 @@ from offload.io.memory import Staging
 from offload.io.tile_store import reserved, stored_identity
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
+from offload.models.naming import model_name
 from offload.models.options import SAFE_SHARE, beyond_free
 from offload.models.packed_card import check_card
 from offload.models.prompt_time import read_time
@@ -174,7 +175,7 @@ def _open_data(meta: MetaModel, options: TrainOptions, states: Path, notes: list
     except Exception as error:
         first = str(error).strip().splitlines()
         raise OffloadError(
-            f"{meta.directory.name} has no tokenizer that transformers can load: "
+            f"{model_name(meta.directory)} has no tokenizer that transformers can load: "
             f"{first[0] if first else type(error).__name__}"
         ) from error
     config = meta.model.config

@@ -12,6 +12,7 @@ import torch
 
 from offload.errors import OffloadError
 from offload.models.meta import MetaModel
+from offload.models.naming import model_name
 from offload.train.engine import Engine
 from offload.train.layout import TrainLayout
 from offload.train.lora import Adapters
@@ -100,7 +101,7 @@ class Result:
         if self._base is None or not self._options.merge:
             return None
         if self._base.of_checkpoint:
-            return f"the weights of {self._meta.directory.name}, not quantised"
+            return f"the weights of {model_name(self._meta.directory)}, not quantised"
         return f"the pack's values in {str(self._meta.dtype).removeprefix('torch.')}"
 
     @property
