@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,13 @@ def load_tokenizer(directory: Path) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
+    try:
+        os.fspath(directory.absolute()).encode()
+    except UnicodeEncodeError:  # the tokenizers library opens files by names in UTF-8 only
+        raise CheckpointError(
+            f"the tokenizer of {model_name(directory)} cannot be loaded: the directory's path is "
+            f"not UTF-8; rename it, or give --prompt-ids after moving the tokenizer's files away"
+        ) from None
     try:
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

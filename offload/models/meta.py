@@ -60,6 +60,8 @@ def read_config(directory: Path) -> Any:
         UnsupportedModelError: remote code, a quantisation that is not supported, an unknown family.
     """
     file = directory / "config.json"
+    if file.exists() and not file.is_file():  # to open a pipe would wait for a writer
+        raise CheckpointError(f"{file} is no file; put the model's config.json in its place")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -325,12 +327,23 @@ def _check(model: Any, mapping: SourceMap, directory: Path) -> None:
         raise CheckpointError(
             f"{directory.name}: {len(lost)} of the model's {len(model.state_dict())} tensors are "
             f"not in the checkpoint, first: {lost[0]}; {_other_name(lost[0], mapping.unexpected)}"
-            f"config.json and the weights are of different models, or the download is incomplete"
+            f"{_guessed_class(model)}config.json and the weights are of different models, or the "
+            f"download is incomplete"
         )
     note_unused(
         directory.name,
         model,
         [n for n in mapping.unexpected if not any(re.search(p, n) for p in _passed_over(model))],
+    )
+
+
+def _guessed_class(model: Any) -> str:
+    """That the model's class is a guess, where the config names none."""
+    if getattr(model.config, "architectures", None):
+        return ""
+    return (
+        f"config.json names no class, and a {type(model).__name__} was made: if it is another one, "
+        f'say so there ("architectures": ["..."]); else '
     )
 
 

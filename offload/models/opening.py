@@ -229,7 +229,10 @@ def finish_model(model: Any, directory: Path) -> None:
         check_tokens(model.generation_config)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # Whatever transformers makes of a value of another kind.
-        raise OffloadError(f"generation_config.json of {directory.name}: {error}") from error
+        raise OffloadError(
+            f"generation_config.json of {directory.name}: {error}; correct it, or move it "
+            f"away to have transformers' defaults"
+        ) from error
 
 
 def rows_check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -525,3 +526,29 @@ def test_a_message_never_writes_to_the_terminal_what_a_file_says(cli: Cli, tmp_p
     run = cli("pack", file, tmp_path / "out")
     refused(run, r"the value of \x1b[2J\x07key has the unknown type 77")
     assert "\x1b" not in run.err
+
+
+def test_a_pipe_in_the_place_of_the_config(cli: Cli, bare: Path) -> None:
+    (bare / "config.json").unlink()
+    os.mkfifo(bare / "config.json")  # opened, it would wait for a writer for ever
+    refused(cli("generate", "-m", bare, *IDS), "config.json is no file")
+
+
+def test_a_config_that_names_no_class(cli: Cli, bare: Path) -> None:
+    config = json.loads((bare / "config.json").read_text())
+    del config["architectures"]
+    (bare / "config.json").write_text(json.dumps(config))
+    assert cli("generate", "-m", bare, *IDS).code == 0, "the causal model is the guess"
+
+    def another_head(header: dict[str, Any]) -> None:
+        header["score.weight"] = header.pop("lm_head.weight")
+
+    rewrite_header(bare, another_head)
+    refused(cli("generate", "-m", bare, *IDS), "config.json names no class", '"architectures"')
+
+
+def test_a_path_that_is_not_utf8(cli: Cli, bare: Path) -> None:
+    odd = bare.rename(bare.with_name(os.fsdecode(b"bare\xff")))
+    assert cli("generate", "-m", odd, *IDS).code == 0
+    (odd / "tokenizer.json").write_text("{}")
+    refused(cli("generate", "-m", odd, "-p", "a"), "path is not UTF-8; rename it")
