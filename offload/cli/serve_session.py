@@ -26,9 +26,10 @@ from offload.scheduler.plan import Plan
 # Before anything is measured: what a server weighs is the bare process's.
 from offload.serve import server
 from offload.serve.app import make_app
+from offload.serve.bodies import PYTHON_BYTES
 from offload.serve.engine import Engine
 from offload.serve.guard import Guard
-from offload.serve.prompts import Prompts
+from offload.serve.prompts import Prompts, body_limit
 
 HTTP_BYTES = 4 << 20
 """What the server grows by with its first requests: 2 to 5 MiB were seen, with 1 to 8 clients."""
@@ -71,7 +72,7 @@ def run_serve(wish: Wish) -> None:
 def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
     options = wish.wanted.options()
     options.sequences, options.pass_rows = wish.parallel, wish.prefill_chunk
-    options.caller_bytes, options.in_pieces = HTTP_BYTES, True
+    options.in_pieces = True
     if wish.wanted.threads is not None:
         torch.set_num_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
@@ -82,6 +83,7 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
     check_settings(wish.template, tokenizer, directory)
     context = chat_context(wish.context, None, context_limit(config))
     chunk = min(wish.prefill_chunk, context)
+    options.caller_bytes = HTTP_BYTES + PYTHON_BYTES * body_limit(context)
     prepared = make_plan(
         directory, wish.wanted, options,
         prompt_tokens=chunk, context=context, tokenizer_bytes=tokenizer_bytes,
@@ -116,7 +118,7 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
             app = Guard(
                 make_app(engine, prompts, model=name),
                 keys=wish.keys,
-                body_limit=prompts.body_limit,
+                body_limit=body_limit(context),
                 local_only=local,
             )
             raise_received()

@@ -6,16 +6,17 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from offload.serve import answers, events, metrics, page
+from offload.serve.bodies import BODY, BODY_READ
 from offload.serve.connection import ON_PROBE
 from offload.serve.engine import Engine, Handle
 from offload.serve.guard import CLIENT
@@ -24,6 +25,8 @@ from offload.serve.prompts import Prompts
 from offload.serve.schema import Body, ChatBody, CompletionBody
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Body)
 
 COMPLETION_TOKENS = 16
 """Of a plain completion, unless said otherwise: OpenAI's own."""
@@ -85,7 +88,8 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
     created = int(time.time())
     described = {"id": model, "object": "model", "created": created, "owned_by": "offload"}
 
-    async def answer(http: Request, body: Body, chat: bool) -> Response:
+    async def answer(http: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:
+        body = _read(http, kind)
         if body.model not in (None, model):
             raise Problem(
                 404,
@@ -97,12 +101,13 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
             raise Problem(400, "stream_options needs stream: true", param="stream_options")
         engine.check_open()  # before a long prompt is encoded for nothing
         wanted = body.max_tokens
+        chat = isinstance(body, ChatBody)
         if isinstance(body, ChatBody):
             wanted = _agreed(wanted, body.max_completion_tokens)
             said = [{"role": _role(m.role), "content": m.content} for m in body.messages]
             ids = await prompts.of_messages(said, _settings(body))
+            del said
         else:
-            assert isinstance(body, CompletionBody)
             ids = await prompts.of_prompt(body.prompt)
         mailbox = Mailbox()
         handle = engine.submit(
@@ -122,18 +127,21 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
             mailbox.post,
         )
         shape = answers.Shape(model, chat=chat)
-        if body.stream:
+        stream, include_usage = body.stream, body.include_usage
+        del body  # which may be large, and the answer may take long
+        http.scope[BODY_READ].give()
+        if stream:
             http.scope.get(ON_PROBE, []).append(mailbox.probe)
-            return EventStream(_lines(mailbox, shape, body.include_usage), engine, handle)
+            return EventStream(_lines(mailbox, shape, include_usage), engine, handle)
         return await _whole(http, mailbox, shape, engine, handle)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(http: Request, body: ChatBody) -> Response:
-        return await answer(http, body, True)
+    async def chat_completions(http: Request) -> Response:
+        return await answer(http, ChatBody)
 
     @app.post("/v1/completions")
-    async def completions(http: Request, body: CompletionBody) -> Response:
-        return await answer(http, body, False)
+    async def completions(http: Request) -> Response:
+        return await answer(http, CompletionBody)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -165,7 +173,6 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
         return page.response()
 
     app.add_exception_handler(Problem, _problem)
-    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
     return app
@@ -233,6 +240,21 @@ async def _gone(http: Request) -> None:
         pass
 
 
+def _read(http: Request, kind: type[T]) -> T:
+    """The request's body, which nobody else holds from then on.
+
+    Raises:
+        Problem: the first thing that is wrong with it.
+    """
+    try:
+        return kind.model_validate(http.scope.pop(BODY))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = ".".join(str(part) for part in first["loc"]) or None
+        said = f"{param or 'the body'}: {_said(first)}"
+    raise Problem(400, said, param=param)
+
+
 def _agreed(one: int | None, other: int | None) -> int | None:
     if one is not None and other is not None and one != other:
         raise Problem(
@@ -269,19 +291,7 @@ async def _problem(_: Request, error: Exception) -> Response:
     return _reply(error)
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
-    """The first thing that is wrong with a body."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"][1:]]
-    if first["type"] == "json_invalid":
-        why = first.get("ctx", {}).get("error", "")
-        return _reply(Problem(400, f"the body is not JSON: {why} at byte {path[0]}"))
-    param = ".".join(path) or None
-    return _reply(Problem(400, f"{param or 'the body'}: {_said(first)}", param=param))
-
-
-def _said(error: dict[str, Any]) -> str:
+def _said(error: Mapping[str, Any]) -> str:
     """What is wrong with a field, for whoever sent it."""
     about = error.get("ctx", {})
     match error["type"]:

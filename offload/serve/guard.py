@@ -1,7 +1,8 @@
 """What stands before every route: keys, sizes, and who may ask at all.
 
 Plain ASGI around the application: what is refused here is refused before a body is parsed, and a
-body that is too large is never held.
+body that is too large is never held. Bodies are read here, and not by FastAPI, which would keep
+them for as long as the answer takes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
-import json
-from collections import Counter
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.serve.answers import Reply
+from offload.serve.bodies import BODY, BODY_READ, SMALL_BODY, Turn, read_json
 from offload.serve.problems import Problem
 from offload.units import format_bytes
 
@@ -33,7 +33,7 @@ client writes resets the connection, and most clients then never see the answer.
 
 
 class Guard:
-    """Checks the key, the ``Host`` header, the kind of body and its size; buffers the body."""
+    """Checks the key, the ``Host`` header, the kind of body and its size; reads the body."""
 
     def __init__(
         self, app: ASGIApp, *, keys: Sequence[str], body_limit: int, local_only: bool
@@ -49,6 +49,7 @@ class Guard:
         self._digests = [_digest(key) for key in keys]
         self._limit = body_limit
         self._local_only = local_only
+        self._reading = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,15 +57,22 @@ class Guard:
             return
         headers = {k.lower(): v for k, v in scope["headers"]}
         incoming = _Incoming(receive)
+        scope[BODY_READ] = turn = Turn(self._reading)
         try:
             self._check_host(headers)
             scope[CLIENT] = self._check_key(scope, headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                receive = await self._buffered(headers, incoming)
+                scope[BODY], stayed = await self._read(headers, incoming, turn)
+                if not stayed:
+                    return
         except Problem as problem:
+            turn.give()
             await _refuse(problem, incoming, send)
             return
-        await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+        finally:
+            turn.give()
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         host = headers.get(b"host", b"").decode("latin-1")
@@ -96,7 +104,10 @@ class Guard:
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    async def _buffered(self, headers: dict[bytes, bytes], receive: _Incoming) -> Receive:
+    async def _read(
+        self, headers: dict[bytes, bytes], receive: _Incoming, turn: Turn
+    ) -> tuple[object, bool]:
+        """What the body says, and whether the client has stayed until its end."""
         # Without this any web page could have a browser on this machine post: what is not JSON
         # needs nobody's permission.
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -112,24 +123,16 @@ class Guard:
             raise self._too_large(int(length))
         body = bytearray()
         while True:
-            message = await receive()
+            message = await turn.within(receive(), len(body))
             if message["type"] == "http.disconnect":
-                break
+                return None, False
             body += message.get("body", b"")
             if len(body) > self._limit:
                 raise self._too_large(len(body))
+            if len(body) > SMALL_BODY:
+                await turn.take()
             if receive.ended:
-                break
-        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        if message["type"] == "http.disconnect":
-            first = [message]
-        else:
-            check_json(bytes(body))
-
-        async def replay() -> Message:
-            return first.pop() if first else await receive()
-
-        return replay
+                return read_json(body), True
 
     def _too_large(self, size: int) -> Problem:
         return Problem(
@@ -139,32 +142,6 @@ class Guard:
             code="body_too_large",
             headers={"Connection": "close"},
         )
-
-
-def check_json(body: bytes) -> None:
-    """Say what is wrong with a body that is not JSON; the routes read it only after.
-
-    Raises:
-        Problem: it is not, or a field stands in it twice: one of the two would not count.
-    """
-    twice: list[str] = []
-
-    def once(pairs: list[tuple[str, object]]) -> None:
-        counts = Counter(key for key, _ in pairs)
-        twice.extend(key for key, times in counts.items() if times > 1)
-
-    try:
-        json.loads(body, object_pairs_hook=once)
-    except UnicodeDecodeError as error:
-        raise Problem(400, f"the body is not UTF-8 text (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise Problem(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise Problem(400, "the body is nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise Problem(400, f"the body cannot be read: {error}") from None
-    if twice:
-        raise Problem(400, f"{twice[0]}: it stands there twice; give it once", param=twice[0])
 
 
 class _Incoming:

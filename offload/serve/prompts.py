@@ -15,11 +15,16 @@ from offload.serve.problems import Problem, far_too_long, too_long
 
 CHARACTERS_PER_TOKEN = 32
 """More than any real text has; a context's worth of it is the largest body that makes sense."""
-LEAST_BODY = 2**20
+LEAST_BODY = 2**18
 
 PIECE_CHARACTERS = 2**14
 """A tokenizer needs some 200 bytes for a token while it encodes: 200 MiB were seen for a body of
 one MiB. Longer text is counted in pieces of so many characters first, 3 MiB at a time."""
+
+
+def body_limit(context: int) -> int:
+    """Bytes of a request that could still fit the context."""
+    return max(LEAST_BODY, context * CHARACTERS_PER_TOKEN)
 
 
 class Prompts:
@@ -51,11 +56,6 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, "offload-prompts")
         if tokenizer is not None:
             tokenizer("?")  # sets padding and truncation aside, once, before there are threads
-
-    @property
-    def body_limit(self) -> int:
-        """Bytes of a request that could still fit the context."""
-        return max(LEAST_BODY, self.context * CHARACTERS_PER_TOKEN)
 
     async def of_messages(
         self, messages: Sequence[dict[str, str]], settings: Mapping[str, Any] | None = None

@@ -22,7 +22,7 @@ from offload.serve.app import make_app
 from offload.serve.engine import Engine, Handle
 from offload.serve.events import Ended, Event, Failed, Piece, Request
 from offload.serve.guard import Guard
-from offload.serve.prompts import Prompts
+from offload.serve.prompts import Prompts, body_limit
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_moe"
 CONTEXT, CHUNK, PARALLEL = 160, 16, 3
@@ -125,7 +125,7 @@ def make_guarded(
         tokenizer, directory=TINY, config=read_config(TINY), context=CONTEXT, settings=settings
     )
     app = make_app(engine, prompts, model=name)
-    return Guard(app, keys=keys, body_limit=prompts.body_limit, local_only=not keys), prompts
+    return Guard(app, keys=keys, body_limit=body_limit(CONTEXT), local_only=not keys), prompts
 
 
 def http_client(
