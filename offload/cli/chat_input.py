@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
+from offload.cli.flags import check_text
 from offload.cli.prompt import decode_text
 from offload.errors import OffloadError
 
@@ -57,6 +58,7 @@ class Terminal:
         self._read_line = read_line
 
     def read(self) -> Said | Command | None:
+        """Raises OffloadError: a message has bytes that are no UTF-8, said when it is whole."""
         while (line := self._read_line(PROMPT)) is not None:
             if line.lstrip().startswith(BLOCK):
                 text = self._block(line.lstrip().removeprefix(BLOCK))
@@ -66,6 +68,7 @@ class Terminal:
             else:
                 text = self._continued(line.replace("//", "/", 1) if line[:2] == "//" else line)
             if text.strip():
+                check_text(text, "that message")
                 return Said(text)
         return None
 

@@ -14,6 +14,7 @@ from offload.cli.chat_history import Conversation
 from offload.cli.chat_input import Command, Said, Source
 from offload.cli.chat_report import stats_notes, stats_rows, turn_line
 from offload.cli.chat_talk import Talk, Turn
+from offload.cli.flags import check_text
 from offload.cli.signals import Interrupted, listen_again, signals_at_once
 from offload.errors import OffloadError
 from offload.scheduler.plan import Plan
@@ -196,6 +197,7 @@ class Shell:
         if not text:
             console.note("there is none" if said.system is None else said.system, "system prompt")
             return
+        check_text(text, "that prompt")
         wanted = None if text == "-" else text
         self._talk.terms.check(Conversation(wanted, said.exchanges))
         said.system = wanted

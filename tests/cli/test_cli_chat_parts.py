@@ -62,6 +62,16 @@ def test_a_line_that_goes_on_has_another_prompt() -> None:
     assert entries("a\\", "b")[1] == [PROMPT, CONTINUED, PROMPT]
 
 
+def test_a_message_that_is_no_utf8_is_refused_whole() -> None:
+    """In the C locale Python takes such bytes for halves of surrogate pairs."""
+    lines = ['"""', "caf\udce9", "/exit", '"""', "next"]
+    source = Terminal(lambda _: lines.pop(0))
+    with pytest.raises(OffloadError, match=r"that message is not UTF-8 text \(character 3\)"):
+        source.read()
+    assert source.read() == Said("next")
+    assert entries("/save caf\udce9")[0] == [Command("save", "caf\udce9")]
+
+
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
