@@ -48,9 +48,10 @@ class Sum:
 
     @property
     def prefill_tok_s(self) -> float | None:
-        read = sum(turn.read_tokens for turn in self.turns if turn.run.ttft_s is not None)
-        took = sum(self._ttfts())
-        return read / took if took else None
+        """Of the turns that computed tokens of a prompt; None if there were none."""
+        timed = [(t.read_tokens, t.run.ttft_s) for t in self.turns if t.run.prefill_tok_s]
+        took = sum(s for _, s in timed if s is not None)
+        return sum(read for read, _ in timed) / took if took else None
 
     @property
     def decode_steps(self) -> int:

@@ -17,7 +17,13 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig, Qwen3NextConf
 from offload.cli.chat_cache import KeptCache, can_crop, can_reuse, common_prefix
 from offload.cli.chat_history import Conversation, Exchange
 from offload.cli.chat_input import CONTINUED, PROMPT, Command, Said, Terminal
+from offload.cli.chat_report import Sum
+from offload.cli.chat_talk import Turn
+from offload.cli.decode import Run
 from offload.errors import OffloadError
+
+NONE: dict[str, Any] = {"at_start": {}, "at_end": {}}
+"""Counters of a run that are not looked at."""
 
 
 def entries(*lines: str) -> tuple[list[Said | Command], list[str]]:
@@ -70,6 +76,14 @@ def test_a_message_that_is_no_utf8_is_refused_whole() -> None:
         source.read()
     assert source.read() == Said("next")
     assert entries("/save caf\udce9")[0] == [Command("save", "caf\udce9")]
+
+
+def test_a_prompt_of_which_nothing_was_computed_has_no_speed() -> None:
+    read = Turn(run=Run(prompt_tokens=30, reused_tokens=10, ttft_s=2.0, **NONE), forgotten=0)
+    found = Turn(run=Run(prompt_tokens=24, reused_tokens=24, ttft_s=0.5, **NONE), forgotten=0)
+    broken = Turn(run=Run(prompt_tokens=9, **NONE), forgotten=0)  # before its first token
+    assert Sum([found, broken]).prefill_tok_s is None
+    assert Sum([read, found, broken]).prefill_tok_s == 10
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
