@@ -297,6 +297,8 @@ def _said(error: Mapping[str, Any]) -> str:
     match error["type"]:
         case "extra_forbidden":
             return "this server knows no such field"
+        case "model_type":  # pydantic's words name our classes
+            return f"it should be a JSON object, not {_short(error['input'])}"
         case "none_required":
             return "this server does not do that; leave it out"
         case "too_long" if about.get("max_length") == 0:

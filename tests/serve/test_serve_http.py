@@ -221,6 +221,7 @@ def test_what_is_no_body_at_all(served: Any, content: bytes) -> None:
     [(b"{", "not JSON: Expecting property name"), (b"\xc3(", "not UTF-8 text (byte 0)"),
      (b"[" * 100_000, "nested too deeply"), (b'{"prompt": ' + b"1" * 5000 + b"}", "digits"),
      (b'{"prompt": "x", "n": 1, "prompt": "y"}', "prompt: it stands there twice"),
+     (b"[1]", "the body: it should be a JSON object, not [1]"),
      (b'{"prompt": "x", "stream_options": {"a": 1, "a": 2}}', "a: it stands there twice")],
 )  # fmt: skip
 def test_why_a_body_cannot_be_read(served: Any, content: bytes, said: str) -> None:
