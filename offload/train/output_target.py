@@ -111,8 +111,9 @@ def check_target(target: Path, source: Path | None = None) -> str | None:
     except OSError as e:
         raise StoreError(f"cannot look into {target}: {e.strerror}") from e
     if present:
+        more = ", ..." if len(present) > 1 else ""
         raise OffloadError(
-            f"{target} has {len(present)} entries ({present[0]}, ...) and is no output of an "
+            f"{target} has other files in it ({present[0]}{more}) and is no output of an "
             f"earlier training, so it is not replaced; choose another directory, or empty it"
         )
     return None

@@ -292,5 +292,5 @@ def test_what_it_takes_is_planned(
     prepare(diverging("a", keep="last")).close()
     (tmp_path / "a" / "out.last").mkdir()
     (tmp_path / "a" / "out.last" / "mine").touch()
-    with pytest.raises(OffloadError, match=r"out\.last has 1 entries"):
+    with pytest.raises(OffloadError, match=r"out\.last has other files in it"):
         prepare(dataclasses.replace(diverging("a"), keep="both"))
