@@ -33,7 +33,7 @@ def main() -> None:
     chosen.use_extra_bufts = not args.mmap_only
     model = api.llama_model_load_from_file(args.model.encode(), chosen)
     settings = api.llama_context_default_params()
-    settings.n_ctx = args.prompt + args.tokens + 8
+    settings.n_ctx = args.prompt + 2 * args.tokens + 8
     settings.n_batch = 512
     settings.n_threads = settings.n_threads_batch = args.threads
     context = api.llama_init_from_model(model, settings)
@@ -58,13 +58,30 @@ def main() -> None:
     def draw(n: int) -> list[int]:
         return [rng.randrange(3, words) for _ in range(n)]
 
+    chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+    api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(1.0))
+    api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(0))
+
+    def sampled(token: int, at: int) -> tuple[int, float]:
+        """The next token as its own programs choose it at temperature 1, and the seconds of both:
+        what the other side of the comparison does for a token, too."""
+        began = time.perf_counter()
+        run([token], at)
+        token = api.llama_sampler_sample(chain, context, -1)
+        return token, time.perf_counter() - began
+
     parts = range(0, args.prompt, settings.n_batch)
     prompt_s = sum(run(draw(min(settings.n_batch, args.prompt - at)), at) for at in parts)
     steps = [run(draw(1), args.prompt + i) for i in range(args.tokens)]
+    token, chosen, start = draw(1)[0], [], args.prompt + args.tokens
+    for i in range(args.tokens):
+        token, seconds = sampled(token, start + i)
+        chosen.append(seconds)
     out = {
         "prefill_tok_s": args.prompt / prompt_s,
         "decode_tok_s": len(steps) / sum(steps),
         "decode_median_tok_s": 1 / statistics.median(steps),
+        "sampled_tok_s": len(chosen) / sum(chosen),
     }
     args.json.write_text(json.dumps(out))
 
