@@ -315,7 +315,12 @@ SaveTotalLimit = Annotated[
     ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue from the last commit, bit by bit the same.")
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue from the last commit, bit by bit the same; with --schedule constant also "
+        "with more steps.",
+    ),
 ]
 RouterAuxLoss = Annotated[
     float | None,

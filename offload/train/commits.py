@@ -180,8 +180,14 @@ class Commits:
 
         Raises:
             StoreError: the disk has too little room for the versions of the steps that are left.
+            OffloadError: it took more.
         """
         meta = self.store.commit_meta
+        if meta is not None and (taken := int(meta["step"])) > total:
+            raise OffloadError(
+                f"--resume: that run has taken {taken} steps, and this one is to end after "
+                f"{total}; give --max-steps {taken} or more"
+            )
         if meta is None or int(meta["step"]) < total:
             self.store.reserve(self._versions)  # else nothing will be written
             self._keep_room()

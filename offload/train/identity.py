@@ -2,7 +2,8 @@
 
 Budgets, directories and how often something is saved do not: they change no bit of the result. Nor
 does the order of micro-batches, unless a trained weight has several places: then the gradients of
-its places are summed in the order in which they are made.
+its places are summed in the order in which they are made. How many steps there are matters as long
+as the rate of each depends on it: a run at a constant rate may be made longer.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from offload.errors import OffloadError
 from offload.models.meta import MetaModel
 from offload.models.values_fingerprint import values_fingerprint
 from offload.train.data.opening import TrainData
 from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
+from offload.train.schedule import warmup_steps
 
 _SETTINGS = (
     "method", "states", "batch_size", "grad_accum", "seq_len", "packing", "lr", "schedule",
@@ -44,7 +48,10 @@ def identity_of(
     if settings.get("lora_targets") is not None:
         # In which order they are named changes nothing.
         settings["lora_targets"] = sorted(set(settings["lora_targets"]))
-    settings["steps"] = steps
+    if options.schedule == "constant":
+        settings["warmup"] = warmup_steps(options.warmup, steps)
+    else:
+        settings["steps"] = steps
     settings["grad_dtype"] = options.grad_dtype or (
         "fp32" if options.grad_accum > 1 else "of the weights"
     )
@@ -61,6 +68,23 @@ def identity_of(
         **time,
         **{name: json.loads(json.dumps(value)) for name, value in settings.items()},
     }
+
+
+def check_longer(before: Mapping[str, Any] | None, now: Mapping[str, Any], schedule: str) -> None:
+    """Say how to train on, if only the number of steps differs.
+
+    Raises:
+        OffloadError: it does, and changes steps that have been taken.
+    """
+    if before is None or before.keys() != now.keys():
+        return
+    if [name for name in now if now[name] != before[name]] == ["steps"]:
+        raise OffloadError(
+            f"--resume: that run is one of {before['steps']} steps and this one of {now['steps']}, "
+            f"and with --schedule {schedule} the rate of every step depends on that; resume it as "
+            f"it was, and to train on, begin another run with its output as --model (a run with "
+            f"--schedule constant may be resumed with more steps)"
+        )
 
 
 def in_several_places(model: nn.Module, layout: TrainLayout) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from offload.errors import OffloadError
+from offload.io.tile_store import stored_identity
 from offload.models.meta import MetaModel
 from offload.runtime.choice import make_device
 from offload.runtime.cuda_api import telling
@@ -24,7 +25,7 @@ from offload.train.data.opening import TrainData
 from offload.train.decay import group_maker
 from offload.train.engine import Engine, NotFinite
 from offload.train.head_find import HeadForm
-from offload.train.identity import identity_of
+from offload.train.identity import check_longer, identity_of
 from offload.train.layout import TrainLayout
 from offload.train.loop import LanguageLoop
 from offload.train.lora import Adapters
@@ -85,6 +86,8 @@ class Run:
         self.notes = notes
         fingerprint = None if base is None else base.fingerprint
         self.identity = identity_of(meta, layout, data, options, total, fingerprint)
+        if options.resume:
+            check_longer(stored_identity(states), self.identity, options.schedule)
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
         self.record: Record | None = None

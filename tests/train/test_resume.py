@@ -179,6 +179,24 @@ def test_another_pass_over_a_finished_run_writes_it_again(
     assert weights_of(tmp_path / "out") == before
 
 
+def test_a_run_at_a_constant_rate_is_made_longer(
+    models: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"schedule": "constant", "warmup": 2.0}
+    whole = train(options_for(models("llama"), data, tmp_path / "whole", **settings))
+    options = options_for(models("llama"), data, tmp_path / "parts", max_steps=3, **settings)
+    first = train(options)
+    assert list(first.losses) == [1, 2, 3]
+    check(
+        whole, [first, train(again(options, max_steps=STEPS))],
+        tmp_path / "whole" / "out", tmp_path / "parts" / "out",
+    )  # fmt: skip
+    with pytest.raises(OffloadError, match=f"has taken {STEPS} steps.*--max-steps {STEPS} or more"):
+        train(again(options, max_steps=3))
+    with pytest.raises(OffloadError, match="its warmup is 2, this run's is 1"):
+        train(again(options, max_steps=STEPS, warmup=1.0))
+
+
 def test_stopped_before_any_commit(
     models: Callable[[str], Path], data: Path, tmp_path: Path
 ) -> None:
@@ -256,7 +274,8 @@ def test_the_least_budget_is_told_and_works(
         ({"seed": 3}, "seed"),
         ({"batch_size": 1}, "batch_size"),
         ({"states": "8bit"}, "states"),
-        ({"max_steps": 9}, "steps"),
+        ({"max_steps": 9}, "of 4 steps and this one of 9, and with --schedule linear the rate"),
+        ({"max_steps": 9, "lr": 2e-2}, "its lr is"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"grad_dtype": "fp32"}, "grad_dtype"),
         ({"weight_decay": 0.0}, "weight_decay"),
