@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.report import resident_note
 from offload.cli.sampling import Sampling
 from offload.cli.signals import Interrupted, raise_received, signals_wait
+from offload.cli.streams import write_words
 from offload.cli.template import check_settings
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
@@ -159,7 +159,7 @@ def _load_and_talk(
         if keeps and (why := can_reuse(model, terms.context)) is not None:
             console.note(f"every turn reads the whole conversation: {why}")
             cache = None
-        talk = Talk(model, terms, conversation, cache=cache, show=_show)
+        talk = Talk(model, terms, conversation, cache=cache, show=write_words)
         shell = Shell(
             talk,
             source,
@@ -189,11 +189,6 @@ def cache_for(model: Any, reuse: bool) -> KeptCache | None:
         # Without --reuse, each turn finds what it read before on the disk.
         return StoredCache(model.offload.prompts) if reuse else None
     return KeptCache(model.offload.new_cache) if reuse else None
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _report(

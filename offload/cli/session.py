@@ -15,6 +15,7 @@ from offload.cli.frozen import Frozen
 from offload.cli.planning import Wanted, context_limit, find_model, fit_context, make_plan
 from offload.cli.sampling import Sampling
 from offload.cli.signals import raise_received, signals_wait
+from offload.cli.streams import write_words
 from offload.cli.template import check_settings
 from offload.cli.text import IdDecoder, TextDecoder
 from offload.cli.tracing import Tracing
@@ -199,8 +200,7 @@ def say_lost_stops(model: Any, tokenizer: Any | None) -> None:
 
 def _show(text: str, first_text: Any) -> None:
     first_text()  # the spinner goes before the first letter comes
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    write_words(text)
 
 
 def _report(

@@ -12,8 +12,19 @@ from offload.errors import OffloadError
 
 T = TypeVar("T")
 
+_CARETS = {c: f"^{chr(c ^ 64)}" for c in (*range(32), 127) if chr(c) not in "\n\t"}
+_CARETS |= {c: f"\\x{c:02x}" for c in range(128, 160)} | {ord("\r"): ""}
+"""Control characters as ``cat -v`` shows the first of them; a line's end may have a return."""
+
 _FIRST_FREE = 3
 """The first descriptor that is none of the standard three."""
+
+
+def write_words(text: str) -> None:
+    """A model's words, at once. A terminal would obey control characters among them (and a text
+    can have a model repeat any): it gets their names; a file or a pipe gets the text as it is."""
+    sys.stdout.write(text.translate(_CARETS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 class _Guarded:

@@ -13,7 +13,7 @@ from cli_support import START
 
 import offload
 from offload.cli.libraries import SPINS
-from offload.cli.streams import standard_streams
+from offload.cli.streams import standard_streams, write_words
 from offload.errors import OffloadError
 
 FULL = Path("/dev/full")
@@ -65,7 +65,7 @@ def test_closed_streams_are_no_reason_to_fail(closed: str) -> None:
 
 FIRST_FILE = """
 import os, sys
-from offload.cli.streams import standard_streams
+from offload.cli.streams import standard_streams, write_words
 before = sys.stdin, sys.stdout, sys.stderr
 with standard_streams():
     file = os.open(os.devnull, os.O_RDONLY)
@@ -123,3 +123,19 @@ def test_how_threads_wait_for_each_other(said: dict[str, str], spins: str) -> No
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("this torch has another OpenMP runtime than libgomp")
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_obeys_no_word_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "a\x1b]0;title\x07\r\x9b2J\x7f\u2028é\tb\n"
+    for stream, seen in (
+        (io.StringIO(), said),
+        (_Terminal(), "a^[]0;title^G\\x9b2J^?\u2028é\tb\n"),
+    ):
+        monkeypatch.setattr(sys, "stdout", stream)
+        write_words(said)
+        assert stream.getvalue() == seen
