@@ -26,7 +26,7 @@ from offload.io.safetensors import CheckpointIndex
 from offload.io.source_files import SourceFiles
 from offload.models.meta import MetaModel, build
 from offload.models.pack_outline import outline
-from offload.models.pack_source import GGUF_OF, Bytes, Outline, Tensor
+from offload.models.pack_source import COPY_IN_BF16, GGUF_OF, Bytes, Outline, Tensor
 from offload.models.recipes import split_rows
 from offload.models.sources import Ranges, Run, Source
 from offload.models.synth_config import small_files
@@ -109,7 +109,9 @@ class CheckpointSource:
         dtype = source.found.dtype if source.found is not None else source.dtype
         name = str(dtype).removeprefix("torch.")
         if name not in DTYPE_BYTES or name.startswith("float8"):
-            raise UnsupportedModelError(f"{tensor} is in {name}, which is not packed")
+            raise UnsupportedModelError(
+                f"{tensor} is in {name}, which is not packed; {COPY_IN_BF16}"
+            )
         return GGUF_OF.get(name, name)
 
     def rows(self, tensor: Tensor, expert: int | None, start: int, stop: int) -> Bytes:

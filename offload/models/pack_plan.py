@@ -9,11 +9,11 @@ import offload
 from offload.blocks import DTYPE_BYTES, TENSOR_ALIGN, align_up
 from offload.cpu_ops.formats import FORMATS, get_format
 from offload.cpu_ops.packing import packed_bytes
-from offload.errors import OffloadError
+from offload.errors import OffloadError, UnsupportedModelError
 from offload.io.pack_manifest import Block, Kind, Layout, Manifest, Part, digest, to_json
 from offload.io.pack_writer import Job
 from offload.models.gguf_requant import REQUANTISED, requantised_format
-from offload.models.pack_source import FLOATS, TORCH_OF, Source, Tensor
+from offload.models.pack_source import COPY_IN_BF16, FLOATS, TORCH_OF, Source, Tensor
 
 QUANTS = {"none": None, "q8": "q8_0", "q4": "q4_0"}
 """Choices of ``--quant`` and the format of experts and other matrices; None: the source's."""
@@ -56,6 +56,7 @@ def target(tensor: Tensor, native: str, quant: str) -> tuple[str, Layout, str]:
 
     Raises:
         OffloadError: the source is quantised already.
+        UnsupportedModelError: no kernel multiplies its dtype.
     """
     plain = TORCH_OF.get(native, native)
     if tensor.kind is Kind.PLAIN:
@@ -79,7 +80,9 @@ def target(tensor: Tensor, native: str, quant: str) -> tuple[str, Layout, str]:
             return requantised_format(native, tensor.kind), layout, ""
         return native, layout, ""
     if native not in FLOATS:
-        return plain, Layout.PLAIN, f"{native} is not quantised" if wanted else ""
+        raise UnsupportedModelError(
+            f"{tensor} is in {native}, which has no kernels; {COPY_IN_BF16}"
+        )
     why = ""
     if wanted is not None:
         block = get_format(wanted).block

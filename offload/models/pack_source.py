@@ -23,6 +23,10 @@ Bytes = npt.NDArray[np.uint8]
 GGUF_OF = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Formats of the dtypes that matrices are quantised from, by torch's name."""
 TORCH_OF = {gguf: torch for torch, gguf in GGUF_OF.items()}
+COPY_IN_BF16 = (
+    "make a copy of the model in bfloat16 or float32 (from_pretrained(DIR, dtype=torch.bfloat16), "
+    "then save_pretrained) and give that"
+)
 FLOATS = frozenset(TORCH_OF)
 """Formats whose rows are values as torch has them."""
 

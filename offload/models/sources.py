@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from offload.blocks import TENSOR_ALIGN
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.safetensors import CheckpointIndex
 
 _MAX_RUNS = 1_000_000
@@ -365,6 +365,12 @@ class CheckpointMap:
             mismatched.append(
                 f"{target}: {tuple(result.shape)} in the checkpoint, {tuple(param.shape)} in the "
                 f"config's model"
+            )
+        if param.is_floating_point() and not result.dtype.is_floating_point:
+            raise UnsupportedModelError(
+                f"{names[0]} is in {_name(result.dtype)}, and the model computes with it in "
+                f"{_name(param.dtype)}: these are codes, and config.json does not say of what; use "
+                f"the unquantised checkpoint of the same model"
             )
         found = placed = result if isinstance(result, Ranges) else None
         if placed is not None and placed.dtype != param.dtype:

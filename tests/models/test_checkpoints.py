@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from offload.errors import CheckpointError, UnsupportedModelError
 from offload.models.load import prepare
 from offload.models.meta import build, read_config
+from offload.models.pack_checkpoint import CheckpointSource
+from offload.models.pack_plan import plan_pack
 
 
 @pytest.fixture
@@ -68,6 +70,24 @@ def test_the_dtype_of_several_is_that_of_the_first_name(tiny: Path) -> None:
     assert check(tiny) == torch.bfloat16
     rewrite(tiny, wide | {"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)})
     assert check(tiny) == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_codes_of_nothing_known_are_no_weights(tiny: Path, dtype: torch.dtype) -> None:
+    tensors, name = load_file(tiny / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    rewrite(tiny, tensors | {name: tensors[name].to(dtype)})
+    with pytest.raises(UnsupportedModelError, match=r"up_proj.*codes.* use the unquantised"):
+        build(tiny)
+
+
+@pytest.mark.parametrize("quant", ["none", "q4"])
+def test_wide_weights_are_not_packed(tiny: Path, quant: str) -> None:
+    """No kernel has them; they were kept as they are, and so was a whole model."""
+    tensors = load_file(tiny / "model.safetensors")
+    rewrite(tiny, {name: value.double() for name, value in tensors.items()})
+    with pytest.raises(UnsupportedModelError, match=r"float64.* make a copy .* in bfloat16"):
+        plan_pack(CheckpointSource.open(tiny), quant)
+    assert check(tiny) == torch.float64
 
 
 def test_the_dtype_of_the_index(tiny: Path) -> None:
