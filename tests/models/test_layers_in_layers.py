@@ -126,7 +126,8 @@ def test_no_room_for_two_is_said_at_once(tmp_path: Path) -> None:
     assert "layers.0" in str(said.value)
     assert "bytes" in str(said.value)
     assert model.offload.executor.held() == []  # type: ignore[union-attr]
-    assert set(threading.enumerate()) <= before  # those of models before may end meanwhile
+    # Those of models before may end meanwhile, and the store's begin one by one as reads come.
+    assert not [t for t in set(threading.enumerate()) - before if "worker" not in t.name]
     # One after the other there is room, and nothing is left behind.
     for layer in model.layers:
         layer.__dict__["calls"] = lambda x, depth: x
