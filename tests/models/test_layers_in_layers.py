@@ -344,6 +344,7 @@ def test_outputs_can_be_written_to(tmp_path: Path) -> None:
 # -- torch.func, and what records what runs -------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_tangents_of_torch_func(tmp_path: Path) -> None:
     """The error of those that need gradients says that ``jvp`` works. A view of a slot that was
     made inside of a transform was the transform's, and void behind it."""
