@@ -12,9 +12,9 @@ from offload.errors import OffloadError
 
 T = TypeVar("T")
 
-_CARETS = {c: f"^{chr(c ^ 64)}" for c in (*range(32), 127) if chr(c) not in "\n\t"}
-_CARETS |= {c: f"\\x{c:02x}" for c in range(128, 160)} | {ord("\r"): ""}
-"""Control characters as ``cat -v`` shows the first of them; a line's end may have a return."""
+_CONTROLS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
+_CONTROLS[ord("\r")] = ""  # of a line's end
+"""As errors write them. Not all that is unprintable: parts of emoji are, too."""
 
 _FIRST_FREE = 3
 """The first descriptor that is none of the standard three."""
@@ -22,8 +22,8 @@ _FIRST_FREE = 3
 
 def write_words(text: str) -> None:
     """A model's words, at once. A terminal would obey control characters among them (and a text
-    can have a model repeat any): it gets their names; a file or a pipe gets the text as it is."""
-    sys.stdout.write(text.translate(_CARETS) if sys.stdout.isatty() else text)
+    can have a model repeat any): it gets their numbers; a file or a pipe gets the text as it is."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

@@ -134,7 +134,7 @@ def test_a_terminal_obeys_no_word_of_a_model(monkeypatch: pytest.MonkeyPatch) ->
     said = "a\x1b]0;title\x07\r\x9b2J\x7f\u2028é\tb\n"
     for stream, seen in (
         (io.StringIO(), said),
-        (_Terminal(), "a^[]0;title^G\\x9b2J^?\u2028é\tb\n"),
+        (_Terminal(), "a\\x1b]0;title\\x07\\x9b2J\\x7f\u2028é\tb\n"),
     ):
         monkeypatch.setattr(sys, "stdout", stream)
         write_words(said)
