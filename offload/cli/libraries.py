@@ -8,10 +8,8 @@ import sys
 import warnings
 from typing import Any
 
+from offload.cpu_ops.crowding import SPINS
 from offload.errors import OffloadError
-
-SPINS = "3000"
-"""Of 20 to 50 ns each, by processor."""
 
 _OPENMP_WAITS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 """What decides how libgomp's threads wait."""
@@ -63,13 +61,12 @@ def set_up(*, verbose: bool) -> None:
 
 
 def _wait_briefly() -> None:
-    """Have OpenMP's threads wait for each other on their cores for less than 0.2 ms, then sleep.
+    """Have OpenMP's threads wait for each other on their cores for about a millisecond, then sleep.
 
     torch's runtime (libgomp) reads this when torch is first imported; what the user says of its
-    waiting stays. By itself it spins for some 5 ms: beside another program that wants a core a
-    thread then burns its share of one while its partner is kept from running. Never to spin
-    (``passive``) costs a fifth to a third of the tokens on a machine that has nothing else to do,
-    these spins nothing to 8 % (``benchmarks/busy.py``).
+    waiting stays. By itself it spins for some 5 ms. A tenth of our number costs a quarter of the
+    tokens of an unquantised MoE that has the machine to itself: its threads sleep whenever Python
+    takes a moment. Where other programs want the cores, ``cpu_ops.crowding`` sees to it.
     """
     if not _OPENMP_WAITS & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS

@@ -18,6 +18,7 @@ from offload.cli.frozen import Frozen
 from offload.cli.imports import imported
 from offload.cli.machines import check_fits, default_ram
 from offload.cli.signals import signals_wait
+from offload.cpu_ops.crowding import watched
 from offload.errors import OffloadError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import read_header
@@ -185,6 +186,7 @@ def default_context(context: int | None, limit: int | None) -> int:
     return context or min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
 
 
+@watched()
 def make_plan(
     directory: Path,
     wanted: Wanted,

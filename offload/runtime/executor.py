@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from offload.blocks import Tier
+from offload.cpu_ops import crowding
 from offload.errors import PlanError
 from offload.io.store import Span, Store
 from offload.runtime.cpu_site import CpuSite, Ground
@@ -79,6 +80,7 @@ class Executor(ExpertCalls):
             recorder=recorder, story=self.story,
         )  # fmt: skip
         self._cpu: CpuSite | None = None
+        crowding.enter()
         try:
             self._transfers.open()
             if plan.split is not None or plan.sites is not None:
@@ -141,11 +143,14 @@ class Executor(ExpertCalls):
             )
             self._transfers.release_all()
         # Outside the lock: their threads may be in a completion that takes it.
-        self.store.close()
-        self.device.close()
-        if self._cpu is not None:
-            self._cpu.close()
-        self._transfers.close()
+        try:
+            self.store.close()
+            self.device.close()
+            if self._cpu is not None:
+                self._cpu.close()
+            self._transfers.close()
+        finally:
+            crowding.leave()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.cpu_ops import crowding
 from offload.errors import OffloadError
 from offload.scheduler.timeline import COMPUTE, WAITS, Record
 from offload.train.device_tier import DeviceTier, Homes
@@ -144,6 +145,8 @@ class Engine(Stepping):
 
     def start(self) -> None:
         """Read what stays in RAM and put in place what is used everywhere."""
+        crowding.enter()
+        self._closers.append(crowding.leave)
         self.updater.load_resident()
         self.weights.pin_all()
         for block in self.layout.rest:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload.cpu_ops.crowding import watched
 from offload.errors import OffloadError, StoreError
 from offload.io.engines import Engine
 from offload.io.memory import Staging
@@ -67,6 +68,7 @@ from offload.train.warm import warm_training
 from offload.units import format_bytes
 
 
+@watched()
 def prepare(options: TrainOptions, *, reserve: int = 0) -> Run:
     """Check everything that can be checked, read the data, and plan. Loads no weights.
 
