@@ -36,7 +36,7 @@ SPINS = "30000"
 between two operations, shorter than libgomp's own 300,000."""
 
 PERIOD_S = 0.2
-"""Between two looks; at least ``_SPARSE`` times what a look takes."""
+"""Between two looks; at least ``_SPARSE`` times the processor time that one takes."""
 _SPARSE = 200
 
 CROWDED = 0.25
@@ -53,6 +53,8 @@ _BUSY = 0.3
 
 _COMPUTING = ("offload-engine", "offload-micro")
 """Of our own threads (all have names), those that begin parallel regions."""
+
+_GO_ON = "threads go on spinning where they wait for each other: %s"
 
 _TASKS = Path("/proc/self/task")
 _SAID = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
@@ -188,21 +190,25 @@ class Watch:
                 self._over = threading.Event()
                 # Asked here: a thread that asks torch for the first time sets the number, too.
                 size = _too_many()
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, args=(runtime, size, self._over), name="offload-crowding",
                     daemon=True,
                 )  # fmt: skip
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    log.info(_GO_ON, error)
+                else:
+                    self._thread = thread
 
     def leave(self) -> None:
         with self._lock:
-            self._users -= 1
+            self._users = max(0, self._users - 1)  # a fork's child may leave what it never entered
             if self._users or self._thread is None:
                 return
             thread, self._thread = self._thread, None
             self._over.set()
-        if thread is not threading.current_thread():
-            thread.join()
+        thread.join()
 
     def forget(self) -> None:
         """After a fork: the threads are the parent's."""
@@ -212,20 +218,20 @@ class Watch:
         decision = Decision()
         team: IdleTeam | None = None
         before, at = read_times(), time.perf_counter_ns()
-        pause = PERIOD_S
+        pause, began = PERIOD_S, time.thread_time_ns()
         try:
             while not over.wait(pause):
                 after, now = read_times(), time.perf_counter_ns()
                 crowded = decision.see(waiting_share(before, after, now - at, not_computing()))
+                pause = max(PERIOD_S, _SPARSE * (time.thread_time_ns() - began) / 1e9)
                 if crowded and team is None:
                     team = self.team = IdleTeam(runtime, size)
                 elif team is not None and not crowded:
                     team.close()
                     team = self.team = None
-                before, at = after, now
-                pause = max(PERIOD_S, _SPARSE * (time.perf_counter_ns() - now) / 1e9)
+                before, at, began = after, now, time.thread_time_ns()
         except RuntimeError as error:
-            log.info("threads go on spinning where they wait for each other: %s", error)
+            log.info(_GO_ON, error)
         finally:
             if team is not None:
                 team.close()
@@ -242,7 +248,7 @@ def _controllable() -> OpenMP | None:
     if said and said != {"GOMP_SPINCOUNT": SPINS}:
         return None
     alone = torch.get_num_threads() < 2
-    return None if alone or not read_times() else openmp()
+    return None if alone or not (_TASKS.parent / "schedstat").exists() else openmp()
 
 
 def _too_many() -> int:

@@ -198,3 +198,15 @@ def test_a_system_without_threads_is_no_end(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError, match="new thread"):
         crowding.IdleTeam(runtime, 2)
     assert not asked
+    monkeypatch.setattr(crowding, "_controllable", lambda: runtime)
+    watch = crowding.Watch()
+    watch.enter()
+    watch.leave()
+    watch.leave()
+    monkeypatch.undo()
+    monkeypatch.setattr(crowding, "_controllable", lambda: runtime)
+    before = threading.active_count()
+    watch.enter()
+    assert threading.active_count() == before + 1
+    watch.leave()
+    assert threading.active_count() == before
