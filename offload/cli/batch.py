@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload.batch.answers import TIME, Answers, prompt_time
 from offload.batch.choose import Choice, choose
 from offload.batch.generation import Generation, OnToken
@@ -24,6 +22,7 @@ from offload.cli.session import stop_between_units as stop_between
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.template import check_settings
 from offload.cli.text import StoppedText, TextDecoder
+from offload.cli.threads import use_threads
 from offload.cpu_ops import row_products
 from offload.errors import OffloadError
 from offload.models.load import Prepared
@@ -56,8 +55,7 @@ def run(files: Files, wish: Wish) -> None:
         OffloadError: anything for the user to change; prompts that failed.
     """
     options = wish.wanted.options()
-    if wish.wanted.threads is not None:
-        torch.set_num_threads(wish.wanted.threads)
+    use_threads(wish.wanted.threads)
     jobs = read_jobs(files.batch, _defaults(wish))
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
     config = read_config(directory)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import OffloadError
+from offload.runtime.cgroups import cpu_quota
 from offload.runtime.hardware_cache import cache_path, default_threads, disk_name, load_cached
 from offload.runtime.rss import available_ram, ram_limit, reset_peak_rss
 from offload.units import format_bytes
@@ -133,6 +134,8 @@ def cpu_flags() -> Check:
     have = [flag for flag in wanted if flag in flags]
     listed = ", ".join(have) or "none of " + ", ".join(wanted)
     listed += f"; {_count(default_threads(), 'thread')}"
+    if (quota := cpu_quota()) is not None:
+        listed += f", for a CPU quota of {quota:.3g}"
     if slow := _slow_bfloat16():
         return Check(
             name="CPU",

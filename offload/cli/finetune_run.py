@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from rich.text import Text
 
 from offload.cli import console
@@ -18,6 +17,7 @@ from offload.cli.finetune_view import View
 from offload.cli.imports import imported
 from offload.cli.planning import find_model
 from offload.cli.signals import Interrupted
+from offload.cli.threads import use_threads
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.pack_open import is_gguf
@@ -66,8 +66,7 @@ def run_finetune(wish: Wish) -> None:
     options = wish.options
     _check_figures(wish)
     board = _board(wish)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     tracing = Tracing(wish.trace, wish.trace_plot)
     run = _prepare(options, tracing.ring_bytes)
     try:

@@ -97,7 +97,6 @@ def plan(
     from offload.cli import libraries
 
     libraries.set_up(verbose=verbose)
-    import torch
 
     from offload.cli import console, machines, session, view
     from offload.cli.frozen import REPLAY_ROOM, frozen_json
@@ -109,6 +108,7 @@ def plan(
         first_token,
         make_plan,
     )
+    from offload.cli.threads import use_threads
     from offload.models.meta import read_config
 
     machine = None if hardware is None else machines.load(hardware)
@@ -134,8 +134,7 @@ def plan(
         hardware=machine,
     )
     options = wanted.options()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     directory = find_model(model, None if quant is None else quant.value, wanted.kernels)
     room = default_context(context, context_limit(read_config(directory)))
     if prompt_tokens is not None and prompt_tokens > room:

@@ -16,6 +16,7 @@ from offload.cli.chat_session import chat_context
 from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.template import check_settings
+from offload.cli.threads import use_threads
 from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
@@ -73,8 +74,7 @@ def _run(wish: Wish, listening: socket.socket, local: bool) -> None:
     options = wish.wanted.options()
     options.sequences, options.pass_rows = wish.parallel, wish.prefill_chunk
     options.in_pieces = True
-    if wish.wanted.threads is not None:
-        torch.set_num_threads(wish.wanted.threads)
+    use_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
     name = model_name(directory)
     config = read_config(directory)

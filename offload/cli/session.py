@@ -18,6 +18,7 @@ from offload.cli.signals import raise_received, signals_wait
 from offload.cli.streams import write_words
 from offload.cli.template import check_settings
 from offload.cli.text import IdDecoder, TextDecoder
+from offload.cli.threads import use_threads
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
 from offload.models.load import Prepared
@@ -57,8 +58,7 @@ def run_session(wish: Wish) -> None:
     """
     options = wish.wanted.options()
     options.recorder = wish.tracing.recorder
-    if wish.wanted.threads is not None:
-        torch.set_num_threads(wish.wanted.threads)
+    use_threads(wish.wanted.threads)
     directory = find_model(wish.model, wish.quant, wish.wanted.kernels)
     config = read_config(directory)
     decode.check_can_generate(model_class(config), model_name(directory))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from offload.io.whole_file import PRIVATE, whole_file
+from offload.runtime.cgroups import cpu_quota
 from offload.runtime.rss import ram_limit
 from offload.scheduler.hardware import Hardware
 
@@ -28,13 +30,19 @@ def cache_path() -> Path:
 
 
 def default_threads() -> int:
-    """Physical cores this process may use; ``OMP_NUM_THREADS`` if it is set, as torch does."""
+    """Physical cores this process may use; ``OMP_NUM_THREADS`` if it is set, as torch does.
+
+    Of a quota of processor time no more than it pays for, rounded up: with threads that it does
+    not, all stand still for the rest of each period. On two cores one thread decoded 1.3 times as
+    fast as two with a quota of 1.0, and 0.8 times with one of 1.5.
+    """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     logical = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    return max(1, min(psutil.cpu_count(logical=False) or logical, allowed))
+    paid = math.ceil(cpu_quota() or logical)
+    return max(1, min(psutil.cpu_count(logical=False) or logical, allowed, paid))
 
 
 def cpu_name() -> str:

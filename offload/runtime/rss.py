@@ -10,10 +10,11 @@ from pathlib import Path
 
 import psutil
 
-log = logging.getLogger(__name__)
+from offload.runtime.cgroups import CGROUP as _CGROUP
+from offload.runtime.cgroups import PROC as _PROC
+from offload.runtime.cgroups import folders
 
-_PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
+log = logging.getLogger(__name__)
 
 
 def current_rss() -> int:
@@ -80,29 +81,13 @@ def _cgroup_room(proc: Path, cgroup: Path) -> Iterator[int]:
 
 def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
     """(limit, usage without clean cache) in bytes of every limited group around this process."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            # A hybrid system mounts v2 beside the v1 controllers, without memory in it.
-            names = ("memory.max", "memory.current", "inactive_file")
-            root = cgroup
-        elif "memory" in controllers.split(","):
+    for version, folder in folders("memory", proc, cgroup):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            root = cgroup / "memory"
-        else:
-            continue
-        # In a container the path may be the host's and not exist here: its mount's root then is
-        # the container's group, and it is the last of the parents.
-        group = Path(path.lstrip("/"))
-        for part in (group, *group.parents) if group.parts else (group,):
-            found = _group(root / part, *names)
-            if found is not None:
-                yield found
+        found = _group(folder, *names)
+        if found is not None:
+            yield found
 
 
 def _group(
