@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
 
 from offload.cli import console
 from offload.runtime.cgroups import cpu_quota
-from offload.runtime.hardware_cache import default_threads
 
 
 def use_threads(asked: int | None) -> None:
@@ -20,7 +20,7 @@ def use_threads(asked: int | None) -> None:
     quota = cpu_quota()
     if quota is None or "OMP_NUM_THREADS" in os.environ:
         return
-    paid, usual = default_threads(), torch.get_num_threads()
+    paid, usual = math.ceil(quota), torch.get_num_threads()
     if paid < usual:
         torch.set_num_threads(paid)
         console.note(

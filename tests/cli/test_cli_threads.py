@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from offload.cli import threads
-from offload.runtime import hardware_cache
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +20,7 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _quota(monkeypatch: pytest.MonkeyPatch, quota: float | None) -> None:
-    for module in (threads, hardware_cache):
-        monkeypatch.setattr(module, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
 
 
 def test_a_quota_takes_threads_away(
@@ -41,7 +39,6 @@ def test_without_one_torch_decides(
 ) -> None:
     _quota(monkeypatch, quota)
     torch.set_num_threads(3)
-    monkeypatch.setattr(threads, "default_threads", lambda: 4)
     threads.use_threads(None)
     assert torch.get_num_threads() == 3
     assert not capsys.readouterr().err
