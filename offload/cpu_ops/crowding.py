@@ -51,7 +51,7 @@ CALM = 3
 _BUSY = 0.3
 """A thread that wants a core for less than this share of the time (one that reads) says nothing."""
 
-_COMPUTING = ("offload-engine", "offload-micro")
+_COMPUTING = ("offload-cpu", "offload-engine", "offload-micro")
 """Of our own threads (all have names), those that begin parallel regions."""
 
 _GO_ON = "threads go on spinning where they wait for each other: %s"
@@ -146,9 +146,11 @@ class IdleTeam:
 
     def _stay(self) -> None:
         # What the team runs must need neither Python nor its argument.
-        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
-        self._runtime.parallel(nothing, 0, self._threads, 0)
-        self._there.set()
+        try:
+            nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
+            self._runtime.parallel(nothing, 0, self._threads, 0)
+        finally:
+            self._there.set()
         self._over.wait()
         # libgomp ends a team with the thread that has started it.
 
@@ -206,9 +208,9 @@ class Watch:
             self._users = max(0, self._users - 1)  # a fork's child may leave what it never entered
             if self._users or self._thread is None:
                 return
-            thread, self._thread = self._thread, None
             self._over.set()
-        thread.join()
+            self._thread.join()  # it never takes the lock
+            self._thread = None
 
     def forget(self) -> None:
         """After a fork: the threads are the parent's."""
@@ -216,7 +218,6 @@ class Watch:
 
     def _serve(self, runtime: OpenMP, size: int, over: threading.Event) -> None:
         decision = Decision()
-        team: IdleTeam | None = None
         before, at = read_times(), time.perf_counter_ns()
         pause, began = PERIOD_S, time.thread_time_ns()
         try:
@@ -224,17 +225,21 @@ class Watch:
                 after, now = read_times(), time.perf_counter_ns()
                 crowded = decision.see(waiting_share(before, after, now - at, not_computing()))
                 pause = max(PERIOD_S, _SPARSE * (time.thread_time_ns() - began) / 1e9)
-                if crowded and team is None:
-                    team = self.team = IdleTeam(runtime, size)
-                elif team is not None and not crowded:
-                    team.close()
-                    team = self.team = None
+                if crowded and self.team is None:
+                    try:
+                        self.team = IdleTeam(runtime, size)
+                    except RuntimeError as error:
+                        log.info(_GO_ON, error)
+                        return
+                elif not crowded:
+                    self._end_team()
                 before, at, began = after, now, time.thread_time_ns()
-        except RuntimeError as error:
-            log.info(_GO_ON, error)
         finally:
-            if team is not None:
-                team.close()
+            self._end_team()
+
+    def _end_team(self) -> None:
+        if self.team is not None:
+            self.team.close()
             self.team = None
 
 

@@ -66,7 +66,7 @@ def test_own_times_are_read(tmp_path: Path) -> None:
 
 def test_threads_that_do_not_compute() -> None:
     over, found = threading.Event(), {}
-    for name in ("offload-pread-0", "offload-engine", "of a program"):
+    for name in ("offload-pread-0", "offload-cpu", "offload-engine", "of a program"):
         thread = threading.Thread(target=over.wait, name=name)
         thread.start()
         found[thread.native_id] = name
