@@ -40,6 +40,7 @@ from offload.scheduler.plan import Plan
 from offload.scheduler.policy import SCORED
 
 if TYPE_CHECKING:
+    from offload.generation.loop import Draw
     from offload.models.packed_hybrid import HybridPacked
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,18 @@ class Attachment:
     def on_detach(self, undo: Undo) -> None:
         """Have ``detach`` call ``undo``, before what was there already."""
         self._undo.append(undo)
+
+    def take_loop(self, draw: Draw | None = None) -> None:
+        """Have the model's ``generate``, if it is transformers', decode in ``generation.loop``;
+        ``draw``: what draws its tokens, None: torch."""
+        if not hasattr(self.model, "generate"):
+            return
+        # Not above: a program that wraps a model of its own may have no transformers loaded.
+        from offload.generation.loop import looped
+
+        generate = looped(self.model, draw)
+        if generate is not None:
+            self.on_detach(shadow(self.model, "generate", generate))
 
     def _let_go(self) -> None:
         """Give back what the calling thread holds: its run has ended in an error. torch runs no

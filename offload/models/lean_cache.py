@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from offload.cpu_ops.block_layout import PART
@@ -175,10 +176,25 @@ class LeanCache(Cache):  # type: ignore[misc]
     def __init__(self, store: KvCache) -> None:
         super().__init__(layers=[LeanCacheLayer(store, i) for i in range(store.layers)])
         self.store, self.live = store, True
+        self._vouched = False
+        self._seen: int | None = None
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         self.check_live()
         return super().update(*args, **kwargs)
+
+    def vouch(self, vouched: bool) -> None:
+        """Whether from now on nobody but transformers and this package runs between tokens."""
+        self._vouched, self._seen = vouched, None
+
+    def saw(self) -> None:
+        """All that could change how a token goes has been looked at, and is as it was."""
+        self._seen = RemovableHandle.next_id
+
+    def is_as_seen(self) -> bool:
+        """Whether nothing can have changed since: a loop vouches for what it calls, and every hook
+        of any module has a number of its own."""
+        return self._vouched and self._seen == RemovableHandle.next_id
 
     def check_live(self) -> None:
         """Raises OffloadError: another generation has taken the memory."""

@@ -37,6 +37,8 @@ Token = Callable[[torch.Tensor, int | None, LeanCache], torch.Tensor | None]
 _READ = {"input_ids", "attention_mask", "position_ids", *NAMES}
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "return_dict"}
 """For one token, as long as a cache is given and a dictionary is wanted."""
+_VOUCHED = {"input_ids", *NAMES, *_WITHOUT_EFFECT}
+"""What the loop that vouches for a cache calls with."""
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -94,7 +96,10 @@ class LeanForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = given_cache(kwargs)
         ids: Any = kwargs.get("input_ids")
-        if args or not isinstance(cache, LeanCache) or not self._is_plain(ids, kwargs):
+        if args or not isinstance(cache, LeanCache):
+            return self._inner(*args, **kwargs)
+        seen = cache.is_as_seen() and kwargs.keys() <= _VOUCHED
+        if not seen and not self._is_plain(ids, kwargs):
             return self._inner(*args, **kwargs)
         cache.check_live()
         if not _sees_all(kwargs.get("attention_mask"), cache.get_seq_length() + 1):
@@ -108,6 +113,7 @@ class LeanForward:
             if hidden is None:
                 logits = self._logits(embedded, cache, positions, self._layers)
             else:
+                cache.saw()
                 logits = self._head(self._norm(hidden))
         return self._output(logits=logits, **{CACHE: cache})
 

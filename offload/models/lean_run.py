@@ -290,7 +290,7 @@ class LeanRun:
         """The last layer's output for one token's ``hidden`` [1, 1, H], all layers at once; None:
         it is to go layer by layer."""
         program = self.program
-        if program is None or not program.unwatched():
+        if program is None or not (cache.is_as_seen() or program.unwatched()):
             return None
         if self.join is not None:
             program.pause()

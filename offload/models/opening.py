@@ -107,6 +107,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
             ),
             recorder=recorder,
         )
+        attachment.take_loop()
     except BaseException:
         if recorder is not None:
             recorder.abandon()

@@ -22,6 +22,7 @@ from offload.cpu_ops.block_layout import PART
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.kv_cache import KvType
 from offload.cpu_ops.kv_quantised import quantised_layout
+from offload.cpu_ops.mersenne import race_kernel
 from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
@@ -160,7 +161,8 @@ def prepare_packed(
         lean = LeanModel({}, ON_DEVICE)
     if kind != "cuda" or options.hybrid:
         more = [accumulate_kernel("f32")] if options.hybrid and pack.experts else []
-        compile_ahead([*pack_kernels(pack), *lean_kernels(lean), *more], compiling)
+        kernels = [*pack_kernels(pack), *lean_kernels(lean), *more, race_kernel()]
+        compile_ahead(kernels, compiling)
         if kind != "cuda" and options.sample is not None and options.hardware is not None:
             options.hardware, options.fewer = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)

@@ -122,6 +122,7 @@ def wrap(
             head_rows_verified=rows_check(head_rows, chosen.head),
             recorder=recorder,
         )
+        attachment.take_loop()
     except BaseException:
         if recorder is not None:
             recorder.abandon()

@@ -1,0 +1,273 @@
+"""The decoding loop: the tokens, random numbers and calls of transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_config, write
+from torch import nn
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+
+import offload
+from offload.generation import loop
+from offload.kv.named import CACHE
+
+IDS = torch.tensor([[5, 9, 17, 3, 44, 21, 8, 30, 2, 11]])
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "drawn": {"do_sample": True, "top_k": 0},
+    "nucleus": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "cut": {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.3},
+    "ends": {"do_sample": True, "eos_token_id": list(range(0, 4300, 9)), "pad_token_id": 1},
+    "one": {"do_sample": False, "max_new_tokens": 1},
+    "length": {"do_sample": True, "max_new_tokens": None, "max_length": 15},
+    "words": {"bad_words_ids": [[7], [8, 9]], "no_repeat_ngram_size": 2, "do_sample": True},
+}
+VOCABULARY = 4300
+
+
+@pytest.fixture(scope="module", params=["streamed", "packed"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any]:
+    home = tmp_path_factory.mktemp("loop")
+    config = tiny_config("qwen3_moe", vocab_size=VOCABULARY)
+    directory = write("qwen3_moe", home / "m", torch.float32, config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload.models.pack_cache.pack_cache_dir", lambda *_: home / "p")
+        packed = {"quant": "none", "context": 64} if request.param == "packed" else {}
+        model: Any = offload.load(directory, ram="256MiB", **packed)
+    yield model
+    model.offload.close()
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each call of transformers' loop."""
+    calls: list[int] = []
+    inner = loop._STOCK
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_STOCK", counted)
+    return calls
+
+
+def theirs(model: Any, ids: torch.Tensor, **settings: Any) -> tuple[Any, torch.Tensor]:
+    """With transformers' own loop: tokens, and the generator's state behind them."""
+    torch.manual_seed(3)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._sample(*args, **kwargs)
+
+    return model.generate(ids, custom_generate=own, **settings), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_and_random_numbers(model: Any, way: str, stock: list[int]) -> None:
+    settings = {"max_new_tokens": 12, **WAYS[way]}
+    want, state = theirs(model, IDS, **settings)
+    torch.manual_seed(3)
+    got = model.generate(IDS, **settings)
+    assert torch.equal(got, want)
+    assert got.dtype == want.dtype
+    assert torch.equal(torch.get_rng_state(), state)
+    assert got.untyped_storage().nbytes() == got.nbytes
+    assert stock == []
+
+
+def test_others_are_transformers(model: Any, stock: list[int]) -> None:
+    two = torch.cat([IDS, IDS.flip(1)])
+    for ids, settings in (
+        (two, {}), (IDS, {"return_dict_in_generate": True}), (IDS, {"num_beams": 2}),
+        (IDS, {"num_return_sequences": 2, "do_sample": True}),
+        (IDS, {"prompt_lookup_num_tokens": 2}),
+    ):  # fmt: skip
+        torch.manual_seed(3)
+        found = model.generate(ids, max_new_tokens=4, **settings)
+        assert len(getattr(found, "sequences", found)) >= 1
+    assert len(stock) <= 1  # two sequences; the others do not even come by the loop
+
+
+def test_a_program_is_asked_in_transformers_order(model: Any) -> None:
+    """Processors, criteria and streamers see the same, one after the other."""
+
+    def run(generate: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(("scores", ids.tolist(), scores.argmax().item(), tuple(scores.shape)))
+            return scores.roll(1, -1)
+
+        def stop(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            seen.append(("stop", ids.tolist(), scores))
+            return torch.tensor([ids.shape[1] >= 15])
+
+        class Streamer:
+            def put(self, value: torch.Tensor) -> None:
+                seen.append(("put", value.tolist()))
+
+            def end(self) -> None:
+                seen.append("end")
+
+        out = generate(
+            IDS,
+            max_new_tokens=12,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([process]),
+            stopping_criteria=StoppingCriteriaList([stop]),
+            streamer=Streamer(),
+        )
+        return [*seen, out.tolist()]
+
+    def own(*args: Any, streamer: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._sample(*args, streamer=streamer, **kwargs)
+
+    def stock_loop(*args: Any, streamer: Any, **kwargs: Any) -> Any:
+        # Transformers keeps the streamer from a loop that it is given.
+        return model.generate(
+            *args, streamer=streamer, custom_generate=partial(own, streamer=streamer), **kwargs
+        )
+
+    assert run(model.generate) == run(stock_loop)
+
+
+def test_streamers_get_each_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transformers too, beside which the model is not looked at for every token."""
+    got: list[Any] = []
+    monkeypatch.setattr(TextStreamer, "put", lambda _, value: got.append(value.tolist()))
+    monkeypatch.setattr(TextStreamer, "end", lambda _: got.append("end"))
+    streamer = TextStreamer(None)
+    ids = model.generate(IDS, max_new_tokens=3, do_sample=False, streamer=streamer)
+    assert got == [IDS.tolist(), *([token] for token in ids[0, 10:].tolist()), "end"]
+
+
+def test_a_hook_of_a_program_is_heeded_between_two_tokens(model: Any) -> None:
+    """Also one that comes while nobody else's code was known to run."""
+    layer = model.base_model.layers[1]
+    norm = layer.input_layernorm
+    hooks: list[Any] = []
+
+    class Late:
+        """Of this package by its name, so that nothing is looked at for its sake."""
+
+        __module__ = "offload.tests"
+
+        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            if ids.shape[1] == 14:
+                hooks.append(norm.register_forward_hook(lambda _, __, out: 5 * out.flip(-1)))
+            return torch.tensor([False])
+
+    def run(**more: Any) -> list[int]:
+        try:
+            late = StoppingCriteriaList([Late()])
+            out = model.generate(
+                IDS, max_new_tokens=12, do_sample=False, stopping_criteria=late, **more
+            )
+        finally:
+            while hooks:
+                hooks.pop().remove()
+        return out[0].tolist()  # type: ignore[no-any-return]
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._sample(*args, **kwargs)
+
+    plain = model.generate(IDS, max_new_tokens=12, do_sample=False)[0].tolist()
+    changed = run()
+    assert changed == run(custom_generate=own)
+    assert changed[:14] == plain[:14]
+    assert changed != plain
+
+
+def test_an_own_criterion_that_changes_a_module_is_seen(model: Any) -> None:
+    """No hook, so nothing counts it: whoever is not known is looked after."""
+    layer = model.base_model.layers[0]
+    before = layer.mlp
+
+    class Doubled(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return before(*args, **kwargs) * 3
+
+    def run(**more: Any) -> list[int]:
+        def change(ids: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
+            if ids.shape[1] == 13:
+                layer.mlp = Doubled()
+            return torch.tensor([False])
+
+        try:
+            settings = {"max_new_tokens": 10, "do_sample": False}
+            change_it = StoppingCriteriaList([change])
+            out = model.generate(IDS, stopping_criteria=change_it, **settings, **more)
+        finally:
+            layer.mlp = before
+        return out[0].tolist()  # type: ignore[no-any-return]
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._sample(*args, **kwargs)
+
+    assert run() == run(custom_generate=own)
+
+
+def test_the_next_generation_looks_again(model: Any) -> None:
+    """Also one that goes on in the same cache."""
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    plain = model.generate(IDS, **settings)
+    layer = model.base_model.layers[1]
+    before = layer.mlp
+
+    def again(**more: Any) -> torch.Tensor:
+        layer.mlp = before
+        cache = (model.offload.make_cache or DynamicCache)()
+        first = model.generate(IDS, **{CACHE: cache}, **settings)
+        layer.mlp = nn.Identity()
+        out: torch.Tensor = model.generate(first, **{CACHE: cache}, **settings, **more)
+        return out
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._sample(*args, **kwargs)
+
+    try:
+        assert torch.equal(again(), again(custom_generate=own))
+    finally:
+        layer.mlp = before
+    assert torch.equal(model.generate(IDS, **settings), plain)
+
+
+def test_classes_with_a_loop_of_their_own_keep_it(model: Any) -> None:
+    class Own(type(model)):  # type: ignore[misc]
+        def _sample(self, input_ids: torch.Tensor, **_: Any) -> str:
+            return "mine"
+
+    class Bare(Own):
+        generate = None
+
+    for kind in (Own, Bare):
+        with torch.device("meta"):
+            other = kind(model.config)
+        assert loop.looped(other) is None
+
+
+def test_unwrapped_models_generate_as_before(tmp_path: Path) -> None:
+    write("llama", tmp_path / "m", torch.float32)
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    resident = auto.from_pretrained(tmp_path / "m").eval()
+    want = resident.generate(IDS % 60, max_new_tokens=8, do_sample=False)
+    streamed = offload.wrap(resident, ram="64MiB")
+    assert "generate" in streamed.__dict__
+    assert torch.equal(streamed.generate(IDS % 60, max_new_tokens=8, do_sample=False), want)
+    offload.unwrap(streamed)
+    assert "generate" not in streamed.__dict__
+    assert torch.equal(streamed.generate(IDS % 60, max_new_tokens=8, do_sample=False), want)
