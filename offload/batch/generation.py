@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from offload.generation.tap import TokenTap
 from offload.kv.named import CACHE
 from offload.models.sampling import (
     LEAST_TEMPERATURE,
@@ -64,22 +65,20 @@ class Generation:
     finish_reason: str = "length"
 
 
-class _Tap:
-    """A stopping criterion that passes each new token on: a streamer would end a run one token
-    late, because transformers asks its criteria before it hands a token to a streamer."""
+class _Tap(TokenTap):
+    """Not a streamer, which would end a run one token late: transformers asks its criteria before
+    it hands a token to a streamer."""
 
-    def __init__(self, out: Generation, on_token: OnToken | None, start: int) -> None:
-        self._out, self._on_token, self._seen = out, on_token, start
+    def __init__(self, out: Generation, on_token: OnToken | None) -> None:
+        super().__init__()
+        self._out, self._on_token = out, on_token
         self.hit = False
 
-    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
-        """``input_ids``: (1, S) int64, the new token last. Returns (1,) bool: stop now."""
-        for token in input_ids[0, self._seen :].tolist():
-            self._out.tokens.append(token)
-            if self._on_token is not None and self._on_token(token):
-                self.hit = True
-        self._seen = input_ids.shape[1]
-        return torch.full((1,), self.hit, dtype=torch.bool, device=input_ids.device)
+    def take(self, token: int) -> bool:
+        self._out.tokens.append(token)
+        if self._on_token is not None and self._on_token(token):
+            self.hit = True
+        return self.hit
 
 
 @contextmanager
@@ -142,7 +141,7 @@ def generate(
     eos = set(ends) if isinstance(ends, list) else {ends}
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
     out = Generation()
-    tap = _Tap(out, on_token, len(prompt_ids))
+    tap = _Tap(out, on_token)
     prompts = model.offload.prompts
     own = cache is None and (model.offload.make_cache is not None or prompts is not None)
     if own:

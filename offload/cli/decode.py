@@ -16,6 +16,7 @@ import torch
 from offload.cli.signals import Interrupted, raise_received
 from offload.cli.text import Decoder, StoppedText
 from offload.errors import OffloadError
+from offload.generation.tap import TokenTap
 from offload.kv.named import CACHE
 from offload.models.sampling import FiniteLogits, own_stops
 
@@ -72,7 +73,7 @@ class Run:
         return 0.0 if self.at_first is None else float(self.at_end[key] - self.at_first[key])
 
 
-class Tap:
+class Tap(TokenTap):
     """A stopping criterion that passes each new token on, and stops at a stop string."""
 
     def __init__(
@@ -83,30 +84,25 @@ class Tap:
         stops: Sequence[str],
         show: Callable[[str], None],
     ) -> None:
+        super().__init__()
         self._run = run
         self._snapshot = snapshot
         self._text = StoppedText(decoder, stops)
         self._show = show
-        self._seen: int | None = None
         self._began = time.perf_counter()
         self._first = 0.0
 
-    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
-        """``input_ids``: (1, S) int64, the new token last. Returns (1,) bool: stop now."""
-        now = time.perf_counter()
-        run, length = self._run, input_ids.shape[1]
-        if self._seen is None:
-            self._seen = length - 1
+    def take(self, token: int) -> bool:
+        now, run = time.perf_counter(), self._run
+        if not run.token_ids:
             self._first = now
             run.ttft_s = now - self._began
             run.at_first = self._snapshot()
         run.decode_s = now - self._first
-        for token in input_ids[0, self._seen :].tolist():
-            run.token_ids.append(token)
-            self._pass(self._text.push(token))
-        self._seen = length
+        run.token_ids.append(token)
+        self._pass(self._text.push(token))
         raise_received()
-        return torch.full((1,), self.hit, dtype=torch.bool, device=input_ids.device)
+        return self.hit
 
     def finish(self) -> None:
         """Show what was held back."""

@@ -24,6 +24,7 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as theirs
 
 from offload.generation.scores import faster
+from offload.generation.tap import TokenTap
 from offload.kv.generation import by_name
 from offload.kv.named import CACHE, NAMES, given_cache
 
@@ -250,6 +251,8 @@ class _Passes:
 def _criterion(criterion: Any) -> Callable[[torch.Tensor, int], bool]:
     """Whether to stop behind a token, the last of ``ids`` [1, S]."""
     kind = type(criterion)
+    if isinstance(criterion, TokenTap):
+        return lambda _, token: criterion.take(token)
     if kind is theirs.EosTokenCriteria:
         ends = set(criterion.eos_token_id.reshape(-1).tolist())
         return lambda _, token: token in ends
@@ -259,8 +262,10 @@ def _criterion(criterion: Any) -> Callable[[torch.Tensor, int], bool]:
             return lambda ids, _: ids.shape[1] >= most
 
     def asked(ids: torch.Tensor, _: int) -> bool:
-        done = torch.full((1,), False) | criterion(ids, None)
-        return bool(done.all())
+        done = criterion(ids, None)
+        if not isinstance(done, torch.Tensor) or (done.shape, done.dtype) != ((1,), torch.bool):
+            done = (torch.full((1,), False) | done).all()
+        return bool(done)
 
     return asked
 

@@ -24,10 +24,10 @@ class FiniteLogits:
             OffloadError: a NaN, an infinite logit, or no token that is possible.
         """
         # A NaN wins every comparison of max(), and so does an infinity.
-        largest = scores.max()
-        if not torch.isfinite(largest):
+        largest = float(scores.max())
+        if not math.isfinite(largest):
             raise OffloadError(
-                f"the logits of the token after {input_ids.shape[1]} are {float(largest)}: weights "
+                f"the logits of the token after {input_ids.shape[1]} are {largest}: weights "
                 f"that are damaged, or numbers beyond the compute dtype (float16 ends at 65504); "
                 f"try --dtype float32, and check the download"
             )
