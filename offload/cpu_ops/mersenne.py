@@ -36,6 +36,7 @@ from offload.cpu_ops.vectors import (
     load_i32,
     load_int,
     load_int32,
+    max_lanes,
     right,
     store_int32,
 )
@@ -123,6 +124,12 @@ def _temper(state: int, words: int) -> None:
 
 
 @inline
+def _are_zero(floats: int) -> bool:
+    """Whether 16 of them are."""
+    return max_lanes(both(load_i32(floats), 0x7FFFFFFF)) == 0
+
+
+@inline
 def _drop_losers(a: int, found: int, least: float) -> int:
     """Of the tokens that are kept, those that cannot win any more; returns how many are left."""
     tokens, digits = field(a, Race.TOKENS), field(a, Race.DIGITS)
@@ -143,13 +150,28 @@ def race(_: Any, a: int) -> None:
     state, words, position = field(a, Race.STATE), field(a, Race.WORDS), field(a, Race.POSITION)
     probabilities = field(a, Race.PROBABILITIES)
     tokens, digits = field(a, Race.TOKENS), field(a, Race.DIGITS)
-    least, found = 0.0, 0
-    _temper(state, words)
-    for i in range(field(a, Race.COUNT)):
+    count, least, found = field(a, Race.COUNT), 0.0, 0
+    fresh = False  # whether the words are those of the state
+    i = -1
+    while i + 1 < count:
+        i += 1
+        # Behind a top-k nearly all are 0: their numbers are passed over 16 tokens at a time.
+        while i % 16 == 0 and i + 16 <= count and _are_zero(probabilities + 4 * i):
+            i += 16
+            position += 32
+            if position > STATE_WORDS:
+                _twist(state)
+                fresh = False
+                position -= STATE_WORDS
+        if i == count:
+            break
         if position >= STATE_WORDS:
             _twist(state)
-            _temper(state, words)
+            fresh = False
             position -= STATE_WORDS
+        if not fresh:
+            _temper(state, words)
+            fresh = True
         first = load_int32(words + 4 * position)
         if position + 1 == STATE_WORDS:  # the two words lie on both sides of a twist
             _twist(state)
