@@ -138,12 +138,8 @@ def decode(
     )
     with optimised(), passes.vouched():
         while True:
-            passes.follow(outputs)
-            logits = outputs.logits[:, -1].to(
-                copy=True, dtype=torch.float32, device=input_ids.device
-            )
+            scores = passes.follow(outputs)
             del outputs  # a prompt's can be large
-            scores = logits
             for step in steps:
                 scores = step(text.ids, scores)
             token = draw(torch.softmax(scores, dim=-1)[0]) if sample else _largest(scores[0])
@@ -190,10 +186,13 @@ class _Passes:
         self._both = bool(model.config.is_encoder_decoder)
         self._short: dict[str, Any] | None = None
         self._cache: Any = None
-        self._began = False
+        self._began = self._unheard = False
 
-    def follow(self, outputs: Any) -> None:
-        """Go on behind a pass."""
+    def follow(self, outputs: Any) -> torch.Tensor:
+        """Go on behind a pass; returns the last token's logits, float32 [1, V], on the CPU, the
+        caller's to write to."""
+        if isinstance(outputs, torch.Tensor):
+            return outputs[:, -1].float()  # memory of its own already
         if self._short is None:
             self._kwargs = self._model._update_model_kwargs_for_generation(
                 outputs, self._kwargs, is_encoder_decoder=self._both
@@ -201,10 +200,14 @@ class _Passes:
         if not self._began:
             self._began = True
             self._short = self._all_in_cache()
+        last: torch.Tensor = outputs.logits[:, -1]
+        return last.to(copy=True, dtype=torch.float32, device="cpu")
 
     def next(self, ids: torch.Tensor, token: int) -> Any:
-        """The pass for ``token``, the last of ``ids``."""
+        """The pass for ``token``, the last of ``ids``: the model's output, or its logits alone."""
         if self._short is not None:
+            if self._unheard and (direct := self._cache.direct) is not None:
+                return direct(torch.tensor([[token]]))
             return self._model(input_ids=torch.tensor([[token]]), **self._short)
         inputs = self._model.prepare_inputs_for_generation(
             ids, next_sequence_length=1 if self._kwargs["use_cache"] else None, **self._kwargs
@@ -242,6 +245,7 @@ class _Passes:
             return None
         cache.vouch(True)
         self._cache = cache
+        self._unheard = not (model._forward_hooks or model._forward_pre_hooks)
         short: dict[str, Any] = {CACHE: cache, "use_cache": True, "return_dict": True}
         if "logits_to_keep" in given:
             short["logits_to_keep"] = given["logits_to_keep"]

@@ -20,6 +20,9 @@ from offload.cpu_ops.kv_cache import Array, KvCache
 from offload.cpu_ops.kv_quantised import QuantisedKv
 from offload.errors import OffloadError
 
+Direct = Callable[[torch.Tensor], torch.Tensor]
+"""A token's id, int64 [1, 1] → its logits [1, 1, V]."""
+
 
 def _copy(to: Array, new: torch.Tensor) -> None:
     _tensor(to).copy_(new)
@@ -178,6 +181,7 @@ class LeanCache(Cache):  # type: ignore[misc]
         self.store, self.live = store, True
         self._vouched = False
         self._seen: int | None = None
+        self._direct: Direct | None = None
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         self.check_live()
@@ -187,9 +191,15 @@ class LeanCache(Cache):  # type: ignore[misc]
         """Whether from now on nobody but transformers and this package runs between tokens."""
         self._vouched, self._seen = vouched, None
 
-    def saw(self) -> None:
-        """All that could change how a token goes has been looked at, and is as it was."""
-        self._seen = RemovableHandle.next_id
+    def saw(self, direct: Direct) -> None:
+        """All that could change how a token goes has been looked at, and is as it was: ``direct``
+        gives what the model gives."""
+        self._seen, self._direct = RemovableHandle.next_id, direct
+
+    @property
+    def direct(self) -> Direct | None:
+        """A next token's logits without the model's call, if that makes no difference."""
+        return self._direct if self.is_as_seen() else None
 
     def is_as_seen(self) -> bool:
         """Whether nothing can have changed since: a loop vouches for what it calls, and every hook

@@ -16,6 +16,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class LeanForward:
         self._watch = DecoderWatch(model, base, model.get_submodule(*parents))
         self._inner: Callable[..., Any] = model.forward
         self._output: Any = None
+        self._turn: Any = None
 
     def attach(self, cache: LeanCache, attachment: Attachment) -> None:
         """Take over, if both ways give the same bits. ``cache``: an empty one."""
@@ -84,7 +86,7 @@ class LeanForward:
                 f"it does more around its layers than embedding, norm and head: logits differ by "
                 f"{float((stock.logits - logits).abs().max()):.1e}"
             )
-        self._output = type(stock)
+        self._output, self._turn = type(stock), attachment.turn
 
         @functools.wraps(self._inner)  # generate() reads the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -113,9 +115,21 @@ class LeanForward:
             if hidden is None:
                 logits = self._logits(embedded, cache, positions, self._layers)
             else:
-                cache.saw()
+                cache.saw(partial(self._direct, cache))
                 logits = self._head(self._norm(hidden))
         return self._output(logits=logits, **{CACHE: cache})
+
+    def _direct(self, cache: LeanCache, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of ``ids`` [1, 1] as ``__call__`` gives them. The caller has seen to it that
+        all is plain, and that nobody listens to the model as a whole."""
+        with self._turn, torch.no_grad():
+            cache.check_live()
+            embedded = self._embedding(ids)
+            hidden = self._token(embedded, None, cache)
+            if hidden is None:
+                return self._logits(embedded, cache, None, self._layers)
+            logits: torch.Tensor = self._head(self._norm(hidden))
+            return logits
 
     def _is_plain(self, ids: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a call asks for the next token's logits and nothing else."""
