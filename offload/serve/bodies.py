@@ -26,12 +26,16 @@ BODY_READ = "offload.body_read"
 SMALL_BODY = 2**14
 """Bytes; so large is a prompt of some thousand tokens."""
 
-PYTHON_BYTES = 28
-"""Of a byte of JSON at most, itself and its text included: ``{},`` makes an empty dictionary and a
-pointer to it. Numbers take ten, and the copies of a text with an emoji in it a dozen."""
+PYTHON_BYTES = 32
+"""Of a byte of JSON at most, itself, its text and what is made of it included: an empty dictionary
+is ``{},`` and takes 26, a message without a word 30. Numbers take ten, and the copies of a text
+with an emoji in it a dozen."""
 
 TURN_S = 60.0
 """For the rest of a large body to come: others may be waiting."""
+
+SMALL_S = 60.0
+"""For a small one: a server takes so many connections at once."""
 
 
 class Turn:
@@ -39,36 +43,37 @@ class Turn:
 
     def __init__(self, lock: asyncio.Lock) -> None:
         self._lock = lock
-        self._until: float | None = None
+        self._held = False
+        self._limit_s = SMALL_S
+        self._until = asyncio.get_running_loop().time() + SMALL_S
 
     async def take(self) -> None:
         """Wait for it; nothing happens if it is there."""
-        if self._until is None:
+        if not self._held:
             await self._lock.acquire()
+            self._held, self._limit_s = True, TURN_S
             self._until = asyncio.get_running_loop().time() + TURN_S
 
     def give(self) -> None:
         """For the next one. Idempotent."""
-        if self._until is not None:
-            self._until = None
+        if self._held:
+            self._held = False
             self._lock.release()
 
     async def within(self, coming: Coroutine[Any, Any, T], size: int) -> T:
         """The next part of a body of which ``size`` bytes are there.
 
         Raises:
-            Problem: it does not come while the turn lasts.
+            Problem: it does not come in time.
         """
-        if self._until is None:
-            return await coming
         try:
             async with asyncio.timeout_at(self._until):
                 return await coming
         except TimeoutError:
             raise Problem(
                 408,
-                f"only {size} bytes of the body have come in {TURN_S:.0f} s, and others may wait; "
-                f"send it again, at once",
+                f"only {size} bytes of the body have come in {self._limit_s:.0f} s, "
+                f"and others may wait; send it again, at once",
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from None

@@ -3,6 +3,8 @@
 A field that nobody knows is an error and not ignored: a misspelt ``max_token`` would otherwise
 cost minutes on a model that streams. Fields of OpenAI's that this server does not carry out are
 taken at the value that asks for nothing (``n`` 1, no tools, no log probabilities).
+Lists end at their first error: pydantic's error takes a kilobyte, and a body has room for a wrong
+item in every other byte.
 ``chat_template_kwargs`` are vLLM's and llama.cpp's; ``reasoning_effort`` is one of them where the
 model's chat template reads it, and an error where it does not.
 """
@@ -71,10 +73,17 @@ Stops = Annotated[
     list[
         Annotated[str, StringConstraints(min_length=1, max_length=1000), AfterValidator(_readable)]
     ],
+    Field(max_length=MOST_STOPS, fail_fast=True),
     BeforeValidator(_as_list),
-    Field(max_length=MOST_STOPS),
 ]
 Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+def _texts(value: Any) -> Any:
+    """Here and not by pydantic, which has an error for each of them."""
+    if isinstance(value, dict) and not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("its values are texts")
+    return value
 
 
 class _Strict(BaseModel):
@@ -84,10 +93,13 @@ class _Strict(BaseModel):
     @classmethod
     def _without_unknown_nulls(cls, given: Any) -> Any:
         """Clients send the fields of their own classes, most of them null: that asks for nothing,
-        whatever the field."""
+        whatever the field. Of the others one is enough to be refused for."""
         if not isinstance(given, dict):
             return given
-        return {k: v for k, v in given.items() if v is not None or k in cls.model_fields}
+        unknown = next(
+            (k for k, v in given.items() if v is not None and k not in cls.model_fields), None
+        )
+        return {k: v for k, v in given.items() if k in cls.model_fields or k == unknown}
 
 
 class StreamOptions(_Strict):
@@ -116,7 +128,7 @@ class Body(_Strict):
     n: Literal[1] | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     user: str | None = None
 
     @property
@@ -158,7 +170,7 @@ class Message(_Strict):
 class ChatBody(Body):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
@@ -166,8 +178,8 @@ class ChatBody(Body):
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
-    metadata: dict[str, str] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    metadata: Annotated[dict[str, Any], BeforeValidator(_texts)] | None = None
     store: Literal[False] | None = None
     verbosity: Literal["medium"] | None = None
     reasoning_effort: Annotated[str, StringConstraints(max_length=100)] | None = None

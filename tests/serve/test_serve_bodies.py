@@ -6,13 +6,17 @@ import asyncio
 import json
 import tracemalloc
 from collections.abc import Awaitable, Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from serve_support import WAIT_S
 
+from offload.serve.app import _read
 from offload.serve.bodies import BODY, BODY_READ, PYTHON_BYTES, SMALL_BODY, read_json
 from offload.serve.guard import Guard
+from offload.serve.problems import Problem
+from offload.serve.schema import ChatBody
 
 Message = MutableMapping[str, Any]
 PIECES = 4
@@ -140,3 +144,58 @@ def test_what_json_becomes_is_within_what_is_set_aside(part: bytes) -> None:
         tracemalloc.stop()
     assert json.loads(body) == found
     assert size + len(body) <= PYTHON_BYTES * len(body)
+
+
+MANY = 2**16
+ONE = '"messages": [{"role": "user", "content": "x"}]'
+FIELDS = ",".join(f'"{i}":1' for i in range(MANY // 9))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"messages": [' + "{}," * (MANY // 3) + "{}]}", "messages.0.role"),
+        ('{"messages": [' + "1," * (MANY // 2) + "1]}", "messages.0: "),
+        ("{" + ONE + ',"stop": [' + "1," * (MANY // 2) + "1]}", "stop.0"),
+        ("{" + ONE + ',"modalities": [' + "1," * (MANY // 2) + "1]}", "modalities.0"),
+        ("{" + ONE + "," + FIELDS + "}", "0: this server knows no such field"),
+        ('{"messages": [{"role": "user", "content": "x",' + FIELDS + "}]}", "messages.0.0: "),
+        ("{" + ONE + ',"metadata": {' + FIELDS + "}}", "metadata: "),
+        ("{" + ONE + ',"logit_bias": {' + FIELDS + "}}", "logit_bias: "),
+        ("{" + ONE + ',"response_format": {' + FIELDS + "}}", "response_format.type"),
+        (
+            '{"messages": [' + ",".join(['{"role":"user","content":""}'] * (MANY // 30)) + "]}",
+            None,
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_within_what_is_set_aside(body: str, said: str | None) -> None:
+    """However many things are: one of them is said."""
+    raw = body.encode()
+    found = None
+    tracemalloc.start()
+    try:
+        http: Any = SimpleNamespace(scope={BODY: read_json(raw)})
+        _read(http, ChatBody)
+    except Problem as problem:
+        found = problem.message
+    finally:
+        size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert size + len(raw) <= PYTHON_BYTES * len(raw)
+    assert found is None if said is None else found is not None and found.startswith(said)
+
+
+def test_a_small_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.serve.bodies.SMALL_S", 0.0)
+    monkeypatch.setattr("offload.serve.guard.LINGER_S", 0.0)
+
+    async def main() -> None:
+        async def work(scope: Any) -> None:
+            raise AssertionError("it has no body")
+
+        client = Client()
+        await client.through(guarded(work))
+        assert client.status == 408
+
+    asyncio.run(asyncio.wait_for(main(), 10))
