@@ -6,7 +6,7 @@ A table that is only ever looked up (an embedding) has one that answers look-ups
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -118,10 +118,23 @@ class RowTable(AbsentTensor):
     """An absent table ``[V, D]`` whose rows are read at each look-up, wherever that happens.
 
     ``torch.embedding``, ``table[i]`` and ``table[ids]`` gather the rows asked for, each read once,
-    and give what they would with the table in memory; everything else is refused.
+    and give what they would with the table in memory; everything else is refused. With it in
+    memory, what is written to ``table[i]`` would be in the table: here that is refused, too.
     """
 
     _offload_read: Callable[[Sequence[int]], torch.Tensor]
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        parts = index if isinstance(index, tuple) else (index,)
+        # Lists and tensors of ids give a copy, with the table in memory as well.
+        return table_row(found, self._offload_name) if all(map(_is_number, parts[:1])) else found
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        _refuse_write(self._offload_name)
+
+    def select(self, dim: Any, index: Any) -> Any:
+        return table_row(super().select(dim, index), self._offload_name)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -136,12 +149,16 @@ class RowTable(AbsentTensor):
         if func is aten.embedding.default:
             return table._look_up(args[1])
         if func is aten.select.int and args[1] == 0:
-            return table._look_up(torch.tensor(args[2]))
+            return table._look_up(table._from_the_end(torch.tensor(args[2])))
         if func is aten.index_select.default and args[1] == 0:
             return table._look_up(args[2])
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
-            return table._look_up(args[1][0])
+            return table._look_up(table._from_the_end(args[1][0]))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _from_the_end(self, ids: torch.Tensor) -> torch.Tensor:
+        """Indices with the negative ones counted from the end, as brackets count them."""
+        return torch.where(ids < 0, ids + self.shape[0], ids)
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         # ids: any shape; returns (*ids.shape, D)
@@ -157,6 +174,74 @@ class RowTable(AbsentTensor):
         if not rows:
             return torch.empty((*ids.shape, width), dtype=self.dtype, device=self.device)
         return self._offload_read(rows)[inverse]
+
+
+class TableRow(torch.Tensor):
+    """A row of a ``RowTable``, or what a program has made of it that lies in the same memory: read
+    as any tensor, but not written to, as the table is elsewhere."""
+
+    _offload_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = kwargs.get("out", args[0] if _writes(func.__name__) else None)
+        if isinstance(written, cls):
+            _refuse_write(written._offload_name)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            row = next((a for a in args if isinstance(a, cls)), None)
+            return result if row is None else _same_memory(result, row)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.detach().clone()
+
+
+def table_row(value: torch.Tensor, name: str) -> torch.Tensor:
+    """``value``, which lies in a row of the table ``name``, as one that is not written to."""
+    row = value.as_subclass(TableRow)
+    row._offload_name = name
+    return row
+
+
+def _same_memory(value: Any, row: TableRow) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_same_memory(part, row) for part in value)
+    if type(value) is torch.Tensor and value.layout == torch.strided:
+        at = value.untyped_storage().data_ptr()
+        if at == row.untyped_storage().data_ptr():
+            return table_row(value, row._offload_name)
+    return value
+
+
+def _writes(name: str) -> bool:
+    """Whether a tensor's method of this name changes the tensor's values."""
+    if name in ("requires_grad_", "detach_", "share_memory_"):
+        return False
+    return name == "__setitem__" or name in _AUGMENTED or (name[-1] == "_" and name[-2:] != "__")
+
+
+_AUGMENTED = frozenset(
+    f"__i{name}__"
+    for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+)
+
+
+def _is_number(index: Any) -> bool:
+    """Whether an index takes one row, and no list of them."""
+    return getattr(index, "ndim", None) == 0 or isinstance(index, int)
+
+
+def _refuse_write(name: str) -> NoReturn:
+    raise OffloadError(
+        f"rows of {name} are read from the disk when they are used: what is written to one would "
+        f"be lost. Put it into the checkpoint, or call offload.unwrap(model), change it, and wrap "
+        f"the model again"
+    )
 
 
 def row_table(

@@ -69,8 +69,9 @@ def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Un
         )
 
     replaced: dict[str, Callable[..., Any]] = {"__reduce_ex__": pickled}
-    if hasattr(model, "save_pretrained"):
-        replaced["save_pretrained"] = save_pretrained
+    for name in ("save_pretrained", "push_to_hub"):  # which makes a repository before it saves
+        if hasattr(model, name):
+            replaced[name] = save_pretrained
     undo = [shadow(model, name, function) for name, function in replaced.items()]
     undo += [  # others, all of whose weights stay, can be copied: adapters do that
         shadow(part, "__reduce_ex__", pickled)

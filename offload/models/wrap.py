@@ -181,6 +181,7 @@ def _keep(model: nn.Module) -> tuple[set[int], list[str]]:
     kept: set[int] = set()
     notes: list[str] = []
     others: set[int] = set()
+    shared = _in_one_memory(model)
     for param in parameters(model).values():
         tensor = param.tensor
         if any(held(place.module) for place in param.places):
@@ -214,9 +215,35 @@ def _keep(model: nn.Module) -> tuple[set[int], list[str]]:
             kept.add(id(tensor))
     if kept:
         notes.append(f"{len(kept)} parameters of special layout or dtype stay resident")
+    if shared := shared - kept - others:
+        kept |= shared
+        notes.append(f"{len(shared)} parameters that share memory with others stay resident")
     if others:
         notes.append(f"{len(others)} parameters belong to a model inside that is streamed already")
     return kept | others, notes
+
+
+def _in_one_memory(model: nn.Module) -> set[int]:
+    """Parameters that have bytes in common with another one, or with a buffer: a decoder's weight
+    that is an encoder's, transposed. What is written to one is in the other; with memory of its
+    own each, they would be two after ``unwrap``, and be trained apart."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    spans: list[tuple[int, int, int]] = []
+    for key, tensor in tensors.items():
+        plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
+        if plain and tensor.device.type == "cpu" and tensor.numel():
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((n - 1) * step for n, step in sizes)
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), key))
+    found: set[int] = set()
+    reach, holder = 0, 0
+    for start, end, key in sorted(spans):
+        if start < reach:
+            found |= {key, holder}
+        if end > reach:
+            reach, holder = end, key
+    return found & {id(p) for p in model.parameters()}
 
 
 def _plan(

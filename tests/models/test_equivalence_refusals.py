@@ -146,6 +146,7 @@ def test_saving_and_moving_are_refused(checkpoint: Checkpoint, tmp_path: Path) -
     with opened(smallest(want.directory)) as model:
         for spoil in (
             lambda: model.save_pretrained(tmp_path),
+            lambda: model.push_to_hub("someone/model"),
             lambda: model.float(),
             lambda: model.to(torch.float16),
             lambda: model.half(),

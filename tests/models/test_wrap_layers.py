@@ -227,6 +227,29 @@ def test_a_weight_of_two_models(tmp_path: Path) -> None:
     assert torch.equal(other(*x), wants[1])
 
 
+@pytest.mark.parametrize("how", ["transposed", "same bytes", "buffer"])
+def test_weights_in_one_memory(how: str, tmp_path: Path) -> None:
+    """What trains one trains the other: after unwrap, too."""
+    model, x = mlp()
+    one, other = model[1][0], model[6][0]
+    if how == "transposed":
+        other.weight = nn.Parameter(one.weight.t())
+    elif how == "same bytes":
+        other.weight.data = one.weight.data
+    else:
+        other.register_buffer("mirror", one.weight.detach()[:3])
+    want = model(*x)
+    offload.wrap(model, ram=tight(model), disk=tmp_path)
+    assert any("share memory" in note for note in model.offload.notes)
+    with torch.no_grad():
+        assert torch.equal(model(*x), want)
+    offload.unwrap(model)
+    with torch.no_grad():
+        one.weight[2, 1] = 7.0
+    there = {"transposed": (1, 2), "same bytes": (2, 1), "buffer": (2, 1)}[how]
+    assert (other.mirror if how == "buffer" else other.weight)[there] == 7.0
+
+
 class Odd(nn.Linear):
     """A weight whose bytes are not its values."""
 
