@@ -211,6 +211,23 @@ def test_gradients_can_be_read_and_replaced(tiny: Any, place: str) -> None:
         assert close(model, wanted)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_of_gradients_that_no_backward_made(tiny: Any, place: str) -> None:
+    """Nothing uses the weights between two steps (evolution strategies, gradients from elsewhere):
+    each update has the gradients of its own step."""
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    theirs = torch.optim.AdamW(wanted.parameters(), lr=1e-3)
+    with streamed(directory, place) as model:
+        ours = AdamW(model.parameters(), lr=1e-3)
+        for step in range(1, 5):
+            for optimizer, params in (ours, model.parameters()), (theirs, wanted.parameters()):
+                for p in params:
+                    p.grad = torch.full(tuple(p.shape), 0.01 * step)
+                optimizer.step()
+        assert close(model, wanted)
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["run again", "graph kept"])
 @pytest.mark.parametrize("what", ["router_logits", "attentions", "hidden_states"])
 def test_losses_of_what_is_captured_inside_of_layers(tiny: Any, what: str, kept: bool) -> None:
