@@ -211,6 +211,22 @@ def test_gradients_can_be_read_and_replaced(tiny: Any, place: str) -> None:
         assert close(model, wanted)
 
 
+def test_experts_outside_of_their_layer(tiny: Any) -> None:
+    """With gradients an error; without, their result. And the model trains on."""
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    with streamed(directory, "disk") as model:
+        hidden = torch.randn(1, 4, model.config.hidden_size)
+        with pytest.raises(OffloadError, match="outside of it"):
+            model.model.layers[0].mlp(hidden)
+        with torch.no_grad():
+            found, expected = (m.model.layers[0].mlp(hidden) for m in (model, wanted))
+        assert torch.equal(found, expected)
+        loop(model, AdamW(model.parameters(), lr=1e-3, eps=EPS), steps=1)
+        loop(wanted, torch.optim.AdamW(wanted.parameters(), lr=1e-3, eps=EPS), steps=1)
+        assert close(model, wanted)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_of_gradients_that_no_backward_made(tiny: Any, place: str) -> None:
     """Nothing uses the weights between two steps (evolution strategies, gradients from elsewhere):
