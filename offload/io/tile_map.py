@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from offload.errors import StoreError
+from offload.io.tile_file import DamagedError
 from offload.io.tile_manifest import LOST, VIRGIN, Commit, Layout
 
 
@@ -156,7 +157,7 @@ class TileMap:
             way = f"commit {max(self.retained)} is intact, --resume continues from it"
         return StoreError(f"tile {tile} was lost when a write of it failed; {way}")
 
-    def damaged(self, tile: int, generation: int, what: str) -> StoreError:
+    def damaged(self, tile: int, generation: int, what: str) -> DamagedError:
         """The error of a wrong checksum: what it means depends on whose bytes they are."""
         owners = sorted(n for n, g in self.retained.items() if g[tile] == generation)
         others = sorted(n for n in self.retained if n not in owners)
@@ -175,7 +176,7 @@ class TileMap:
                 f"{owned}, and no other commit has a copy of this tile: start again from the "
                 "checkpoint, on another disk"
             )
-        return StoreError(f"{what}. {way}")
+        return DamagedError(f"{what}. {way}")
 
     def no_slot(self, where: object) -> StoreError:
         """The error of a write that no end of a commit will find a slot for."""

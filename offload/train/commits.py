@@ -92,6 +92,7 @@ class Commits:
 
     Attributes:
         best: of this run and of those that it resumes; None before the first evaluation.
+        durable: the step of the newest commit that is on the disk; None: there is none yet.
         keep_best: whether its weights stay.
     """
 
@@ -112,6 +113,7 @@ class Commits:
         self._room: int | None = None
         """A descriptor of the file that keeps it."""
         self.best: Best | None = None
+        self.durable: int | None = None
         self.keep_best = keep_best
 
     @property
@@ -194,7 +196,7 @@ class Commits:
         if meta is None:
             return 0
         engine.steps.update(meta["param_steps"])
-        step = int(meta["step"])
+        step = self.durable = int(meta["step"])
         if meta["best"] is not None:
             self.best = Best(**meta["best"])
             if self.keep_best and self.best.commit not in self.store.commits():
@@ -260,11 +262,24 @@ class Commits:
         step, began, future = self._under_way
         self._under_way = None
         future.result()
+        self.durable = step
         try:
             self._keep_room()
         except StoreError as error:  # this commit is there, and the next one may find some
             log.info("no room is kept for the next commit: %s", error)
         listener.committed(CommitReport(step=step, seconds=time.perf_counter() - began))
+
+    def what_is_left(self) -> str:
+        """To be said behind an error of the disk, and how the run goes on."""
+        if self.durable is None:
+            return (
+                f"no step is committed in {self._directory} yet: once the disk is seen to, the "
+                f"same command with --resume begins anew"
+            )
+        return (
+            f"step {self.durable} is safe in {self._directory}: once the disk is seen to, the "
+            f"same command with --resume goes on from there"
+        )
 
 
 __all__ = ["Best", "Commits", "check_states", "state_versions"]

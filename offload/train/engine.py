@@ -272,6 +272,10 @@ class Engine(Stepping):
         with self.shared.changed:
             self.order.forget()
 
+    def unit_runs(self, unit: int) -> bool:
+        """Whether a unit is in its forward or backward now."""
+        return self._running[unit].depth > 0
+
     def on_unit_end(self, unit: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """Call ``call`` whenever the unit's weights are about to leave; returns what undoes it."""
         self._running[unit].ends.append(call)

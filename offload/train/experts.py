@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from offload.errors import OffloadError
 from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, routing
 from offload.models.shadow import shadow
@@ -63,6 +64,8 @@ class ExpertEngine(Protocol):
     def clock(self) -> Clock: ...
 
     def last_in_round(self) -> bool: ...
+
+    def unit_runs(self, unit: int) -> bool: ...
 
     def on_unit_end(self, unit: int, call: Callable[[], Any]) -> Callable[[], Any]: ...
 
@@ -130,6 +133,14 @@ class ExpertRun:
         def forward(*args: Any, **kwargs: Any) -> Any:
             for proxy in proxies:
                 proxy.check()
+            if torch.is_grad_enabled() and not self.engine.unit_runs(self.unit.index):
+                # Nobody would let go of what backward fetches: no update could ever end.
+                kind = type(self.unit.module).__name__
+                raise OffloadError(
+                    f"the {len(self.blocks)} experts of a streamed {kind} were called with "
+                    f"gradients outside of it: they come and go with the {kind}. Call that, or "
+                    f"take this part's result under torch.no_grad()"
+                )
             self._leaves = {}
             try:
                 self._announce(routing(args, kwargs, self.group))

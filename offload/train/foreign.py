@@ -136,6 +136,9 @@ class ForeignLoop:
             raise GradientError(
                 f"a gradient of {name} is {tuple(param.shape)}, not {tuple(new.shape)}"
             )
+        # No forward needs to come between two steps of such gradients: an update of the step before
+        # that is pending would find these in the place of its own.
+        self.engine.updater.wait_for([block for block, _ in self._places[name]])
         self._add(name, new)
 
     def _add(self, name: str, gradient: Tensor) -> None:

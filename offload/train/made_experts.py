@@ -87,6 +87,9 @@ class _Stand:
     def last_in_round(self) -> bool:
         return True
 
+    def unit_runs(self, unit: int) -> bool:
+        return True
+
     def on_unit_end(self, unit: int, call: Callable[[], Any]) -> Callable[[], Any]:
         self._of._ends.append(call)
         return lambda: self._of._ends.remove(call)

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from offload.errors import OffloadError
+from offload.errors import OffloadError, StoreError
+from offload.io.tile_file import DamagedError
 from offload.io.tile_store import stored_identity
 from offload.models.meta import MetaModel
 from offload.runtime.choice import make_device
@@ -174,16 +175,21 @@ class Run:
             if step > first or stopped == "interrupted":
                 self._commits.begin(engine, step, listener)
             self._commits.end(listener)
-            if stopped == "done":
-                if self.data.eval is not None:
-                    self._evaluate(loop, step, listener)
-                written_out = self._write_safely(engine, step, listener)
+            if stopped == "done" and self.data.eval is not None:
+                self._evaluate(loop, step, listener)
         except NotFinite as error:
             # What was updated before is good: keep it, unless this step has begun to change it.
             if step > first and not engine.torn:
                 self._commits.begin(engine, step, listener)
             self._commits.end(listener)
             raise NotFinite(f"{error}{self._write_best(engine, listener)}") from error
+        except StoreError as error:
+            # The tile store's own errors say it themselves, and damage is in what was safe.
+            if "--resume" not in str(error) and not _is_damage(error):
+                error.args = (f"{error}; {self._commits.what_is_left()}",)
+            raise
+        if stopped == "done":
+            written_out = self._write_safely(engine, step, listener)
         read, written = self._bytes(engine)
         tier = engine.homes.tier
         return EndReport(
@@ -332,14 +338,18 @@ class Run:
         return best
 
     def _write_safely(self, engine: Engine, step: int, listener: Listener) -> _Output:
-        """``_write``; whoever reads that it failed reads, too, that nothing was trained in vain."""
+        """``_write``; whoever reads that it failed reads, too, that nothing was trained in vain,
+        unless it was: where the states are damaged."""
         try:
             return self._write(engine, step, listener)
         except OffloadError as error:
-            raise type(error)(
-                f"{error}; training has ended and is safe in {self.states}: the same command with "
-                f"--resume writes the output (for another --output, give --disk {self.states})"
-            ) from error
+            if not _is_damage(error):
+                error.args = (
+                    f"{error}; training has ended and is safe in {self.states}: the same command "
+                    f"with --resume writes the output (for another --output, give --disk "
+                    f"{self.states})",
+                )
+            raise
 
     def _write(self, engine: Engine, step: int, listener: Listener) -> _Output:
         """Write the weights after ``step``, the last one, or the best, or both."""
@@ -373,6 +383,13 @@ class Run:
     def close(self) -> None:
         """Let go of the data. The engine is closed by ``train``."""
         self.data.close()
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    """Whether it came of a state whose checksum is wrong."""
+    while error is not None and not isinstance(error, DamagedError):
+        error = error.__cause__
+    return error is not None
 
 
 __all__ = ["Run"]

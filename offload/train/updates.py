@@ -155,15 +155,20 @@ class Updater:
         called: two updates of a block under way at once would read the same old states, and the
         first to end would call the weights current.
         """
-        shared, weights = self._shared, self._weights
-        blocks = frozenset(job.block for job in jobs)
+        shared, blocks = self._shared, frozenset(job.block for job in jobs)
         with shared.changed:
-            if not weights.stale.isdisjoint(blocks):
-                with weights.idle():
-                    shared.wait_for(lambda: weights.stale.isdisjoint(blocks), EARLIER)
-            weights.make_stale(blocks)
+            self.wait_for(blocks)
+            self._weights.make_stale(blocks)
             self._jobs.extend(jobs)
             shared.notify()
+
+    def wait_for(self, blocks: Collection[int]) -> None:
+        """Wait until no update of these blocks is pending."""
+        with self._shared.changed:
+            stale = self._weights.stale
+            if not stale.isdisjoint(blocks):
+                with self._weights.idle():
+                    self._shared.wait_for(lambda: stale.isdisjoint(blocks), EARLIER)
 
     def drain(self) -> None:
         """Wait until every update is through and written."""

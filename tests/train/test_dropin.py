@@ -211,6 +211,39 @@ def test_gradients_can_be_read_and_replaced(tiny: Any, place: str) -> None:
         assert close(model, wanted)
 
 
+def test_experts_outside_of_their_layer(tiny: Any) -> None:
+    """With gradients an error; without, their result. And the model trains on."""
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    with streamed(directory, "disk") as model:
+        hidden = torch.randn(1, 4, model.config.hidden_size)
+        with pytest.raises(OffloadError, match="outside of it"):
+            model.model.layers[0].mlp(hidden)
+        with torch.no_grad():
+            found, expected = (m.model.layers[0].mlp(hidden) for m in (model, wanted))
+        assert torch.equal(found, expected)
+        loop(model, AdamW(model.parameters(), lr=1e-3, eps=EPS), steps=1)
+        loop(wanted, torch.optim.AdamW(wanted.parameters(), lr=1e-3, eps=EPS), steps=1)
+        assert close(model, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_of_gradients_that_no_backward_made(tiny: Any, place: str) -> None:
+    """Nothing uses the weights between two steps (evolution strategies, gradients from elsewhere):
+    each update has the gradients of its own step."""
+    directory = tiny("qwen3_moe")
+    wanted = resident(directory)
+    theirs = torch.optim.AdamW(wanted.parameters(), lr=1e-3)
+    with streamed(directory, place) as model:
+        ours = AdamW(model.parameters(), lr=1e-3)
+        for step in range(1, 5):
+            for optimizer, params in (ours, model.parameters()), (theirs, wanted.parameters()):
+                for p in params:
+                    p.grad = torch.full(tuple(p.shape), 0.01 * step)
+                optimizer.step()
+        assert close(model, wanted)
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["run again", "graph kept"])
 @pytest.mark.parametrize("what", ["router_logits", "attentions", "hidden_states"])
 def test_losses_of_what_is_captured_inside_of_layers(tiny: Any, what: str, kept: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,12 +29,14 @@ from run_support import (
 from safetensors.torch import load_file, save_file
 
 from offload.errors import OffloadError, StoreError
-from offload.io.files import DirectFile, Syscalls
+from offload.io.files import DirectFile, Syscalls, TransferError
 from offload.io.stores import RangeStore
 from offload.io.tile_directory import TileSyscalls
+from offload.io.tile_file import DamagedError
 from offload.io.tile_store import TileStore
 from offload.train import commits, opening, source
 from offload.train.engine import NotFinite
+from offload.train.result import Result
 from offload.train.run import Run
 
 STEPS = 4
@@ -149,6 +152,7 @@ def test_a_call_on_the_tiles_fails(
             train(options, log, change=fault.watch)
     assert fault.hits
     assert os.strerror(code) in str(raised.value)
+    assert str(raised.value).count("--resume") == 1  # the way out, once
     assert not (tmp_path / "out").exists()
     resumed = train(again(options))
     assert min(resumed.losses, default=STEPS + 1) >= 2
@@ -188,9 +192,29 @@ def test_spilling_fails(
 
     with monkeypatch.context() as patch:
         patch.setattr(opening, "DirectFile", file)
-        with pytest.raises(StoreError, match=rf"{what}.*{os.strerror(code)}"):
+        left = rf"no step is committed in {options.disk} yet.*--resume begins anew"
+        with pytest.raises(StoreError, match=rf"{what}.*{os.strerror(code)}.*{left}"):
             train(options, fault.after(1), change=everything_on_disk)
     assert fault.hits
+    train(again(options))
+    assert weights_of(tmp_path / "out") == wanted
+
+
+def test_a_read_fails_while_the_output_is_written(
+    model: Path, data: Path, wanted: dict[str, bytes], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Training is safe, but for what is damaged."""
+    options = options_for(model, data, tmp_path)
+    damaged = StoreError("tile 3: part 0 is damaged; start again")
+    damaged.__cause__ = DamagedError("part 0 is damaged")  # as the store hands it on
+    refused = TransferError("cannot read", path="p", offset=0, errno=errno.EIO)
+    with monkeypatch.context() as patch:
+        patch.setattr(Result, "write", Mock(side_effect=[refused, damaged]))
+        with pytest.raises(TransferError, match="cannot read; training has ended and is safe in"):
+            train(options)
+        with pytest.raises(StoreError, match=r"start again$"):
+            train(again(options))
     train(again(options))
     assert weights_of(tmp_path / "out") == wanted
 
