@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,7 +18,25 @@ from offload.models.wrap import unwrap as _unwrap
 from offload.models.wrap import wrap as _wrap
 from offload.units import parse_bytes
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def _past_default_device(function: Callable[P, T]) -> Callable[P, T]:
+    """What a program makes its own tensors on (``torch.set_default_device``) is not where weights
+    are read to, buffers lie or kernels are tried: plans say that."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.get_default_device().type == "cpu":
+            return function(*args, **kwargs)
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return called
+
+
+@_past_default_device
 def load(
     path: str | Path,
     *,
@@ -168,6 +188,7 @@ def load(
     return _load(model_directory(path, quant, kernels=kernels), chosen, progress)
 
 
+@_past_default_device
 def wrap(
     model: torch.nn.Module,
     *,
@@ -203,6 +224,7 @@ def wrap(
     return _wrap(model, chosen, spare, progress)
 
 
+@_past_default_device
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Bring a streamed model's weights back into memory, bit for bit; returns the same object.
 

@@ -139,7 +139,7 @@ def generate(
         settings.pad_token_id = 0  # one sequence: nothing is padded, but its absence is warned of
     ends = settings.eos_token_id
     eos = set(ends) if isinstance(ends, list) else {ends}
-    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64)
+    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device="cpu")
     out = Generation()
     tap = _Tap(out, on_token)
     prompts = model.offload.prompts

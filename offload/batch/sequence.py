@@ -61,7 +61,7 @@ class Sequence:
         # until the operation ends; that is not to be so for the others meanwhile.
         self._keys = _dispatch_keys()
         self._rng: torch.Tensor | None = None  # its own generator's state, and everybody's
-        self._others = torch.empty(0, dtype=torch.uint8)
+        self._others = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._draws = seed is not None
         """The random numbers that are drawn now are its own: outside of forward passes."""
 

@@ -113,12 +113,14 @@ def _drawn(p: npt.NDArray[np.float32], generator: Any) -> int | None:
 @functools.cache
 def _is_known(count: int) -> bool:
     """Whether this torch draws as it is done here, for so many tokens."""
-    own, torchs = torch.Generator(), torch.Generator()
+    own, torchs = torch.Generator("cpu"), torch.Generator("cpu")
     for seed, scale in ((1, 0.01), (2, 8.0)):
         torchs.manual_seed(seed)
-        logits = torch.randn(count, generator=torchs) * scale
+        logits = torch.randn(count, generator=torchs, device="cpu") * scale
         p = torch.softmax(logits, 0)
-        torch.randint(9, (seed,), generator=torchs)  # an odd number of words has been used
+        torch.randint(
+            9, (seed,), generator=torchs, device="cpu"
+        )  # an odd number of words has been used
         own.set_state(torchs.get_state())
         token = _drawn(p.numpy(), own)
         if token is None:

@@ -146,7 +146,7 @@ def decode(
             text.add(token)
             ends = [criterion(text.ids, token) for criterion in criteria]
             if streamer is not None:
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], device="cpu"))
             if any(ends):
                 break
             outputs = passes.next(text.ids, token)
@@ -166,7 +166,7 @@ class _Text:
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids = ids
         """int [1, S]; the prompt itself is not written to."""
-        self._room = torch.empty((1, 0), dtype=torch.promote_types(ids.dtype, torch.int64))
+        self._room = ids.new_empty((1, 0), dtype=torch.promote_types(ids.dtype, torch.int64))
 
     def add(self, token: int) -> None:
         count = self.ids.shape[1]
@@ -206,9 +206,10 @@ class _Passes:
     def next(self, ids: torch.Tensor, token: int) -> Any:
         """The pass for ``token``, the last of ``ids``: the model's output, or its logits alone."""
         if self._short is not None:
+            last = torch.tensor([[token]], device="cpu")  # whatever a program's default
             if self._unheard and (direct := self._cache.direct) is not None:
-                return direct(torch.tensor([[token]]))
-            return self._model(input_ids=torch.tensor([[token]]), **self._short)
+                return direct(last)
+            return self._model(input_ids=last, **self._short)
         inputs = self._model.prepare_inputs_for_generation(
             ids, next_sequence_length=1 if self._kwargs["use_cache"] else None, **self._kwargs
         )
@@ -268,7 +269,7 @@ def _criterion(criterion: Any) -> Callable[[torch.Tensor, int], bool]:
     def asked(ids: torch.Tensor, _: int) -> bool:
         done = criterion(ids, None)
         if not isinstance(done, torch.Tensor) or (done.shape, done.dtype) != ((1,), torch.bool):
-            done = (torch.full((1,), False) | done).all()
+            done = (torch.full((1,), False, device="cpu") | done).all()
         return bool(done)
 
     return asked

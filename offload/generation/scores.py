@@ -126,12 +126,12 @@ def _enough(away: int, count: int) -> int:
 @functools.cache
 def _has_lanes(count: int) -> bool:
     """Whether torch sums so many numbers by lanes, seen by trying."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for there in (1, 20, 50, 333):
         if there >= count:
             continue
-        whole = torch.full((count,), -math.inf)
-        whole[-there:] = (4 * torch.randn(there, generator=generator)).sort().values
+        whole = torch.full((count,), -math.inf, device="cpu")
+        whole[-there:] = (4 * torch.randn(there, generator=generator, device="cpu")).sort().values
         part = whole[-(there + _BLOCK + (count - there) % _BLOCK) :].clone()
         if not torch.equal(whole.softmax(-1)[-there:], part.softmax(-1)[-there:]):
             return False

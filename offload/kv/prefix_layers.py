@@ -207,7 +207,9 @@ class _Recorder:
                     f"layer {index} got {more} of {tokens} tokens, and {whole} in full blocks"
                 )
             if layer.error is not None:
-                self._put(index, "error", torch.tensor(layer.error, dtype=torch.float32))
+                self._put(
+                    index, "error", torch.tensor(layer.error, dtype=torch.float32, device="cpu")
+                )
         elif (index, "keys") in self._seen:
             return
         elif hasattr(layer, STORED) and more == tokens:
@@ -240,7 +242,11 @@ def _put_states(index: int, layer: Any, put: Put) -> None:
             put(index, f"conv {i}", layer.conv_states[i])
         if layer.is_recurrent_states_initialized[i]:
             put(index, f"recurrent {i}", layer.recurrent_states[i])
-        put(index, f"started {i}", torch.tensor(layer.has_previous_state[i], dtype=torch.uint8))
+        put(
+            index,
+            f"started {i}",
+            torch.tensor(layer.has_previous_state[i], dtype=torch.uint8, device="cpu"),
+        )
 
 
 class Restorer:
@@ -299,7 +305,7 @@ class Restorer:
         for (new,) in runs:
             if key not in self._growing:
                 shape = (*new.shape[:-2], self._most, new.shape[-1])
-                self._growing[key] = torch.empty(shape, dtype=new.dtype)
+                self._growing[key] = torch.empty(shape, dtype=new.dtype, device=new.device)
             self._growing[key][..., at : at + new.shape[-2], :].copy_(new)
             at += new.shape[-2]
 

@@ -196,7 +196,7 @@ class KvTiers:
         nbytes = shape.gathered_bytes(tokens, sequences)
         if self._caches > 1 and is_latent(shape):
             with torch.inference_mode(False):
-                own = torch.empty(nbytes, dtype=torch.uint8)
+                own = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             return self._gathered(own, shape, sequences, tokens)
         if self._buffer is None or self._buffer.nbytes < nbytes:
             if self._buffer is not None:

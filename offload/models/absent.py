@@ -149,7 +149,7 @@ class RowTable(AbsentTensor):
         if func is aten.embedding.default:
             return table._look_up(args[1])
         if func is aten.select.int and args[1] == 0:
-            return table._look_up(table._from_the_end(torch.tensor(args[2])))
+            return table._look_up(table._from_the_end(torch.tensor(args[2], device="cpu")))
         if func is aten.index_select.default and args[1] == 0:
             return table._look_up(args[2])
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.int64:

@@ -368,7 +368,7 @@ class Attachment:
 
         def read(rows: Sequence[int]) -> torch.Tensor:
             refuse_recorders()
-            out = torch.empty((len(rows), width), dtype=dtype)
+            out = torch.empty((len(rows), width), dtype=dtype, device="cpu")
             spans = [
                 Span(start + row * row_bytes, i * row_bytes, row_bytes)
                 for i, row in enumerate(rows)

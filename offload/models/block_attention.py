@@ -104,8 +104,8 @@ def first_visible(mask: torch.Tensor, length: int, queries: int, window: int) ->
     seen = mask[:, 0, :, :length]
     some = seen.any(dim=1)
     firsts = torch.where(some.any(dim=1), some.int().argmax(dim=1), length)
-    tokens = torch.arange(length)
-    places = torch.arange(length - queries, length)[:, None]
+    tokens = torch.arange(length, device=mask.device)
+    places = torch.arange(length - queries, length, device=mask.device)[:, None]
     wanted = (tokens <= places) & (tokens >= firsts[:, None, None])
     if window:
         wanted &= tokens > places - window

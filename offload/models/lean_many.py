@@ -74,13 +74,14 @@ class Rooms:
             if kept.shape == shape and _is_alone(kept):
                 break
         else:
-            kept = torch.empty(shape)
+            kept = torch.empty(shape, device="cpu")
             if shape[:-1].numel() > CHUNK or _storage_uses is None:
                 return kept
             self._outputs = [*self._outputs[-1:], kept]
         # Not a view: it has no base that autograd knows of.
         strides = kept.stride()
-        return torch.empty(0).set_(kept.untyped_storage(), 0, shape, strides)
+        empty = torch.empty(0, device="cpu")
+        return empty.set_(kept.untyped_storage(), 0, shape, strides)
 
     def forget(self) -> None:
         """Its memory is somebody else's."""

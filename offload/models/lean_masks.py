@@ -27,7 +27,7 @@ def is_causal(mask: Any, tokens: int, cached: int, window: int) -> bool:
     if mask.numel() != tokens * length:
         return False
     given_TL = mask.reshape(tokens, length)
-    columns_L = torch.arange(length, dtype=torch.int32)
+    columns_L = torch.arange(length, dtype=torch.int32, device=mask.device)
     # Of all rows at once the temporaries would be several times the mask, outside any budget.
     return all(
         _rows_causal(given_TL[t : t + _MASK_ROWS], columns_L, cached + t, window)
@@ -37,7 +37,8 @@ def is_causal(mask: Any, tokens: int, cached: int, window: int) -> bool:
 
 def _rows_causal(given_RL: torch.Tensor, columns_L: torch.Tensor, first: int, window: int) -> bool:
     """``is_causal`` of rows whose first token has ``first`` before it."""
-    rows_R1 = torch.arange(first, first + len(given_RL), dtype=torch.int32)[:, None]
+    rows = first, first + len(given_RL)
+    rows_R1 = torch.arange(*rows, dtype=torch.int32, device=given_RL.device)[:, None]
     seen_RL = columns_L <= rows_R1
     if window:
         seen_RL &= columns_L > rows_R1 - window

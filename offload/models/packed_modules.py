@@ -76,7 +76,7 @@ class PackedLinear(nn.Module):
     def rows(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Several single rows: each gets the bits that ``forward`` gives it alone. float32."""
         inputs_TK = x_TK.detach().float().contiguous()
-        out_TN = torch.empty(len(inputs_TK), self.out_features)
+        out_TN = torch.empty(len(inputs_TK), self.out_features, device="cpu")
         self._on_cpu(gemm, inputs_TK, out_TN)
         return out_TN
 

@@ -131,7 +131,7 @@ class PackedAttachment(Attachment):
         def read(wanted: Sequence[int]) -> torch.Tensor:
             if len(wanted) == 1:
                 return read_one(wanted[0])
-            out = torch.empty(len(wanted), rows.columns)
+            out = torch.empty(len(wanted), rows.columns, device="cpu")
             with AlignedBuffer(min(together, len(wanted)) * nbytes) as buffer:
                 for first in range(0, len(wanted), together):
                     some = wanted[first : first + together]

@@ -173,7 +173,8 @@ class PromptReuse:
         """The pass that ``generate`` makes of a chunk of a prompt without padding."""
         more: dict[str, Any] = dict(self._more)
         if self._positions:
-            more["position_ids"] = torch.arange(at, at + ids.shape[1])[None]
+            places = torch.arange(at, at + ids.shape[1], device=ids.device)
+            more["position_ids"] = places[None]
         inputs = self._model.prepare_inputs_for_generation(
             ids, use_cache=True, is_first_iteration=True, **{CACHE: cache}, **more
         )

@@ -92,7 +92,7 @@ class RouterTap:
         index_TK = index.detach().reshape(-1, index.shape[-1]).to("cpu", torch.int64)
         tokens, k = index_TK.shape
         valid_TK = (index_TK >= 0) & (index_TK < self._n)
-        safe_TK = index_TK.where(valid_TK, torch.zeros((), dtype=torch.int64))
+        safe_TK = index_TK.where(valid_TK, torch.zeros((), dtype=torch.int64, device="cpu"))
         if logits_TE is not None and len(logits_TE) == tokens:
             probs_TE = logits_TE.to("cpu", torch.float32).softmax(-1)
             chosen_TK = probs_TE.gather(1, safe_TK)
@@ -105,8 +105,9 @@ class RouterTap:
         else:
             experts_TP, valid_TP = index_TK, valid_TK
             weights_TK = self._weights(given, index)
-            scores_TP = torch.full((tokens, k), 1.0 / k) if weights_TK is None else weights_TK
-        none = torch.full((), NO_EXPERT, dtype=torch.int64)
+            even_TK = torch.full((tokens, k), 1.0 / k, device="cpu")
+            scores_TP = even_TK if weights_TK is None else weights_TK
+        none = torch.full((), NO_EXPERT, dtype=torch.int64, device="cpu")
         return Routing(experts_TP.where(valid_TP, none), scores_TP * valid_TP, k)
 
     def _weights(self, given: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor | None:

@@ -369,8 +369,14 @@ class Training:
             )
 
     def _at_exit(self) -> None:
-        # The threads that read and write have ended by now: there is nothing left to drain with.
+        """What is pending is lost, as nobody has saved it. Threads have to end all the same: one
+        that is in torch's code when the interpreter goes ends the process with an abort."""
+        self._closed = True
         self._say_lost()
+        try:
+            self.engine.close()
+        except OffloadError as error:
+            log.debug("at the end of the program: %s", error)
         if self._private:
             shutil.rmtree(self.directory, ignore_errors=True)
 

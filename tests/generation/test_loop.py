@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import offload
-from offload.generation import loop
+from offload.generation import draw, loop, scores
 from offload.kv.named import CACHE
 
 IDS = torch.tensor([[5, 9, 17, 3, 44, 21, 8, 30, 2, 11]])
@@ -271,3 +271,14 @@ def test_unwrapped_models_generate_as_before(tmp_path: Path) -> None:
     offload.unwrap(streamed)
     assert "generate" not in streamed.__dict__
     assert torch.equal(streamed.generate(IDS % 60, max_new_tokens=8, do_sample=False), want)
+
+
+def test_a_default_device_of_a_program_changes_nothing(model: Any) -> None:
+    settings = {"max_new_tokens": 6, "do_sample": True, "top_k": 20, "top_p": 0.9}
+    want, _ = theirs(model, IDS, **settings)
+    draw._is_known.cache_clear()
+    scores._has_lanes.cache_clear()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        got = model.generate(IDS, **settings)
+    assert torch.equal(got, want)

@@ -517,3 +517,16 @@ def test_a_model_that_is_collected_in_one_of_its_own_threads(tmp_path: Path) -> 
     for thread in threading.enumerate():
         if thread.name == "offload-close":
             thread.join(30)
+
+
+def test_a_default_device_is_not_where_models_are_loaded() -> None:
+    directory = Path(__file__).parents[2] / "examples" / "tiny_moe"
+    ids = torch.tensor([[5, 9, 17, 3]])
+    logits = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = offload.load(directory, ram="60MiB", context=64)
+            with torch.no_grad():
+                logits.append(model(ids).logits)
+            model.offload.close()
+    assert torch.equal(*logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from dropin_support import EPS, PLACES, batches, close, groups_of, loop, maker, resident, streamed
 from engine_support import every_pair
 
-from offload.errors import OffloadError
+from offload.errors import ClosedError, OffloadError
 from offload.train.engine import NotFinite
 from offload.train.lazy_grad import GradientError, LazyGrad
 from offload.train.optimizer import AdamW
@@ -472,3 +473,19 @@ def test_what_was_frozen_stays_so(tiny: Any) -> None:
         streamed(directory, train=lambda _: False),
     ):
         pass
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_threads_end_with_the_program(tiny: Any, place: str, caplog: Any) -> None:
+    """One that was in torch's code when the interpreter went ended a third of the programs that
+    close nothing with an abort."""
+    before = set(threading.enumerate())
+    with streamed(tiny("llama"), place) as model:
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        loop(model, optimizer, clip=0)
+        model.offload._at_exit()
+        left = [t.name for t in set(threading.enumerate()) - before]
+        assert [name for name in left if "update" in name or "spill" in name] == []
+        assert "not all of them saved" in caplog.text
+        with pytest.raises(ClosedError):
+            model.offload.commit()
