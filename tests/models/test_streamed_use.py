@@ -525,7 +525,7 @@ def test_a_default_device_is_not_where_models_are_loaded() -> None:
     logits = []
     for device in ("cpu", "meta"):
         with torch.device(device):
-            model = offload.load(directory, ram="60MiB", context=64)
+            model = offload.load(directory, ram="60MiB", context=64, overhead_bytes=8 << 20)
             with torch.no_grad():
                 logits.append(model(ids).logits)
             model.offload.close()
