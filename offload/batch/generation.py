@@ -73,6 +73,8 @@ class _Tap(TokenTap):
         super().__init__()
         self._out, self._on_token = out, on_token
         self.hit = False
+        owner = str(getattr(on_token, "__module__", ""))
+        self.is_ours = on_token is None or owner.startswith("offload.")
 
     def take(self, token: int) -> bool:
         self._out.tokens.append(token)

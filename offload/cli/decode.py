@@ -76,6 +76,8 @@ class Run:
 class Tap(TokenTap):
     """A stopping criterion that passes each new token on, and stops at a stop string."""
 
+    is_ours = True
+
     def __init__(
         self,
         run: Run,

@@ -108,12 +108,6 @@ def order_keys(b: Any, v: Any) -> Any:
     return b.xor(bits, b.and_(sign, ir.Constant(_v16i, [0x7FFFFFFF] * LANES)))
 
 
-@_operation(I32X16, I32X16, I32X16)
-def differ_i32(b: Any, v: Any, w: Any) -> Any:
-    """v xor w"""
-    return b.xor(v, w)
-
-
 @_operation(types.void, _I, I32X16)
 def store_i32(b: Any, address: Any, v: Any) -> None:
     """64 bytes."""

@@ -27,7 +27,6 @@ from offload.cpu_ops.layer_entries import (
     router_kernel,
 )
 from offload.cpu_ops.layer_plan import LayerPlan
-from offload.cpu_ops.mersenne import race_kernel
 from offload.cpu_ops.prefill import crossover, slab_kind
 from offload.cpu_ops.prefill_kernels import (
     accumulate_kernel,
@@ -177,7 +176,6 @@ def every_kernel() -> list[Kernel]:
         *matrix_kernels(FORMATS.values()),
         router_kernel("f32", isa),
         *program_kernels(),
-        race_kernel(),
         *(kernel for kv in KvType for kernel in prompt_kernels(kv)),
         *(attend_kernel(kv.value) for kv in PLAIN),
         *(k for kv in KvType if kv.quantised for k in quantised_kernels(_WHOLE_DIM, kv)),

@@ -12,70 +12,90 @@ replace.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process
-from transformers.generation import stopping_criteria as theirs
+from transformers.generation import logits_process, stopping_criteria, streamers
 
-from offload.generation.scores import faster
+from offload.generation.draw import draw
+from offload.generation.scores import Scores, faster
 from offload.generation.tap import TokenTap
 from offload.kv.generation import by_name
 from offload.kv.named import CACHE, NAMES, given_cache
 
-logger = logging.getLogger(__name__)
-
 _OTHER_WAYS = (
-    "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "tokenizer",
-    "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "compile_config",
-    "return_dict_in_generate", "synced_gpus",
+    "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "tokenizer",
+    "assistant_tokenizer", "penalty_alpha", "dola_layers", "constraints", "force_words_ids",
+    "compile_config", "custom_generate",
 )  # fmt: skip
-"""Settings of ``generate`` that want another loop, or more of this one than tokens. With a loop of
-the caller's it passes on neither a tokenizer nor whether to wait for other processes."""
+"""Settings of ``generate`` that want another loop if they are there at all. With a loop of the
+caller's transformers passes no tokenizer on."""
+_IF_TRUE = ("use_mtp", "return_dict_in_generate", "synced_gpus", "is_assistant")
+_ONE = ("num_beams", "num_return_sequences")
 
-_STOCK: Any = getattr(GenerationMixin, "_sample", None)
-_MODES = ("greedy_search", "sample")
-_NEEDED = (
-    "_sample", "_prefill", "_update_model_kwargs_for_generation", "prepare_inputs_for_generation",
+_REPLACED = (
+    "_sample", "_has_unfinished_sequences", "get_compiled_call", "_valid_auto_compile_criteria",
 )  # fmt: skip
+"""What ``decode`` stands for or leaves out."""
+_FOLLOWS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""What makes the arguments of a next token's pass."""
+_NEEDED = ("_prefill", "_optimize_model_for_decode", *_REPLACED, *_FOLLOWS)
 _PLAIN = {*NAMES, "use_cache", "position_ids", "logits_to_keep"}
-"""What a next token's pass is given by transformers, all of which follows from the cache."""
+"""Of those arguments, what follows from the cache."""
+_MODES = ("greedy_search", "sample")
 
 
-Draw = Callable[[torch.Tensor], int]
-"""Probabilities, float32 [V] → a token."""
-
-
-def torchs_draw(probabilities: torch.Tensor) -> int:
-    """A ``Draw`` that needs nothing compiled."""
-    return int(torch.multinomial(probabilities, num_samples=1))
-
-
-def looped(model: Any, draw: Draw | None = None) -> Callable[..., Any] | None:
+def looped(model: Any) -> Callable[..., Any] | None:
     """``model.generate``, decoding in ``decode`` where that is the same; None: the model does not
-    generate, or as nothing that is known here does. ``draw``: None is ``torchs_draw``."""
+    generate, or as nothing that is known here does."""
     kind: Any = type(model)
     inner = getattr(model, "generate", None)
     if inner is None or not isinstance(model, GenerationMixin):
         return None
-    if not all(hasattr(kind, name) for name in _NEEDED) or kind._sample is not _STOCK:
+    if not all(hasattr(kind, name) for name in _NEEDED):
         return None
     if "custom_generate" not in inspect.signature(kind.generate).parameters:
         return None
-    draw = draw or torchs_draw
 
     @wraps(inner)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if _is_plain(model, kwargs):
-            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"), draw=draw)
-        return inner(*args, **kwargs)
+        if not _is_plain(model, kwargs):
+            return inner(*args, **kwargs)
+        # Transformers keeps the streamer from a loop that it is given, and takes arguments that
+        # its own does not have for the caller's.
+        given = kwargs.get("streamer")
+
+        def loop(
+            self: Any,
+            input_ids: Any,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            synced_gpus: bool = False,
+            streamer: Any = None,
+            **model_kwargs: Any,
+        ) -> Any:
+            return decode(
+                self, input_ids, logits_processor, stopping_criteria, generation_config,
+                given, model_kwargs,
+            )  # fmt: skip
+
+        return inner(*args, custom_generate=loop, **kwargs)
 
     return by_name(model, generate)
+
+
+def _is_transformers(kind: Any, name: str) -> bool:
+    """Whether a method is the one that transformers gives all models: not a class's own, and not
+    put there by somebody."""
+    method: Any = getattr(kind, name)
+    owner, _, last = getattr(method, "__qualname__", "").partition(".")
+    theirs = str(method.__module__).partition(".")[0] == "transformers"
+    return theirs and owner in ("GenerationMixin", "PreTrainedModel") and last == name
 
 
 def _is_plain(model: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -88,71 +108,76 @@ def _is_plain(model: Any, kwargs: Mapping[str, Any]) -> bool:
                 return value
         return None
 
-    if kwargs.get("custom_generate") is not None or any(setting(name) for name in _OTHER_WAYS):
+    if any(setting(name) is not None for name in _OTHER_WAYS) or any(map(setting, _IF_TRUE)):
         return False
-    return all((setting(name) or 1) == 1 for name in ("num_beams", "num_return_sequences"))
+    if any(setting(name) not in (None, 1) for name in _ONE):
+        return False
+    # Of several processes transformers tells its own loop alone.
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not several and all(_is_transformers(type(model), name) for name in _REPLACED)
 
 
 def decode(
     model: Any,
     input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    draw: Draw = torchs_draw,
-    **model_kwargs: Any,
+    processors: Any,
+    criteria: Any,
+    settings: Any,
+    streamer: Any,
+    kwargs: dict[str, Any],
 ) -> Any:
     """As ``GenerationMixin._sample``: ``input_ids`` int64 [1, S] with the new tokens behind."""
-    mode = generation_config.get_generation_mode()
+    mode = settings.get_generation_mode()
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     plain = (
         getattr(mode, "value", mode) in _MODES
         and (input_ids.dim(), len(input_ids)) == (2, 1)
         and input_ids.device.type == "cpu"
-        and not (synced_gpus or generation_config.return_dict_in_generate)
-        and generation_config.compile_config is None
-        and type(logits_processor) is LogitsProcessorList
-        and type(stopping_criteria) is StoppingCriteriaList
+        and type(processors) is LogitsProcessorList
+        and type(criteria) is StoppingCriteriaList
+        # Finished sequences go on with padding, whether there is a second one or not.
+        and not (ends and settings._pad_token_tensor is None)
     )
     if not plain:
-        return _STOCK(
+        return type(model)._sample(
             model,
             input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
+            logits_processor=processors,
+            stopping_criteria=criteria,
+            generation_config=settings,
             streamer=streamer,
-            **model_kwargs,
+            **kwargs,
         )
-    steps, criteria = faster(logits_processor), [_criterion(c) for c in stopping_criteria]
-    others = [*logits_processor, *stopping_criteria, *_listeners(model, streamer)]
-    ours = all(map(_is_known, others))
-    is_assistant = getattr(generation_config, "is_assistant", False)
-    passes = _Passes(model, model_kwargs, ours)
-    optimised = getattr(model, "_optimize_model_for_decode", nullcontext)
-    text, sample = _Text(input_ids), generation_config.do_sample
+    ours = all(map(_is_ours, [*processors, *criteria, *_listeners(model, streamer)]))
+    passes = _Passes(model, kwargs, ours)
+    ids, steps = input_ids, _Steps(processors)
     outputs = model._prefill(
-        input_ids, generation_config, model_kwargs, is_first_iteration=not is_assistant
+        ids, settings, kwargs, is_first_iteration=not getattr(settings, "is_assistant", False)
     )
-    with optimised(), passes.vouched():
+    with model._optimize_model_for_decode(), passes.vouched():
         while True:
             scores = passes.follow(outputs)
             del outputs  # a prompt's can be large
-            for step in steps:
-                scores = step(text.ids, scores)
-            token = draw(torch.softmax(scores, dim=-1)[0]) if sample else _largest(scores[0])
-            text.add(token)
-            ends = [criterion(text.ids, token) for criterion in criteria]
+            for step in steps.now():
+                scores = step(ids, scores)
+            if len(scores) != 1:
+                raise RuntimeError(f"1 sequence, and logits processors gave {len(scores)}")
+            if settings.do_sample:
+                token = draw(torch.softmax(scores, dim=-1)[0])
+            else:
+                token = _largest(scores[0])
+            new = torch.tensor([token], device="cpu")  # whatever a program's default
+            ids = torch.cat([ids, new[:, None]], dim=-1)
+            # All are asked, also behind the first that ends it.
+            stops = [_stops(criterion, ids, token) for criterion in criteria]
             if streamer is not None:
-                streamer.put(torch.tensor([token], device="cpu"))
-            if any(ends):
+                streamer.put(new)
+            if any(stops):
                 break
-            outputs = passes.next(text.ids, token)
+            outputs = passes.next(ids)
     if streamer is not None:
         streamer.end()
-    return text.ids.clone()  # a view would keep the room alive, and be saved with it
+    return ids
 
 
 def _largest(row: torch.Tensor) -> int:
@@ -160,21 +185,40 @@ def _largest(row: torch.Tensor) -> int:
     return int(row.numpy().argmax() if row.dtype == torch.float32 else row.argmax())
 
 
-class _Text:
-    """A prompt and what follows, with room for more."""
+class _Steps:
+    """The twins of a list of logits processors, which a program may change meanwhile."""
 
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.ids = ids
-        """int [1, S]; the prompt itself is not written to."""
-        self._room = ids.new_empty((1, 0), dtype=torch.promote_types(ids.dtype, torch.int64))
+    def __init__(self, processors: Any) -> None:
+        self._processors = processors
+        self._known: list[Any] | None = None
+        self._twins: list[Scores] = []
 
-    def add(self, token: int) -> None:
-        count = self.ids.shape[1]
-        if count >= self._room.shape[1]:
-            self._room = self._room.new_empty((1, count + count // 2 + 64))
-            self._room[:, :count] = self.ids
-        self._room[0, count] = token
-        self.ids = self._room[:, : count + 1]
+    def now(self) -> list[Scores]:
+        """Raises ValueError of transformers: one of them needs more arguments than it gets."""
+        known, now = self._known, list(self._processors)
+        if known is None or list(map(id, known)) != list(map(id, now)):
+            self._known, self._twins = now, faster(now)
+        return self._twins
+
+
+def _stops(criterion: Any, ids: torch.Tensor, token: int) -> bool:
+    """Whether ``criterion`` ends a text [1, S] behind ``token``, its last one."""
+    kind = type(criterion)
+    if isinstance(criterion, TokenTap):
+        return criterion.take(token)
+    if kind is stopping_criteria.EosTokenCriteria:
+        return token in criterion.eos_token_id.reshape(-1).tolist()
+    if kind is stopping_criteria.MaxLengthCriteria:
+        most, positions = criterion.max_length, criterion.max_position_embeddings
+        if positions is None or ids.shape[1] <= positions:  # beyond, it says something
+            return bool(ids.shape[1] >= most)
+    done = criterion(ids, None)
+    if isinstance(done, torch.Tensor) and (done.shape, done.dtype) == ((1,), torch.bool):
+        return bool(done)
+    # In transformers' arithmetic, whatever it is.
+    going = torch.ones(1, dtype=torch.int64, device="cpu")
+    going = going & ~(torch.full((1,), False, device="cpu") | done)
+    return bool(going.max() == 0)
 
 
 class _Passes:
@@ -186,13 +230,11 @@ class _Passes:
         self._both = bool(model.config.is_encoder_decoder)
         self._short: dict[str, Any] | None = None
         self._cache: Any = None
-        self._began = self._unheard = False
+        self._began = False
 
     def follow(self, outputs: Any) -> torch.Tensor:
         """Go on behind a pass; returns the last token's logits, float32 [1, V], on the CPU, the
         caller's to write to."""
-        if isinstance(outputs, torch.Tensor):
-            return outputs[:, -1].float()  # memory of its own already
         if self._short is None:
             self._kwargs = self._model._update_model_kwargs_for_generation(
                 outputs, self._kwargs, is_encoder_decoder=self._both
@@ -203,13 +245,10 @@ class _Passes:
         last: torch.Tensor = outputs.logits[:, -1]
         return last.to(copy=True, dtype=torch.float32, device="cpu")
 
-    def next(self, ids: torch.Tensor, token: int) -> Any:
-        """The pass for ``token``, the last of ``ids``: the model's output, or its logits alone."""
+    def next(self, ids: torch.Tensor) -> Any:
+        """The pass for the last token of ``ids``."""
         if self._short is not None:
-            last = torch.tensor([[token]], device="cpu")  # whatever a program's default
-            if self._unheard and (direct := self._cache.direct) is not None:
-                return direct(last)
-            return self._model(input_ids=last, **self._short)
+            return self._model(input_ids=ids[:, -1:].clone(), **self._short)
         inputs = self._model.prepare_inputs_for_generation(
             ids, next_sequence_length=1 if self._kwargs["use_cache"] else None, **self._kwargs
         )
@@ -217,7 +256,8 @@ class _Passes:
 
     @contextmanager
     def vouched(self) -> Iterator[None]:
-        """Whoever looks before each token whether the model is as it was need not meanwhile."""
+        """Whoever looks before each token whether the layers are as they were need not
+        meanwhile."""
         try:
             yield
         finally:
@@ -226,16 +266,13 @@ class _Passes:
 
     def _all_in_cache(self) -> dict[str, Any] | None:
         """What a pass gets beside its token if all else follows from the cache; None: it does
-        not, or a program listens to what passes get."""
-        cache = given_cache(self._kwargs)
-        kinds = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-        model, given = self._model, {k: v for k, v in self._kwargs.items() if v is not None}
+        not, or somebody might look at what passes get."""
+        cache, model = given_cache(self._kwargs), self._model
+        given = {k: v for k, v in self._kwargs.items() if v is not None}
         if not hasattr(cache, "vouch") or not self._ours or not given.keys() <= _PLAIN:
             return None
-        for name in kinds:
-            if getattr(type(model), name) is not getattr(GenerationMixin, name):
-                return None
-            if name in model.__dict__:
+        for name in _FOLLOWS:
+            if name in model.__dict__ or not _is_transformers(type(model), name):
                 return None
         positions, seen = given.get("position_ids"), cache.get_seq_length()
         if positions is not None and (
@@ -246,53 +283,40 @@ class _Passes:
             return None
         cache.vouch(True)
         self._cache = cache
-        self._unheard = not (model._forward_hooks or model._forward_pre_hooks)
         short: dict[str, Any] = {CACHE: cache, "use_cache": True, "return_dict": True}
         if "logits_to_keep" in given:
             short["logits_to_keep"] = given["logits_to_keep"]
         return short
 
 
-def _criterion(criterion: Any) -> Callable[[torch.Tensor, int], bool]:
-    """Whether to stop behind a token, the last of ``ids`` [1, S]."""
-    kind = type(criterion)
-    if isinstance(criterion, TokenTap):
-        return lambda _, token: criterion.take(token)
-    if kind is theirs.EosTokenCriteria:
-        ends = set(criterion.eos_token_id.reshape(-1).tolist())
-        return lambda _, token: token in ends
-    if kind is theirs.MaxLengthCriteria:
-        most, positions = criterion.max_length, criterion.max_position_embeddings
-        if positions is None or most <= positions:
-            return lambda ids, _: ids.shape[1] >= most
-
-    def asked(ids: torch.Tensor, _: int) -> bool:
-        done = criterion(ids, None)
-        if not isinstance(done, torch.Tensor) or (done.shape, done.dtype) != ((1,), torch.bool):
-            done = (torch.full((1,), False, device="cpu") | done).all()
-        return bool(done)
-
-    return asked
-
-
 def _listeners(model: Any, streamer: Any) -> list[Any]:
-    """Who runs between tokens beside processors and criteria."""
-    hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]
+    """Who runs between tokens, or in a pass, beside processors and criteria."""
+    hooks = [
+        hook
+        for module in model.modules()
+        for table in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in table.values()
+    ]
     return hooks if streamer is None else [*hooks, streamer]
 
 
-_ASK_OTHERS = (
+_OTHERS_CODE = (
     logits_process.PrefixConstrainedLogitsProcessor,
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    streamers.TextIteratorStreamer,  # another thread has the text, and does what it likes
 )
 
 
-def _is_known(thing: Any) -> bool:
-    """Whether it is transformers' own, or ours, and calls nobody else."""
-    if isinstance(thing, _ASK_OTHERS):
+def _is_ours(thing: Any) -> bool:
+    """Whether it is transformers' or this package's, and does not run a program's code."""
+    if isinstance(thing, TokenTap):
+        return thing.is_ours
+    if isinstance(thing, _OTHERS_CODE):
         return False
-    owner = thing if hasattr(thing, "__qualname__") else type(thing)
-    return str(getattr(owner, "__module__", "")).partition(".")[0] in ("transformers", "offload")
+    owner = thing if inspect.isroutine(thing) else type(thing)
+    known = str(getattr(owner, "__module__", "")).partition(".")[0] in ("transformers", "offload")
+    # A function of somebody else that says it is another one.
+    return known and not hasattr(thing, "__wrapped__")
 
 
-__all__ = ["Draw", "decode", "looped", "torchs_draw"]
+__all__ = ["decode", "looped"]

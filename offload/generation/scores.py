@@ -49,13 +49,14 @@ def _faster(processor: Any) -> Scores:
         (theirs.TopPLogitsWarper, "top_p", _TopP),
         (theirs.MinPLogitsWarper, "min_p", _MinP),
     ):
-        if kind is stock and vars(processor).keys() <= {setting, *_KEPT}:
+        known = vars(processor).keys() <= {setting, *_KEPT} if kind is stock else False
+        if known and kind.__call__.__qualname__ == f"{kind.__name__}.__call__":
             return own(processor)
     # As a list of transformers does for every token, 50 us each.
-    needed = list(inspect.signature(processor.__call__).parameters)[2:]
-    if needed:
+    names = list(inspect.signature(processor.__call__).parameters)
+    if len(names) > 2:
         raise ValueError(
-            f"Make sure that all the required parameters: {needed} for {kind} are passed to the "
+            f"Make sure that all the required parameters: {names} for {kind} are passed to the "
             f"logits processor."
         )
     scores: Scores = processor
@@ -130,8 +131,12 @@ def _has_lanes(count: int) -> bool:
     for there in (1, 20, 50, 333):
         if there >= count:
             continue
-        whole = torch.full((count,), -math.inf, device="cpu")
-        whole[-there:] = (4 * torch.randn(there, generator=generator, device="cpu")).sort().values
+        whole = torch.full((count,), -math.inf, dtype=torch.float32, device="cpu")
+        whole[-there:] = (
+            (4 * torch.randn(there, generator=generator, dtype=torch.float32, device="cpu"))
+            .sort()
+            .values
+        )
         part = whole[-(there + _BLOCK + (count - there) % _BLOCK) :].clone()
         if not torch.equal(whole.softmax(-1)[-there:], part.softmax(-1)[-there:]):
             return False

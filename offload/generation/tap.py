@@ -10,7 +10,13 @@ import torch
 
 class TokenTap(ABC):
     """A stopping criterion of one sequence that gets each new token. ``generation.loop`` hands them
-    over by themselves; transformers' loop calls it with the whole text, as any criterion."""
+    over by themselves; transformers' loop calls it with the whole text, as any criterion.
+
+    Attributes:
+        is_ours: whether nobody but this package gets them.
+    """
+
+    is_ours = False
 
     def __init__(self) -> None:
         self._seen: int | None = None

@@ -40,7 +40,6 @@ from offload.scheduler.plan import Plan
 from offload.scheduler.policy import SCORED
 
 if TYPE_CHECKING:
-    from offload.generation.loop import Draw
     from offload.models.packed_hybrid import HybridPacked
 
 logger = logging.getLogger(__name__)
@@ -141,15 +140,15 @@ class Attachment:
         """Have ``detach`` call ``undo``, before what was there already."""
         self._undo.append(undo)
 
-    def take_loop(self, draw: Draw | None = None) -> None:
-        """Have the model's ``generate``, if it is transformers', decode in ``generation.loop``;
-        ``draw``: what draws its tokens, None: torch."""
-        if not hasattr(self.model, "generate"):
+    def take_loop(self) -> None:
+        """Have the model's ``generate``, if it is transformers' own, decode in
+        ``generation.loop``."""
+        if not hasattr(self.model, "generate") or "generate" in self.model.__dict__:
             return
         # Not above: a program that wraps a model of its own may have no transformers loaded.
         from offload.generation.loop import looped
 
-        generate = looped(self.model, draw)
+        generate = looped(self.model)
         if generate is not None:
             self.on_detach(shadow(self.model, "generate", generate))
 

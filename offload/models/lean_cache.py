@@ -20,9 +20,6 @@ from offload.cpu_ops.kv_cache import Array, KvCache
 from offload.cpu_ops.kv_quantised import QuantisedKv
 from offload.errors import OffloadError
 
-Direct = Callable[[torch.Tensor], torch.Tensor]
-"""A token's id, int64 [1, 1] → its logits [1, 1, V]."""
-
 
 def _copy(to: Array, new: torch.Tensor) -> None:
     _tensor(to).copy_(new)
@@ -181,7 +178,6 @@ class LeanCache(Cache):  # type: ignore[misc]
         self.store, self.live = store, True
         self._vouched = False
         self._seen: int | None = None
-        self._direct: Direct | None = None
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         self.check_live()
@@ -191,19 +187,13 @@ class LeanCache(Cache):  # type: ignore[misc]
         """Whether from now on nobody but transformers and this package runs between tokens."""
         self._vouched, self._seen = vouched, None
 
-    def saw(self, direct: Direct) -> None:
-        """All that could change how a token goes has been looked at, and is as it was: ``direct``
-        gives what the model gives."""
-        self._seen, self._direct = RemovableHandle.next_id, direct
-
-    @property
-    def direct(self) -> Direct | None:
-        """A next token's logits without the model's call, if that makes no difference."""
-        return self._direct if self.is_as_seen() else None
+    def saw(self) -> None:
+        """The layers have been looked at, and are as they were."""
+        self._seen = RemovableHandle.next_id
 
     def is_as_seen(self) -> bool:
-        """Whether nothing can have changed since: a loop vouches for what it calls, and every hook
-        of any module has a number of its own."""
+        """Whether they are so still: a loop vouches that nobody runs who would replace a module,
+        and every hook of any module has a number of its own."""
         return self._vouched and self._seen == RemovableHandle.next_id
 
     def check_live(self) -> None:

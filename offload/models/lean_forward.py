@@ -16,7 +16,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +37,6 @@ Token = Callable[[torch.Tensor, int | None, LeanCache], torch.Tensor | None]
 _READ = {"input_ids", "attention_mask", "position_ids", *NAMES}
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "return_dict"}
 """For one token, as long as a cache is given and a dictionary is wanted."""
-_VOUCHED = {"input_ids", *NAMES, *_WITHOUT_EFFECT}
-"""What the loop that vouches for a cache calls with."""
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -71,7 +68,6 @@ class LeanForward:
         self._watch = DecoderWatch(model, base, model.get_submodule(*parents))
         self._inner: Callable[..., Any] = model.forward
         self._output: Any = None
-        self._turn: Any = None
 
     def attach(self, cache: LeanCache, attachment: Attachment) -> None:
         """Take over, if both ways give the same bits. ``cache``: an empty one."""
@@ -86,7 +82,7 @@ class LeanForward:
                 f"it does more around its layers than embedding, norm and head: logits differ by "
                 f"{float((stock.logits - logits).abs().max()):.1e}"
             )
-        self._output, self._turn = type(stock), attachment.turn
+        self._output = type(stock)
 
         @functools.wraps(self._inner)  # generate() reads the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -100,8 +96,7 @@ class LeanForward:
         ids: Any = kwargs.get("input_ids")
         if args or not isinstance(cache, LeanCache):
             return self._inner(*args, **kwargs)
-        seen = cache.is_as_seen() and kwargs.keys() <= _VOUCHED
-        if not seen and not self._is_plain(ids, kwargs):
+        if not self._is_plain(ids, kwargs, seen=cache.is_as_seen()):
             return self._inner(*args, **kwargs)
         cache.check_live()
         if not _sees_all(kwargs.get("attention_mask"), cache.get_seq_length() + 1):
@@ -115,24 +110,13 @@ class LeanForward:
             if hidden is None:
                 logits = self._logits(embedded, cache, positions, self._layers)
             else:
-                cache.saw(partial(self._direct, cache))
+                cache.saw()
                 logits = self._head(self._norm(hidden))
         return self._output(logits=logits, **{CACHE: cache})
 
-    def _direct(self, cache: LeanCache, ids: torch.Tensor) -> torch.Tensor:
-        """The logits of ``ids`` [1, 1] as ``__call__`` gives them. The caller has seen to it that
-        all is plain, and that nobody listens to the model as a whole."""
-        with self._turn, torch.no_grad():
-            cache.check_live()
-            embedded = self._embedding(ids)
-            hidden = self._token(embedded, None, cache)
-            if hidden is None:
-                return self._logits(embedded, cache, None, self._layers)
-            logits: torch.Tensor = self._head(self._norm(hidden))
-            return logits
-
-    def _is_plain(self, ids: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call asks for the next token's logits and nothing else."""
+    def _is_plain(self, ids: Any, kwargs: dict[str, Any], *, seen: bool) -> bool:
+        """Whether a call asks for the next token's logits and nothing else. ``seen``: that the
+        layers are as they were has been seen, and still holds."""
         if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1):
             return False
         for name, value in kwargs.items():
@@ -150,10 +134,12 @@ class LeanForward:
         positions = kwargs.get("position_ids")
         if positions is not None and positions.numel() != 1:
             return False
-        return (
+        if torch.is_grad_enabled():
+            return False
+        return seen or (
             self._watch.untouched()
             and self._untouched()
-            and not (base._forward_hooks or base._forward_pre_hooks or torch.is_grad_enabled())
+            and not (base._forward_hooks or base._forward_pre_hooks)
         )
 
     def _logits(

@@ -22,7 +22,6 @@ from offload.cpu_ops.block_layout import PART
 from offload.cpu_ops.entries import Kernel
 from offload.cpu_ops.kv_cache import KvType
 from offload.cpu_ops.kv_quantised import quantised_layout
-from offload.cpu_ops.mersenne import race_kernel
 from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
@@ -161,8 +160,7 @@ def prepare_packed(
         lean = LeanModel({}, ON_DEVICE)
     if kind != "cuda" or options.hybrid:
         more = [accumulate_kernel("f32")] if options.hybrid and pack.experts else []
-        kernels = [*pack_kernels(pack), *lean_kernels(lean), *more, race_kernel()]
-        compile_ahead(kernels, compiling)
+        compile_ahead([*pack_kernels(pack), *lean_kernels(lean), *more], compiling)
         if kind != "cuda" and options.sample is not None and options.hardware is not None:
             options.hardware, options.fewer = options.sample(options.hardware, pack)
     lean = prove_lean(shape, lean)

@@ -12,7 +12,6 @@ from torch import nn
 
 from offload.blocks import Tier
 from offload.cpu_ops.experts import ExpertLayout, TokenExperts
-from offload.generation.draw import draw
 from offload.io.engines import make_engine
 from offload.io.memory import AlignedBuffer, Staging
 from offload.io.pack_manifest import Layout
@@ -178,7 +177,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         attachment = PackedAttachment(
             prepared.pack, meta.model, prepared.cut, plan, executor, recorder=recorder, card=card
         )
-        attachment.take_loop(draw if device.torch_device.type == "cpu" else None)
+        attachment.take_loop()
         if card is not None:
             card.take(meta.model, attachment.on_detach)
         make_cache = end_cache = run = None

@@ -174,7 +174,7 @@ def test_an_interrupted_run_keeps_what_it_has_recorded(
 ) -> None:
     trace = tmp_path / "moe.routing"
     seen = 0
-    real = decode.Tap.__call__
+    real = decode.Tap.take
 
     def interrupted(self: Any, *args: Any, **more: Any) -> Any:
         nonlocal seen
@@ -183,7 +183,7 @@ def test_an_interrupted_run_keeps_what_it_has_recorded(
             raise Interrupted(2)
         return real(self, *args, **more)
 
-    monkeypatch.setattr(decode.Tap, "__call__", interrupted)
+    monkeypatch.setattr(decode.Tap, "take", interrupted)
     done = cli("generate", "-m", moe, *WORDS, "--ram", "12MiB", "--record-routing", trace)
     assert done.code == 130
     runs = list(RoutingReader(trace))

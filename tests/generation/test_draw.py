@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from offload.generation import draw as module
 from offload.generation.draw import _drawn, draw
@@ -30,22 +33,42 @@ def test_torchs_token_and_state(count: int, used: int) -> None:
         torch.randint(9, (used,), generator=torchs)
         own.set_state(torchs.get_state())
         for _ in range(3):
-            assert _drawn(p.numpy(), own) == int(torch.multinomial(p, 1, generator=torchs))
+            assert _drawn(p, own) == int(torch.multinomial(p, 1, generator=torchs))
             assert torch.equal(own.get_state(), torchs.get_state())
 
 
-def test_many_equal_ones_are_more_than_are_kept_at_a_time() -> None:
-    """Rising probabilities: nearly every token has the lead for a while."""
+def test_rising_probabilities() -> None:
+    """Most tokens are no chance at all, in float32 as they are."""
     p = torch.exp(torch.linspace(-80, 0, 100_000))
     own, torchs = torch.Generator(), torch.Generator()
     for seed in range(10):
         own.manual_seed(seed)
         torchs.manual_seed(seed)
-        token = _drawn(p.numpy(), own)
-        if token is None:
-            assert torch.equal(own.get_state(), torchs.get_state())
-        else:
-            assert token == int(torch.multinomial(p, 1, generator=torchs))
+        assert _drawn(p, own) == int(torch.multinomial(p, 1, generator=torchs))
+        assert torch.equal(own.get_state(), torchs.get_state())
+
+
+def test_numbers_of_another_thread_are_not_drawn_twice() -> None:
+    """Each number is taken from torch's generator once, whoever takes it."""
+    p = probabilities(5000, 1, 0)
+    got: list[torch.Tensor] = []
+    stop = threading.Event()
+
+    def others() -> None:
+        while not stop.is_set():
+            got.append(torch.rand(2000, dtype=torch.float64))
+
+    assert module._is_known(5000)
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(300):
+            draw(p)
+    finally:
+        stop.set()
+        thread.join()
+    found = torch.cat(got)
+    assert len(found.unique()) == len(found)
 
 
 def test_the_default_generator_goes_on_as_with_torch() -> None:
@@ -73,18 +96,33 @@ def test_errors_are_torchs(wrong: float) -> None:
 
 
 def test_a_torch_that_draws_otherwise_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = torch.multinomial
-
-    def backwards(p: torch.Tensor, n: int, **more: torch.Generator) -> torch.Tensor:
-        return len(p) - 1 - stock(p.flip(0), n, **more)
-
-    monkeypatch.setattr(torch, "multinomial", backwards)
+    inner = torch.rand
+    monkeypatch.setattr(torch, "rand", lambda *a, **k: 1 - inner(*a, **k))
+    module._is_known.cache_clear()
     p = probabilities(6001, 1, 0)
-    assert not module._is_known(6001)
     try:
+        assert not module._is_known(6001)
         torch.manual_seed(1)
-        want = int(backwards(p, 1))
+        want = int(torch.multinomial(p, 1))
         torch.manual_seed(1)
         assert draw(p) == want
     finally:
         module._is_known.cache_clear()
+
+
+def test_who_watches_or_replaces_the_draw_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, seen = probabilities(6000, 1, 0), []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    draw(p)
+    with Watch():
+        draw(p)
+    assert seen.count("multinomial") == 1
+    monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([77]))
+    assert draw(p) == 77

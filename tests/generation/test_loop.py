@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import offload
-from offload.generation import draw, loop, scores
+from offload.generation import draw, scores
 from offload.kv.named import CACHE
+from offload.models.lean_watch import LayerWatch
 
 IDS = torch.tensor([[5, 9, 17, 3, 44, 21, 8, 30, 2, 11]])
 WAYS: dict[str, dict[str, Any]] = {
@@ -54,13 +56,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any
 def stock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each call of transformers' loop."""
     calls: list[int] = []
-    inner = loop._STOCK
+    inner: Any = GenerationMixin._sample
 
+    @wraps(inner)
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return inner(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "_STOCK", counted)
+    monkeypatch.setattr(GenerationMixin, "_sample", counted)
     return calls
 
 
@@ -78,6 +81,7 @@ def theirs(model: Any, ids: torch.Tensor, **settings: Any) -> tuple[Any, torch.T
 def test_tokens_and_random_numbers(model: Any, way: str, stock: list[int]) -> None:
     settings = {"max_new_tokens": 12, **WAYS[way]}
     want, state = theirs(model, IDS, **settings)
+    stock.clear()
     torch.manual_seed(3)
     got = model.generate(IDS, **settings)
     assert torch.equal(got, want)
@@ -97,7 +101,7 @@ def test_others_are_transformers(model: Any, stock: list[int]) -> None:
         torch.manual_seed(3)
         found = model.generate(ids, max_new_tokens=4, **settings)
         assert len(getattr(found, "sequences", found)) >= 1
-    assert len(stock) <= 1  # two sequences; the others do not even come by the loop
+    assert len(stock) == 3  # not beams and drafts, which are loops of their own
 
 
 def test_a_program_is_asked_in_transformers_order(model: Any) -> None:
@@ -244,18 +248,119 @@ def test_the_next_generation_looks_again(model: Any) -> None:
     assert torch.equal(model.generate(IDS, **settings), plain)
 
 
-def test_classes_with_a_loop_of_their_own_keep_it(model: Any) -> None:
-    class Own(type(model)):  # type: ignore[misc]
-        def _sample(self, input_ids: torch.Tensor, **_: Any) -> str:
-            return "mine"
+def test_a_loop_of_somebody_else_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class, or put in transformers' place for all of them, whenever."""
+    calls: list[int] = []
+    inner: Any = GenerationMixin._sample
 
-    class Bare(Own):
-        generate = None
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
 
-    for kind in (Own, Bare):
-        with torch.device("meta"):
-            other = kind(model.config)
-        assert loop.looped(other) is None
+    want = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert calls == []
+    for owner in (GenerationMixin, type(model)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, "_sample", mine, raising=False)
+            assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), want)
+    assert len(calls) == 2
+    made: list[int] = []
+    prepare: Any = GenerationMixin.prepare_inputs_for_generation
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", prepared)
+    model.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert len(made) == 4
+
+
+def test_what_is_in_front_of_the_forward_sees_every_pass(model: Any) -> None:
+    inner, seen = model.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = inner(*args, **kwargs)
+        seen.append(1)
+        out.logits[..., 7] += 1e4
+        return out
+
+    model.forward = forward
+    try:
+        out = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    finally:
+        model.__dict__["forward"] = inner
+    assert out[0, 10:].tolist() == [7] * 6
+    assert len(seen) == 6
+
+
+def test_hooks_of_the_head_may_change_a_layer(model: Any) -> None:
+    layer, calls = model.base_model.layers[0], []
+    before = layer.mlp
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            layer.mlp = nn.Identity()
+
+    def run(**more: Any) -> list[int]:
+        calls.clear()
+        handle = model.lm_head.register_forward_hook(hook)
+        try:
+            out = model.generate(IDS, max_new_tokens=8, do_sample=False, **more)
+        finally:
+            handle.remove()
+            layer.mlp = before
+        return out[0].tolist()  # type: ignore[no-any-return]
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._sample(*args, **kwargs)
+
+    assert run() == run(custom_generate=own)
+
+
+def test_criteria_are_read_each_time(model: Any) -> None:
+    """A program may end a text by what it has given."""
+
+    def run(**more: Any) -> int:
+        most = MaxLengthCriteria(30)
+
+        def stop(ids: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
+            if ids.shape[1] == 13:
+                most.max_length = 0
+            return torch.tensor([False])
+
+        criteria = StoppingCriteriaList([stop, most])
+        out = model.generate(
+            IDS, max_new_tokens=20, do_sample=False, stopping_criteria=criteria, **more
+        )
+        return int(out.shape[1])
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._sample(*args, **kwargs)
+
+    assert run() == run(custom_generate=own) < 20
+
+
+def test_settings_that_are_nothing_are_transformers_errors(model: Any) -> None:
+    for settings in ({"prompt_lookup_num_tokens": 0}, {"num_beams": 0}, {"draw": 5}):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            model.generate(IDS, max_new_tokens=2, do_sample=False, **settings)
+
+
+def test_a_packed_model_is_looked_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody else's code runs, the layers are not looked at before every token."""
+    if model.offload.lean is None:
+        pytest.skip("its layers run their own code")
+    looks: list[int] = []
+    inner = LayerWatch.untouched
+    monkeypatch.setattr(LayerWatch, "untouched", lambda self: looks.append(1) or inner(self))
+    counts = []
+    for tokens in (4, 12):
+        looks.clear()
+        model.generate(IDS, max_new_tokens=tokens, do_sample=False)
+        counts.append(len(looks))
+    assert counts[0] == counts[1] > 0
 
 
 def test_unwrapped_models_generate_as_before(tmp_path: Path) -> None:

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 from equivalence import Golden, budgets, greedy, opened, options, prompt, reference
-from families import randomise, tiny_config
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
-from wrap_support import seeded_alone
+from wrap_support import seeded_alone, streamed, tiny
 
 import offload
-from offload.errors import ClosedError, OffloadError, PlanError, UnsupportedModelError
-from offload.models.absent import RowTable
+from offload.errors import ClosedError, OffloadError, UnsupportedModelError
 from offload.models.load import prepare
 
 pytestmark = pytest.mark.usefixtures("cut_small")
@@ -34,31 +32,6 @@ Checkpoint = Callable[..., Golden]
 def nothing_left() -> Iterator[None]:
     with seeded_alone():
         yield
-
-
-def streamed(model: Any, disk: Path) -> Any:
-    """Wrapped with the least memory that it runs in, so that nearly all of it streams."""
-    ram = 1
-    while True:
-        try:
-            offload.wrap(model, ram=ram, disk=disk)
-        except PlanError as error:  # staging grows with the budget
-            least = int(str(error).split("at least ")[1].split()[0])
-            assert least > ram
-            ram = least
-        else:
-            assert model.offload.plan.streamed_bytes_per_pass > 0
-            return model
-
-
-def tiny(family: str, **overrides: Any) -> Any:
-    """A resident model in float32, which transformers makes with weights that are trained."""
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_config(family, **overrides)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-    randomise(model)
-    return model.eval()
 
 
 def chain(change: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> nn.Sequential:
@@ -424,53 +397,6 @@ def test_heads_that_are_not_torchs_own(tmp_path: Path) -> None:
     model.lm_head.weight = nn.Parameter(torch.zeros(1500, 64))
     with pytest.raises(OffloadError, match=r"lm_head\.weight is streamed and has been replaced"):
         model(ids_BL)
-    model.offload.close()
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda table: table.__setitem__(3, 0.0),
-        lambda table: table.__setitem__(torch.tensor([3, 4]), 0.0),
-        lambda table: table[3].mul_(0),
-        lambda table: table[3, 2:5].zero_(),
-        lambda table: table.data[3].copy_(torch.zeros(64)),
-        lambda table: table.select(0, 3).data.fill_(1),
-        lambda table: table[torch.tensor(3)].__iadd__(1),
-        lambda table: torch.zeros(64, out=table[3]),
-    ],
-)
-def test_a_row_of_a_table_on_disk_is_not_written_to(write: Any, tmp_path: Path) -> None:
-    """With the table in memory it is the table's: here it is a copy, and all would be lost."""
-    model = streamed(tiny("qwen3", vocab_size=1500, tie_word_embeddings=False), tmp_path)
-    table = model.model.embed_tokens.weight
-    with torch.no_grad(), pytest.raises(OffloadError, match="what is written to one would be lost"):
-        write(table)
-    model.offload.close()
-
-
-def test_rows_of_a_table_on_disk_are_read_as_ever(tmp_path: Path) -> None:
-    model = tiny("qwen3", vocab_size=1500, tie_word_embeddings=False)
-    want = model.model.embed_tokens.weight.detach().clone()
-    streamed(model, tmp_path)
-    table = model.model.embed_tokens.weight
-    assert isinstance(table, RowTable)
-    with torch.no_grad():
-        assert torch.equal(table[3], want[3])
-        assert torch.equal(table[-1], want[-1])
-        ids = torch.tensor([[-2, 5], [5, 0]])
-        assert torch.equal(table[ids], want[ids])
-        assert table[3].numpy().tolist() == want[3].tolist()
-        assert torch.equal(copy.deepcopy(table[3]), want[3])
-        assert type(table[3] * 2) is torch.Tensor
-        table[3].clone().zero_()  # its own
-        table[[3, 4]].zero_()  # a copy in the resident model, too
-        assert torch.equal(table[[3, 4]], want[[3, 4]])
-        assert torch.equal(torch.zeros(64).copy_(table[3]), want[3])
-        with pytest.raises(IndexError):
-            table[1500]
-        with pytest.raises(IndexError):
-            nn.functional.embedding(torch.tensor([-1]), table)
     model.offload.close()
 
 

@@ -7,8 +7,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+from families import randomise, tiny_config
 from left_threads import threads_left
 from torch import nn
 
@@ -39,3 +42,28 @@ def seeded_alone() -> Iterator[None]:
     yield
     gc.collect()
     assert not (left := threads_left(before)), left
+
+
+def streamed(model: Any, disk: Path) -> Any:
+    """Wrapped with the least memory that it runs in, so that nearly all of it streams."""
+    ram = 1
+    while True:
+        try:
+            offload.wrap(model, ram=ram, disk=disk)
+        except PlanError as error:  # staging grows with the budget
+            least = int(str(error).split("at least ")[1].split()[0])
+            assert least > ram
+            ram = least
+        else:
+            assert model.offload.plan.streamed_bytes_per_pass > 0
+            return model
+
+
+def tiny(family: str, **overrides: Any) -> Any:
+    """A resident model in float32, which transformers makes with weights that are trained."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family, **overrides)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    randomise(model)
+    return model.eval()

@@ -23,8 +23,9 @@ MAY_IMPORT = {  # package of offload -> other packages of offload it may import
     "gpu_ops": BASE | {"cpu_ops"},
     "runtime": LOWER,
     "kv": LOWER | {"runtime"},
-    "models": LOWER | {"runtime", "kv", "gpu_ops"},
-    "batch": LOWER | {"runtime", "kv", "models"},
+    "generation": BASE | {"kv"},
+    "models": LOWER | {"runtime", "kv", "generation", "gpu_ops"},
+    "batch": LOWER | {"runtime", "kv", "generation", "models"},
     "train": LOWER | {"runtime", "models", "gpu_ops"},
 }
 

@@ -192,7 +192,8 @@ def test_spilling_fails(
 
     with monkeypatch.context() as patch:
         patch.setattr(opening, "DirectFile", file)
-        left = rf"no step is committed in {options.disk} yet.*--resume begins anew"
+        # A commit may have ended before the write that fails.
+        left = rf"(no step is committed|step 1 is safe) in {options.disk}.*--resume"
         with pytest.raises(StoreError, match=rf"{what}.*{os.strerror(code)}.*{left}"):
             train(options, fault.after(1), change=everything_on_disk)
     assert fault.hits
