@@ -23,6 +23,7 @@ import logging
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch._C import _len_torch_function_stack
 
@@ -62,6 +63,10 @@ def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None) -> in
     if not (p.min() >= 0 and 0 < p.max() < math.inf):  # a NaN is neither
         return None
     u = torch.rand(len(p), dtype=torch.float64, device="cpu", generator=generator).numpy()
+    chances: npt.NDArray[np.int64] | None = None
+    if np.count_nonzero(p) < len(p) // 8:  # behind a top-k
+        (chances,) = np.nonzero(p > 0)
+        p, u = p[chances], u[chances]
     with np.errstate(all="ignore"):
         most = p / u
         leader = int(most.argmax())
@@ -69,7 +74,8 @@ def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None) -> in
         (left,) = np.nonzero(most >= least)
         # As torch's kernels: the logarithm in float64, the rest in float32.
         waited = np.array([-math.log1p(-one) for one in u[left].tolist()], np.float32)
-        return int(left[int((p[left] / waited).argmax())])
+        winner = left[(p[left] / waited).argmax()]
+    return int(winner if chances is None else chances[winner])
 
 
 @functools.cache
