@@ -185,6 +185,7 @@ class Training:
         self._resume()
         refuse_others()
         self._equip()
+        self._process = os.getpid()
         atexit.register(self._at_exit)
 
     # -- the model ------------------------------------------------------------------------
@@ -371,6 +372,8 @@ class Training:
     def _at_exit(self) -> None:
         """What is pending is lost, as nobody has saved it. Threads have to end all the same: one
         that is in torch's code when the interpreter goes ends the process with an abort."""
+        if os.getpid() != self._process:
+            return  # a fork's child: files and threads are the parent's
         self._closed = True
         self._say_lost()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -489,3 +490,15 @@ def test_threads_end_with_the_program(tiny: Any, place: str, caplog: Any) -> Non
         assert "not all of them saved" in caplog.text
         with pytest.raises(ClosedError):
             model.offload.commit()
+
+
+def test_a_forks_child_leaves_the_parents_files(tiny: Any, monkeypatch: Any) -> None:
+    with streamed(tiny("llama")) as model:
+        training = model.offload
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)
+            training._at_exit()
+        assert training.directory.is_dir()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        loop(model, optimizer, clip=0)
+    assert not training.directory.exists()
