@@ -151,9 +151,7 @@ def decode(
     ours = all(map(_is_ours, [*processors, *criteria, *_listeners(model, streamer)]))
     passes = _Passes(model, kwargs, ours)
     ids, steps = input_ids, _Steps(processors)
-    outputs = model._prefill(
-        ids, settings, kwargs, is_first_iteration=not getattr(settings, "is_assistant", False)
-    )
+    outputs = model._prefill(ids, settings, kwargs, is_first_iteration=True)
     with model._optimize_model_for_decode(), passes.vouched():
         while True:
             scores = passes.follow(outputs)

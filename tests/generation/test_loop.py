@@ -67,12 +67,14 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+def own(*args: Any, **kwargs: Any) -> Any:
+    """Transformers' loop, given as a caller's."""
+    return GenerationMixin._sample(*args, **kwargs)
+
+
 def theirs(model: Any, ids: torch.Tensor, **settings: Any) -> tuple[Any, torch.Tensor]:
     """With transformers' own loop: tokens, and the generator's state behind them."""
     torch.manual_seed(3)
-
-    def own(*args: Any, **kwargs: Any) -> Any:
-        return GenerationMixin._sample(*args, **kwargs)
 
     return model.generate(ids, custom_generate=own, **settings), torch.get_rng_state()
 
@@ -184,9 +186,6 @@ def test_a_hook_of_a_program_is_heeded_between_two_tokens(model: Any) -> None:
                 hooks.pop().remove()
         return out[0].tolist()  # type: ignore[no-any-return]
 
-    def own(*args: Any, **kwargs: Any) -> Any:
-        return GenerationMixin._sample(*args, **kwargs)
-
     plain = model.generate(IDS, max_new_tokens=12, do_sample=False)[0].tolist()
     changed = run()
     assert changed == run(custom_generate=own)
@@ -217,9 +216,6 @@ def test_an_own_criterion_that_changes_a_module_is_seen(model: Any) -> None:
             layer.mlp = before
         return out[0].tolist()  # type: ignore[no-any-return]
 
-    def own(*args: Any, **kwargs: Any) -> Any:
-        return GenerationMixin._sample(*args, **kwargs)
-
     assert run() == run(custom_generate=own)
 
 
@@ -237,9 +233,6 @@ def test_the_next_generation_looks_again(model: Any) -> None:
         layer.mlp = nn.Identity()
         out: torch.Tensor = model.generate(first, **{CACHE: cache}, **settings, **more)
         return out
-
-    def own(*args: Any, **kwargs: Any) -> Any:
-        return GenerationMixin._sample(*args, **kwargs)
 
     try:
         assert torch.equal(again(), again(custom_generate=own))
@@ -313,9 +306,6 @@ def test_hooks_of_the_head_may_change_a_layer(model: Any) -> None:
             layer.mlp = before
         return out[0].tolist()  # type: ignore[no-any-return]
 
-    def own(*args: Any, **kwargs: Any) -> Any:
-        return GenerationMixin._sample(*args, **kwargs)
-
     assert run() == run(custom_generate=own)
 
 
@@ -335,9 +325,6 @@ def test_criteria_are_read_each_time(model: Any) -> None:
             IDS, max_new_tokens=20, do_sample=False, stopping_criteria=criteria, **more
         )
         return int(out.shape[1])
-
-    def own(*args: Any, **kwargs: Any) -> Any:
-        return GenerationMixin._sample(*args, **kwargs)
 
     assert run() == run(custom_generate=own) < 20
 
