@@ -274,7 +274,7 @@ def find_block(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> i
     candidates = [b for b in BLOCKS if b < columns] + [MOST_BLOCK] * (columns <= MOST_BLOCK)
     with torch.no_grad():
         for first in range(0, count, LEAST_ROWS):
-            drawn = torch.randn(LEAST_ROWS, columns, generator=generator)
+            drawn = torch.randn(LEAST_ROWS, columns, generator=generator, dtype=torch.float32)
             x_TK = drawn.to(torch.bfloat16)
             alone = torch.cat([F.linear(x[None], weight_NK, bias_N) for x in x_TK])
             candidates = [

@@ -37,7 +37,7 @@ dtype = getattr(torch, job["dtype"])
 V, H, step = job["vocabulary"], job["width"], job["slice"]
 generator = torch.Generator().manual_seed(0)
 def random(rows):
-    return torch.randn(rows, H, generator=generator)
+    return torch.randn(rows, H, generator=generator, dtype=torch.float32)
 def in_ram():
     size = torch.empty(0, dtype=dtype).element_size()
     page = mmap.ALLOCATIONGRANULARITY

@@ -247,7 +247,7 @@ class HostProducts:
         x_TK = x.detach().reshape(-1, module.in_features).float().contiguous()
 
         def work(views: Views, x_TK: torch.Tensor) -> torch.Tensor:
-            out_TN = torch.empty(len(x_TK), module.out_features, device="cpu")
+            out_TN = torch.empty(len(x_TK), module.out_features, dtype=torch.float32, device="cpu")
             module.multiply(views[name].data_ptr(), x_TK, out_TN)
             return out_TN
 

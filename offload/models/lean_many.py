@@ -74,13 +74,13 @@ class Rooms:
             if kept.shape == shape and _is_alone(kept):
                 break
         else:
-            kept = torch.empty(shape, device="cpu")
+            kept = torch.empty(shape, dtype=torch.float32, device="cpu")
             if shape[:-1].numel() > CHUNK or _storage_uses is None:
                 return kept
             self._outputs = [*self._outputs[-1:], kept]
         # Not a view: it has no base that autograd knows of.
         strides = kept.stride()
-        empty = torch.empty(0, device="cpu")
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
         return empty.set_(kept.untyped_storage(), 0, shape, strides)
 
     def forget(self) -> None:

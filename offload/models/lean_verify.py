@@ -43,7 +43,7 @@ def verify(layer: Any, lean: Lean, *, seed: int = 0) -> float:
         twin = type(layer)(config, layer.self_attn.layer_idx).float().eval()
         for parameter in twin.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        x = torch.randn(1, TOKENS, config.hidden_size)
+        x = torch.randn(1, TOKENS, config.hidden_size, dtype=torch.float32)
     found = detect(twin)
     if isinstance(found, str) or found.parts != lean.parts:
         raise UnsupportedModelError(
@@ -111,7 +111,9 @@ def _stock(twin: Any, rotary: Any, lean: Lean, x: Any) -> Any:
     of_type = () if lean.layer_type is None else (lean.layer_type,)
     back = positions[0][:, None] - positions
     hidden = (back < 0) | ((back >= lean.plan.attention.window) & (lean.plan.attention.window > 0))
-    mask = torch.zeros(TOKENS, TOKENS).masked_fill(hidden, float("-inf"))[None, None]
+    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float32).masked_fill(hidden, float("-inf"))[
+        None, None
+    ]
     with torch.no_grad():
         out = twin(
             x, attention_mask=mask, position_ids=positions,

@@ -61,7 +61,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         refuse_recorders()  # which see that memory is taken for the result, and not what fills it
         x_TK = x.detach().reshape(-1, self.in_features).float().contiguous()
-        out_TN = torch.empty(len(x_TK), self.out_features, device=x_TK.device)
+        out_TN = torch.empty(len(x_TK), self.out_features, dtype=torch.float32, device=x_TK.device)
         if self.product is not None:
             self.product(self, x_TK, out_TN)
         else:
@@ -76,7 +76,7 @@ class PackedLinear(nn.Module):
     def rows(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Several single rows: each gets the bits that ``forward`` gives it alone. float32."""
         inputs_TK = x_TK.detach().float().contiguous()
-        out_TN = torch.empty(len(inputs_TK), self.out_features, device="cpu")
+        out_TN = torch.empty(len(inputs_TK), self.out_features, dtype=torch.float32, device="cpu")
         self._on_cpu(gemm, inputs_TK, out_TN)
         return out_TN
 
@@ -310,7 +310,9 @@ def find_glu(module: Any, inner: int) -> tuple[Glu, float, float]:
     alpha = float(getattr(module, "alpha", None) or 1.702)
     limit = float(getattr(module, "limit", None) or 7.0)
     generator = torch.Generator().manual_seed(0)
-    gate, up = (4 * torch.randn(4, inner, generator=generator) for _ in range(2))
+    gate, up = (
+        4 * torch.randn(4, inner, generator=generator, dtype=torch.float32) for _ in range(2)
+    )
     if getattr(module, "is_concatenated", True):
         joined = torch.cat([gate, up], dim=-1)
     else:

@@ -130,7 +130,7 @@ class PackedAttachment(Attachment):
         def read(wanted: Sequence[int]) -> torch.Tensor:
             if len(wanted) == 1:
                 return read_one(wanted[0])
-            out = torch.empty(len(wanted), rows.columns, device="cpu")
+            out = torch.empty(len(wanted), rows.columns, dtype=torch.float32, device="cpu")
             with AlignedBuffer(min(together, len(wanted)) * nbytes) as buffer:
                 for first in range(0, len(wanted), together):
                     some = wanted[first : first + together]
@@ -142,7 +142,7 @@ class PackedAttachment(Attachment):
                         part.release()
             return out.to(executor.device.torch_device)
 
-        shape_only = torch.empty(rows.rows, rows.columns, device="meta")
+        shape_only = torch.empty(rows.rows, rows.columns, dtype=torch.float32, device="meta")
         table = row_table(name, shape_only, executor.device.torch_device, read)
         module._parameters["weight"] = nn.Parameter(table, requires_grad=False)
 

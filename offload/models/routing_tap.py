@@ -105,7 +105,7 @@ class RouterTap:
         else:
             experts_TP, valid_TP = index_TK, valid_TK
             weights_TK = self._weights(given, index)
-            even_TK = torch.full((tokens, k), 1.0 / k, device="cpu")
+            even_TK = torch.full((tokens, k), 1.0 / k, dtype=torch.float32, device="cpu")
             scores_TP = even_TK if weights_TK is None else weights_TK
         none = torch.full((), NO_EXPERT, dtype=torch.int64, device="cpu")
         return Routing(experts_TP.where(valid_TP, none), scores_TP * valid_TP, k)

@@ -374,3 +374,46 @@ def test_a_default_device_of_a_program_changes_nothing(model: Any) -> None:
     with torch.device("meta"):
         got = model.generate(IDS, **settings)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_a_default_dtype_of_a_program_changes_nothing(model: Any, dtype: torch.dtype) -> None:
+    """Also where a pass has several tokens, or the text is embedded before."""
+    two = torch.cat([IDS, IDS.flip(1)])
+
+    def results() -> list[torch.Tensor]:
+        embedded = model.get_input_embeddings()(IDS).detach()
+        settings = {"max_new_tokens": 6, "do_sample": False}
+        return [
+            model.generate(IDS, **settings), model.generate(two, **settings),
+            model.generate(inputs_embeds=embedded, **settings), model(IDS).logits.detach(),
+        ]  # fmt: skip
+
+    want = results()
+    torch.set_default_dtype(dtype)
+    try:
+        got = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [g.dtype for g in got] == [w.dtype for w in want]
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_packed_model_loads_whatever_the_default_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.models.pack_cache.pack_cache_dir", lambda *_: tmp_path / "p")
+    config = tiny_config("qwen3_moe", vocab_size=VOCABULARY)
+    directory = write("qwen3_moe", tmp_path / "m", torch.float32, config=config)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            model = offload.load(directory, ram="256MiB", quant="q4", context=64)
+            logits = model(IDS).logits.detach()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append((logits, model.offload.plan.reasons))
+        model.offload.close()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
