@@ -59,6 +59,16 @@ PLAIN = (KvType.F32, KvType.BF16)
 """Kinds that keep rows as they are stored."""
 
 
+def refuse_stale() -> NoReturn:
+    """Raises OffloadError: a cache whose memory another generation has taken is used."""
+    raise OffloadError(
+        "this cache's memory belongs to a later generation, or its model is closed: a model keeps "
+        "one conversation. Continue from the latest cache; what generates while another generation "
+        "runs (a model that drafts for itself, assistant_early_exit, a stopping criterion that "
+        "generates) needs a model of its own: load it twice"
+    )
+
+
 def refuse_copy() -> NoReturn:
     """Raises OffloadError, for what ``copy.deepcopy`` and ``pickle`` ask of memory for keys and
     values: a plan has counted it once, and kernels know it by its address."""

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from offload.cpu_ops.kv_cache import refuse_copy
+from offload.cpu_ops.kv_cache import refuse_copy, refuse_stale
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.kv.homes import upcoming
 from offload.kv.in_place import TierHandle, tag
@@ -86,10 +86,7 @@ class Life:
     def check_live(self) -> None:
         """Raises OffloadError: another generation has taken the memory."""
         if not self.live:
-            raise OffloadError(
-                "this KV cache's memory belongs to a later generation, or its model is closed; a "
-                "model keeps one cache at a time"
-            )
+            refuse_stale()
 
     def check_attended(self) -> None:
         """Raises UnsupportedModelError: the model did something else with the last handle's keys

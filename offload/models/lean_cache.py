@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from offload.cpu_ops.block_layout import PART
-from offload.cpu_ops.kv_cache import Array, KvCache
+from offload.cpu_ops.kv_cache import Array, KvCache, refuse_stale
 from offload.cpu_ops.kv_quantised import QuantisedKv
 from offload.errors import OffloadError
 
@@ -199,6 +199,4 @@ class LeanCache(Cache):  # type: ignore[misc]
     def check_live(self) -> None:
         """Raises OffloadError: another generation has taken the memory."""
         if not self.live:
-            raise OffloadError(
-                "this cache's memory belongs to a later generation; a model keeps one conversation"
-            )
+            refuse_stale()
