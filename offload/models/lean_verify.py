@@ -111,9 +111,8 @@ def _stock(twin: Any, rotary: Any, lean: Lean, x: Any) -> Any:
     of_type = () if lean.layer_type is None else (lean.layer_type,)
     back = positions[0][:, None] - positions
     hidden = (back < 0) | ((back >= lean.plan.attention.window) & (lean.plan.attention.window > 0))
-    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float32).masked_fill(hidden, float("-inf"))[
-        None, None
-    ]
+    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.float32)
+    mask = mask.masked_fill(hidden, float("-inf"))
     with torch.no_grad():
         out = twin(
             x, attention_mask=mask, position_ids=positions,
