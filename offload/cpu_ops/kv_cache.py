@@ -63,9 +63,9 @@ def refuse_stale() -> NoReturn:
     """Raises OffloadError: a cache whose memory another generation has taken is used."""
     raise OffloadError(
         "this cache's memory belongs to a later generation, or its model is closed: a model keeps "
-        "one conversation. Continue from the latest cache; what generates while another generation "
-        "runs (a model that drafts for itself, assistant_early_exit, a stopping criterion that "
-        "generates) needs a model of its own: load it twice"
+        "one conversation. Continue from the latest cache; drop assistant_early_exit, with which a "
+        "model drafts for itself; what generates in the middle of a generation (assistant_model, a "
+        "stopping criterion) needs a model of its own: load it twice"
     )
 
 

@@ -332,6 +332,12 @@ def test_a_cache_is_reused_and_cropped(tmp_path: Path) -> None:
             model(IDS[:, :1], past_key_values=cache)
         with pytest.raises(OffloadError, match=r"assistant_early_exit.*load it twice"):
             model.generate(IDS, max_new_tokens=4, assistant_early_exit=1, **kw)
+        twin = load(pack_dir)
+        try:
+            got = model.generate(IDS, max_new_tokens=12, assistant_model=twin, **kw)
+        finally:
+            twin.offload.close()
+        assert torch.equal(got, whole)
         assert torch.equal(model.generate(IDS, max_new_tokens=12, **kw), whole)
     finally:
         model.offload.close()
