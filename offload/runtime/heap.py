@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import threading
+from collections.abc import Iterator
+
+from offload.runtime.rss import current_rss
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +21,11 @@ SMALL_BUDGET = 256 * 2**20
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
+
+_MMAPS = 65536  # M_MMAP_MAX where nobody has set it
+_NEVER = 2**31 - 1
 
 
 def return_large_blocks() -> bool:
@@ -31,6 +40,71 @@ def return_large_blocks() -> bool:
     """
     # Setting either ends the dynamic adjustment of both.
     return _set(_M_MMAP_THRESHOLD, LARGE_BYTES) and _set(_M_TRIM_THRESHOLD, LARGE_BYTES)
+
+
+_keeping = 0
+_keeping_lock = threading.Lock()
+
+
+def can_keep_freed() -> bool:
+    """Whether ``keeping_freed`` does anything here."""
+    try:
+        library = ctypes.CDLL(None)
+        return bool(library.mallopt and library.malloc_trim)
+    except (OSError, AttributeError):
+        return False
+
+
+@contextlib.contextmanager
+def keeping_freed() -> Iterator[None]:
+    """Inside, glibc keeps blocks of every size on its heap when they are freed, for whoever asks
+    next; behind it they are given back, and large ones are from then on (``return_large_blocks``).
+    Process-wide. Nests, also over threads.
+
+    For work that asks for the same blocks again and again and has a budget for those in between
+    (``GiveBack``): a layer of a billion-parameter model, forward and backward of 2,048 tokens, took
+    2.1 to 2.4 s with large blocks given back at once, 0.4 of 1.9 million page faults and 2.0 s with
+    this. A threshold of 32 MiB, the largest that glibc takes, leaves out blocks of longer inputs.
+    """
+    global _keeping
+    with _keeping_lock:
+        _keeping += 1
+        _set(_M_MMAP_MAX, 0)
+        _set(_M_TRIM_THRESHOLD, _NEVER)
+    try:
+        yield
+    finally:
+        with _keeping_lock:
+            _keeping -= 1
+            if not _keeping:
+                _set(_M_MMAP_MAX, _MMAPS)
+                return_large_blocks()
+                give_back()
+
+
+def give_back() -> None:
+    """Give the pages of all free blocks back to the system, those amid the heap, too."""
+    with contextlib.suppress(OSError, AttributeError):  # there is no such heap
+        trim = ctypes.CDLL(None).malloc_trim
+        trim.argtypes = [ctypes.c_size_t]
+        trim(0)
+
+
+class GiveBack:
+    """What ``keeping_freed`` must not exceed: ``give_back`` where little of a budget is left."""
+
+    def __init__(self, limit: int, ahead: int) -> None:
+        """``limit``: resident bytes of this process. ``ahead``: bytes that may be needed until the
+        next call."""
+        self.limit, self.ahead = limit, ahead
+        self.times = 0
+        """How often it was necessary."""
+
+    def __call__(self) -> None:
+        """To be called at the beginning of a piece of work."""
+        if current_rss() + self.ahead > self.limit:
+            give_back()
+            self.times += 1
 
 
 def keep_small_heap(budget: int) -> bool:
@@ -72,6 +146,6 @@ def _set(parameter: int, value: int) -> bool:
 
 
 __all__ = [
-    "KEPT_BYTES", "LARGE_BYTES", "SMALL_BUDGET", "keep_small_heap", "return_large_blocks",
-    "share_one_heap",
+    "KEPT_BYTES", "LARGE_BYTES", "SMALL_BUDGET", "GiveBack", "can_keep_freed", "give_back",
+    "keep_small_heap", "keeping_freed", "return_large_blocks", "share_one_heap",
 ]  # fmt: skip

@@ -47,7 +47,15 @@ from offload.train.needs import (
 )
 from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
-from offload.train.plan import ORDERS, Needs, TrainPlan, make_plan
+from offload.train.plan import (
+    FREED,
+    ORDERS,
+    Needs,
+    TrainPlan,
+    affordable,
+    freed_bytes,
+    make_plan,
+)
 from offload.train.predicting import PHASES, Prediction, StepRates, predict
 from offload.train.reading import Routing
 from offload.train.spilling import KEPT, KeptInputs, best, input_sizes, plans
@@ -86,7 +94,7 @@ def choose(
     meta: OnMeta, options: TrainOptions, *, ram: int, versions: int, notes: list[str],
     process_bytes: Callable[[], int], rates_of: Callable[[Shape], StepRates | None],
     base: PackedBase | None = None, more: Mapping[str, int] = {}, gpu: int | None = None,
-    card_flash: bool | None = None,
+    card_flash: bool | None = None, keeps_freed: bool = False,
 ) -> Chosen:  # fmt: skip
     """Lay out ``meta.model`` and plan its training; adapters are added to it.
 
@@ -102,6 +110,7 @@ def choose(
         gpu: the budget of the device that layers run on; None: there is none.
         card_flash: the device is a card, and whether flash attention runs on it; None: it is
             simulated, and the CPU computes.
+        keeps_freed: freed blocks may stay with the process (``heap.keeping_freed``).
 
     Raises:
         PlanError: it does not fit.
@@ -198,21 +207,33 @@ def choose(
         """
         tier, working = tier_of(place, updates)
         device, link = tier.device, tier.link
+        fixed = fixed_of(tier, working)
         needs = Needs(
-            fixed=fixed_of(tier, working), kinds=Updater.kinds(layout, options.states),
+            fixed=fixed, kinds=Updater.kinds(layout, options.states),
             grad_dtype=grad_dtype, fetched_bytes=fetched, rows=rows, sliced=sliced,
             updated=updated, routing=routing, copies={} if link is None else link.copies,
         )  # fmt: skip
-        found: list[TrainPlan] = []
-        for first in ORDERS:
-            make = partial(
-                make_plan, layout, budget=ram, versions=versions, clipping=clipping,
-                backwards=passes, first=first, always=always,
-            )  # fmt: skip
-            found += plans(make, needs, inputs)
-            if base is None and device is None:
-                buffers = found[-1].placement.buffers
-                found += plans_keeping(make, needs, graphs, buffers=buffers)
+        keeps_graphs = base is None and device is None
+
+        def placed(needs: Needs) -> list[TrainPlan]:
+            found: list[TrainPlan] = []
+            for first in ORDERS:
+                make = partial(
+                    make_plan, layout, budget=ram, versions=versions, clipping=clipping,
+                    backwards=passes, first=first, always=always,
+                )  # fmt: skip
+                found += plans(make, needs, inputs)
+                if keeps_graphs:
+                    buffers = found[-1].placement.buffers
+                    found += plans_keeping(make, needs, graphs, buffers=buffers)
+            return found
+
+        found = placed(needs)
+        freed = freed_bytes(working, fixed["loss"]) if keeps_freed and device is None else 0
+        if freed:
+            with contextlib.suppress(PlanError):  # without room they leave
+                keeping = placed(replace(needs, fixed={**fixed, FREED: freed}))
+                found = keeping + found if affordable(freed, ram) else found + keeping
         if device is not None and link is not None:
             found = [replace(p, placement=replace(p.placement, device=device)) for p in found]
         return _Planned(tier, needs, found, layout, FORWARD if clipping else BACKWARD)

@@ -3,28 +3,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.errors import OffloadError
+from offload.errors import OffloadError, PlanError
 from offload.io.safetensors import CheckpointIndex
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
 from offload.models.workspace import limit_kernels
-from offload.runtime.heap import return_large_blocks
+from offload.runtime.heap import can_keep_freed, return_large_blocks
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.checks import check_dtypes
 from offload.train.dropin import DropinOptions, check_place, choose_trained, open_trainable
 from offload.train.footprint import measure_training
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.options import STATES, TrainOptions
-from offload.train.plan import Needs, TrainPlan, make_plan
+from offload.train.plan import FREED, Needs, TrainPlan, affordable, freed_bytes, make_plan
 from offload.train.spilling import KEPT, KeptInputs, input_sizes, plans
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
@@ -76,6 +78,7 @@ def load_trainable(
         meta, layout, plan.placement, options, where, progress or (lambda *_: None)
     )
     model.offload.plan = plan
+    model.offload.engine.keep_freed(plan.placement.freed_bytes, baseline + plan.limit)
     return model
 
 
@@ -121,7 +124,12 @@ def plan_dropin(
     )  # fmt: skip
     inputs = KeptInputs(sizes=input_sizes(layout, units, footprint))
     make = partial(make_plan, layout, budget=budget, versions=options.keep + 1, clipping=True)
-    return plans(make, needs, inputs)[0]
+    plan = plans(make, needs, inputs)[0]
+    freed = freed_bytes(footprint.unit_bytes, fixed["loss"]) if can_keep_freed() else 0
+    if freed and affordable(freed, budget):
+        with contextlib.suppress(PlanError):  # without room they leave
+            plan = plans(make, replace(needs, fixed={**fixed, FREED: freed}), inputs)[0]
+    return plan
 
 
 __all__ = ["load_trainable", "plan_dropin"]

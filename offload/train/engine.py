@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.cpu_ops import crowding
 from offload.errors import OffloadError
+from offload.runtime.heap import GiveBack, keeping_freed
 from offload.scheduler.timeline import COMPUTE, WAITS, Record
 from offload.train.device_tier import DeviceTier, Homes
 from offload.train.device_values import Copy
@@ -107,6 +108,8 @@ class Engine(Stepping):
         """Parameters whose gradients from lookups are kept by rows (``row_grads``)."""
         self.kept_units: frozenset[int] = frozenset()
         """Units that keep their graph until backward instead of being run again."""
+        self.give_back: GiveBack | None = None
+        """Set: freed blocks stay with the process (``keep_freed``)."""
         self.inputs: SpilledInputs | None = None
         """Set: units' inputs that are on the disk between forward and backward."""
         self._by_name: dict[str, list[tuple[int, int]]] = {}
@@ -154,6 +157,18 @@ class Engine(Stepping):
             self.weights.release(block)  # pinned: it stays where it is
         with self.shared.changed:
             self.weights.pump()
+
+    def keep_freed(self, nbytes: int, limit: int) -> None:
+        """From now on until the engine closes freed blocks stay on the heap, for the next unit.
+
+        ``nbytes``: how many may be there beside what is in use; 0: none, nothing changes.
+        ``limit``: resident bytes of the process with them.
+        """
+        if nbytes:
+            stack = contextlib.ExitStack()
+            stack.enter_context(keeping_freed())
+            self._closers.append(stack.close)
+            self.give_back = GiveBack(limit, nbytes)
 
     def _place(self, entry: Entry | Copy) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be ``streamed``
@@ -205,6 +220,8 @@ class Engine(Stepping):
         state = self._running[unit]
         if backward and self.on_backward is not None:
             self.on_backward()
+        if not state.depth and self.give_back is not None:
+            self.give_back()
         if not state.depth and self.rounds is not None:
             self.rounds.door()
         if backward and self.inputs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from offload.errors import StoreError
 from offload.models.params import parameters
 from offload.models.request import expert_top_k
 from offload.models.workspace import kernel_bytes
+from offload.runtime.heap import keeping_freed
 from offload.train.beside import Updating, measure_updating
 from offload.train.fetching import OpenSource, measure_fetching
 from offload.train.footprint import TrainFootprint
@@ -25,7 +27,7 @@ from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
 from offload.train.predicting import StepRates
-from offload.train.rates import Computing, Site, compute_seconds, disk_mix
+from offload.train.rates import Computing, Site, compute_seconds, disk_mix, timed
 from offload.train.row_grads import lookup_tables
 from offload.train.updates import Updater, update_workers
 
@@ -47,35 +49,45 @@ def step_rates(
     options: TrainOptions, states: Path, tables: Sequence[torch.Tensor],
     away: frozenset[int] = frozenset(), card: Site | None = None,
     base: PackedBase | None = None, open_source: OpenSource | None = None,
+    keeps_freed: bool = False,
 ) -> StepRates | None:  # fmt: skip
     """Measure what a prediction needs; None where it cannot be. ``tables``: parameters whose
     gradients from lookups leave by rows. ``away``: units that run on ``card``. ``base``: frozen
     weights that stay packed. ``open_source``: what weights are read from, which is asked for some
-    of them."""
+    of them. ``keeps_freed``: the rates are of a run that keeps freed blocks, and say what it costs
+    not to."""
     if max((sum(p.nbytes for p in parameters(m).values()) for m in modules), default=0) > (
         LARGEST_SAMPLE
     ):
         return None
-    measured = compute_seconds(
-        meta.model, modules, form, options.batch_size, options.seq_len, tables,
-        {u.module for u in layout.units if u.index in away}, card, layout, base,
-    )  # fmt: skip
-    if measured is None:
-        return None
-    try:
-        read, write = disk_mix(states.parent)
-        updating = _updating(layout, options, states, measured, card=card is not None)
-        fetching = None
-        if open_source is not None:
-            work = None if measured.sample is None else measured.sample.both
-            fetching = measure_fetching(layout, open_source, work)
-    except StoreError as error:
-        # Whether there is room for the run is asked, and said, elsewhere.
-        logger.info("the disk cannot be measured: %s", error)
-        return None
-    finally:
-        if measured.sample is not None:
-            measured.sample.close()
+    with contextlib.ExitStack() as kept:
+        if keeps_freed:
+            kept.enter_context(keeping_freed())
+        measured = compute_seconds(
+            meta.model, modules, form, options.batch_size, options.seq_len, tables,
+            {u.module for u in layout.units if u.index in away}, card, layout, base,
+        )  # fmt: skip
+        if measured is None:
+            return None
+        sample, faults = measured.sample, 1.0
+        try:
+            read, write = disk_mix(states.parent)
+            updating = _updating(layout, options, states, measured, card=card is not None)
+            fetching = None
+            if open_source is not None:
+                work = None if sample is None else sample.both
+                fetching = measure_fetching(layout, open_source, work)
+            kept.close()
+            if keeps_freed and sample is not None:
+                (without,) = timed(sample.both)
+                faults = max(1.0, without / measured.sample_s)
+        except StoreError as error:
+            # Whether there is room for the run is asked, and said, elsewhere.
+            logger.info("the disk cannot be measured: %s", error)
+            return None
+        finally:
+            if sample is not None:
+                sample.close()
     by_module = dict(zip(map(id, modules), measured.units, strict=True))
     head = None if form is None else meta.model.get_submodule(form.head)
     micro = options.grad_accum
@@ -91,7 +103,7 @@ def step_rates(
         head_unit=next((u.index for u in layout.units if u.module is head), None),
         disk_read=read, disk_write=write, update=updating.adam, lane=updating.lane,
         beside=updating.beside, fetch=None if fetching is None else fetching.rate,
-        fetch_beside=None if fetching is None else fetching.beside,
+        fetch_beside=None if fetching is None else fetching.beside, faults=faults,
     )  # fmt: skip
 
 

@@ -81,6 +81,8 @@ class Placement:
     """Units whose graphs stay in RAM from forward to backward, which does not run them again."""
     device: DevicePlacement | None = None
     """What runs on a device; None: nothing."""
+    freed_bytes: int = 0
+    """Of blocks that are free and stay on the heap (``heap.keeping_freed``); 0: they leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

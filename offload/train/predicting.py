@@ -53,6 +53,8 @@ class StepRates:
     """Bytes per second of weights that are read as they are, alone; None: as the disk's."""
     fetch_beside: Beside | None = None
     """What that and computing cost each other; None: as updates do."""
+    faults: float = 1.0
+    """How much longer units compute where freed blocks leave the process (``heap``)."""
     update_away: float | None = None
     """Bytes per second of an update's pass over the device's memory; None: nobody knows."""
     up: float = math.inf
@@ -74,6 +76,11 @@ class StepRates:
     def with_head_away(self) -> StepRates:
         """Of a step whose loss is computed on the device."""
         return self if self.head_away is None else replace(self, head=self.head_away)
+
+    def with_faults(self) -> StepRates:
+        """Of a step whose freed blocks leave the process."""
+        units = {u: (f * self.faults, b * self.faults) for u, (f, b) in self.units.items()}
+        return replace(self, units=units, faults=1.0)
 
     def with_work(self, more: Mapping[str, float]) -> StepRates:
         """With so many seconds more in each phase, spread evenly over all units (unpacking)."""
@@ -113,6 +120,8 @@ def predict(
     """A step of ``plan``; arguments as of ``make_plan``. ``link``: what goes to a device and comes
     back, if layers run on one."""
     place = plan.placement
+    if not place.freed_bytes:
+        rates = rates.with_faults()
     ring = ring_bytes(layout, place)
     reads = unit_reads(
         layout, place, needs.routing, needs.copies, clipping=clipping, backwards=backwards

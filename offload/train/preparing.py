@@ -26,7 +26,7 @@ from offload.models.prompt_time import read_time
 from offload.models.workspace import limit_kernels
 from offload.runtime.choice import STAGED, budget, flash, staged_copies, warm_up
 from offload.runtime.cuda_stream import staging_reserve
-from offload.runtime.heap import return_large_blocks, share_one_heap
+from offload.runtime.heap import can_keep_freed, return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.causal import check_causal
 from offload.train.checks import (
@@ -236,12 +236,14 @@ def _plan(
             notes.append(f"all states are updated in RAM: {error}")
             return None
 
+    keeps_freed = device.kind == "cpu" and can_keep_freed()
+
     def rates_of(shape: Shape) -> StepRates | None:
         with contextlib.ExitStack() as stack:
             card = stack.enter_context(card_site(device)) if device.kind == "cuda" else None
             found = step_rates(
                 meta, shape.layout, shape.modules, shape.form, options, states, shape.tables,
-                shape.away, card, base, open_source,
+                shape.away, card, base, open_source, keeps_freed,
             )  # fmt: skip
             if found is not None and card is not None and options.gpu_updates != "off":
                 found = replace(found, update_away=card_updates(shape.layout, card))
@@ -254,7 +256,7 @@ def _plan(
         meta, options, ram=ram, versions=state_versions(options, states, total), notes=notes,
         process_bytes=process_bytes, base=base, more=more,
         gpu=budget(device, options.gpu, ram), rates_of=rates_of,
-        card_flash=flash(device) if device.kind == "cuda" else None,
+        card_flash=flash(device) if device.kind == "cuda" else None, keeps_freed=keeps_freed,
     )  # fmt: skip
     if options.ram is None:
         notes.append(

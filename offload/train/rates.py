@@ -64,6 +64,8 @@ class Computing:
     """The same on the card; None: there is none."""
     sample: Sample | None
     """The kind of unit that takes most."""
+    sample_s: float
+    """Seconds of its forward and backward."""
 
 
 class Site(NamedTuple):
@@ -102,7 +104,7 @@ def compute_seconds(
         known: dict[Any, tuple[float, float]] = {}
         each: list[tuple[float, float]] = []
         sample: Sample | None = None
-        most = 0.0
+        most = sample_s = 0.0
         for unit in units:
             if id(unit) not in calls:
                 each.append((0.0, 0.0))
@@ -119,7 +121,7 @@ def compute_seconds(
                 if (all_of_them := known[key][1] * alike) > most:
                     if sample is not None:
                         sample.close()
-                    sample, most = real, all_of_them
+                    sample, most, sample_s = real, all_of_them, known[key][1]
                 else:
                     real.close()
             each.append(known[key])
@@ -131,7 +133,9 @@ def compute_seconds(
     except Exception as error:  # noqa: BLE001  a prediction must never stop a run
         logger.info("a step's computing cannot be measured: %s", error)
         return None
-    return Computing(units=tuple(each), head=head, head_away=head_away, sample=sample)
+    return Computing(
+        units=tuple(each), head=head, head_away=head_away, sample=sample, sample_s=sample_s
+    )
 
 
 class Sample:

@@ -133,6 +133,7 @@ class Run:
             stack.callback(self._commits.close)
             engine = self._open(listener, self._open_device(stack))
             stack.callback(engine.close)
+            engine.keep_freed(self.plan.placement.freed_bytes, self.baseline + self.plan.limit)
             loop = LanguageLoop(
                 engine, self.form, router=options.router_aux_loss, seed=options.seed,
                 vertical=options.grad_accum if options.order == "vertical" else 1,
