@@ -236,6 +236,24 @@ class Arena:
                     f"'{spec.id}' ({spec.kind.value}): it overlaps {other.story()}"
                 )
 
+    def views_at(self, spec: BlockSpec, offset: int) -> dict[str, torch.Tensor]:
+        """A block's tensors as a lease at ``offset`` has them, for whoever knows when it is one's.
+
+        Raises:
+            SchedulerError: it does not lie inside.
+        """
+        if offset % ALIGN or offset < 0 or offset + spec.slot_nbytes > self.memory.nbytes:
+            raise SchedulerError(f"block '{spec.id}' does not lie at {offset} of a memory")
+        look = Lease(self.memory, spec, offset, (), -1, self._views)
+        return {tensor.name: look.tensor(tensor) for tensor in spec.tensors}
+
+    def all_after(self, *events: Event) -> None:
+        """Whoever is given bytes that nobody has now comes after all of these events, which are
+        behind all that was done with them without a lease."""
+        with self._lock:
+            for _, _, old in self._released:
+                old.last_use = events
+
     def release(self, lease: Lease, *last_use: Event) -> None:
         """End the lease. Its bytes may be used again after all of ``last_use``; give none only
         if nobody used them, or the calling host thread did or has waited for it.

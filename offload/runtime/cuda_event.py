@@ -82,6 +82,11 @@ class CudaEvent:
         """What made the work before the event fail, once that is known."""
         return self._error
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known here, without asking the card, that the work before it has ended."""
+        return self._done
+
     def done(self) -> bool:
         if self._done:
             return True

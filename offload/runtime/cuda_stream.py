@@ -66,11 +66,11 @@ class ComputeStream:
     def wait(self, event: Event) -> None:
         """See ``Stream``. Raises DeviceError if the card, or the work before ``event``, failed."""
         waited = cuda_event(event)
-        if waited.done():
+        if waited.settled:
             if waited.error is not None:
                 raise waited.error
-            return  # the usual case: blocks are asked for when they have arrived
-        waited.order(self._stream())
+            return
+        waited.order(self._stream())  # asking the card whether it is done would cost more
 
     def last(self) -> list[CudaEvent]:
         """The last event recorded on each stream that was ever computed on."""
@@ -141,7 +141,7 @@ class CopyStream:
     def wait(self, event: Event) -> None:
         """See ``Stream``. On a card that has failed the copies behind fail. Raises ClosedError."""
         after = cuda_event(event)
-        if after.done() and after.error is None:
+        if after.settled and after.error is None:
             return  # nothing queued from now on could come before
         self._submit(_Op(after=after))
 

@@ -23,6 +23,7 @@ from offload.runtime.cpu_site import CpuSite, Ground
 from offload.runtime.device import Device
 from offload.runtime.expert_calls import ExpertCalls, Views
 from offload.runtime.interrupts import Shield
+from offload.runtime.laps import Laps, may_repeat
 from offload.runtime.order import OrderWatcher
 from offload.runtime.road import Conducting, Road
 from offload.runtime.rows import RowReader
@@ -79,6 +80,13 @@ class Executor(ExpertCalls):
             plan, store, self._transfers, self._waiting, self.stats, watchdog_s=watchdog_s,
             recorder=recorder, story=self.story,
         )  # fmt: skip
+        self._laps: Laps | None = None
+        if may_repeat(plan):
+            self._laps = Laps(
+                plan, device, self._transfers, self._residency, self.stats,
+                story=self.story, recorder=recorder,
+            )  # fmt: skip
+        self._renamed: dict[int, int] = {}  # tickets of laps that are the books' now
         self._cpu: CpuSite | None = None
         crowding.enter()
         try:
@@ -126,6 +134,7 @@ class Executor(ExpertCalls):
         with self._changed:
             if self._freed or self._waiting.left_behind:
                 return
+            self._settle_laps()
             self._freed = self._waiting.closed = True
             if self.story is not None:
                 self.story.finish()
@@ -188,13 +197,58 @@ class Executor(ExpertCalls):
         """
         ticket = 0
         try:
-            with self._shield, self._changed:
-                ticket = self._enter(unit, blocks)
+            with self._shield:
+                with self._changed:
+                    ticket = self._repeat(unit, blocks) or self._enter(unit, blocks)
+                if ticket < 0:
+                    self._run_repeated(blocks)
         except KeyboardInterrupt:
             if ticket:  # at the shield's end: the caller will never hear of the ticket
                 self.leave(ticket, blocks)
             raise
         return ticket
+
+    def _repeat(self, unit: str, blocks: Sequence[str]) -> int:
+        """The ticket of a unit that runs as it did a pass ago; 0: it has to be decided."""
+        laps = self._laps
+        if laps is None:
+            return 0
+        self._waiting.check_open()
+        if not laps.repeating and laps.due(unit):
+            while self._transfers.moving and laps.due(unit):
+                self._waiting.wait(unit, blocks, self._waiting.progress)
+            if laps.due(unit):
+                self._submit(laps.start())
+                if laps.repeating:
+                    laps.fill()
+        if not laps.repeating:
+            return 0
+        ticket = laps.enter(unit, blocks)
+        if not ticket:
+            self._settle_laps()
+        return ticket
+
+    def _run_repeated(self, blocks: Sequence[str]) -> None:
+        """Raises DeviceError."""
+        assert self._laps is not None
+        try:
+            self._laps.run()
+        except BaseException:
+            with self._changed:
+                self._transfers.count_use(-len(blocks))
+                self._submit(self._residency.done(self._laps.settle()))
+                if self.story is not None:
+                    self.story.ends()
+            raise
+
+    def _settle_laps(self) -> None:
+        """Have the state machine and the leases know what is where."""
+        laps = self._laps
+        if laps is None or not laps.repeating:
+            return
+        if ticket := laps.settle():
+            self._renamed[laps.ticket] = ticket
+        self._submit(self._residency.advance())
 
     def _enter(self, unit: str, blocks: Sequence[str]) -> int:
         self._waiting.check_open()
@@ -203,8 +257,12 @@ class Executor(ExpertCalls):
             expected = self._residency.expects(unit)
             cycle = self._order_seen.note(unit, blocks, expected=expected)
             if cycle is not None:
+                if self._laps is not None:
+                    self._laps.disturbed()
                 self._submit(self._residency.retrace(cycle))
         ticket, todo = self._residency.need(unit, blocks)
+        if self._laps is not None:
+            self._laps.begins(unit, blocks)
         self._submit(todo)
         story = self.story
         if story is not None:
@@ -224,6 +282,8 @@ class Executor(ExpertCalls):
                 if story is not None:
                     story.goes_on()
         except BaseException:
+            if self._laps is not None:
+                self._laps.disturbed()
             self._submit(self._residency.done(ticket))
             if story is not None:
                 story.ends()
@@ -245,8 +305,17 @@ class Executor(ExpertCalls):
 
     def leave(self, ticket: int, blocks: Sequence[str]) -> None:
         """The unit has run. Its views are void from now on."""
+        laps = self._laps
         with self._shield, self._changed:
+            if ticket < 0:
+                if laps is not None and laps.repeating:
+                    laps.leave()
+                    self._let_close()
+                    return
+                ticket = self._renamed.pop(ticket)
             self._transfers.end_use(blocks)
+            if laps is not None:
+                laps.ends()
             self._submit(self._residency.done(ticket))
             self._let_close()
             if self.story is not None:
@@ -254,6 +323,8 @@ class Executor(ExpertCalls):
 
     def views(self, block: str) -> Views:
         """The tensors of a block that is held (or pinned where compute runs)."""
+        if self._laps is not None and (known := self._laps.views.get(block)) is not None:
+            return known
         lease = self._transfers.lease(block)
         return {spec.name: lease.tensor(spec) for spec in lease.spec.tensors}
 
@@ -278,6 +349,7 @@ class Executor(ExpertCalls):
     def held(self) -> list[str]:
         """Blocks held now; empty when the model does not run."""
         with self._changed:
+            self._settle_laps()
             return self._residency.held()
 
     def settle(self) -> None:
@@ -287,6 +359,7 @@ class Executor(ExpertCalls):
             WatchdogError: nothing has moved for the watchdog's time.
         """
         with self._shield, self._changed:
+            self._settle_laps()
             while not self.closed and self._transfers.moving:
                 blocks = sorted(self._transfers.live(Tier.RAM)) or ["nothing"]
                 self._waiting.wait("settling", blocks, self._waiting.progress)
@@ -294,11 +367,13 @@ class Executor(ExpertCalls):
     def live_leases(self) -> int:
         """Slots that hold a block now; 0 after ``close()``."""
         with self._changed:
+            self._settle_laps()
             return sum(len(self._transfers.live(tier)) for tier in self.plan.tiers)
 
     def validate(self) -> None:
         """Check the state machine's invariants and the device for races. For tests."""
         with self._changed:
+            self._settle_laps()
             self._residency.validate()
         self.device.check()
 
@@ -334,6 +409,8 @@ class Executor(ExpertCalls):
                 self._cpu.arrived(block)
         else:
             logger.error("fetch of %s to %s failed: %s", block, fetch.dst.name, error)
+            if self._laps is not None:
+                self._laps.disturbed()
             self._waiting.failed(block, error)
             self._submit(self._residency.failed(block, fetch.dst, str(error)))
 

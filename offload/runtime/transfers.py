@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from offload.blocks import Tier
 from offload.errors import DeviceError, OffloadError, SchedulerError, StoreError
 from offload.io.store import DEMAND, PREFETCH, Receipt, Store
 from offload.runtime.arena import Arena, Lease
-from offload.runtime.device import Device, Event
+from offload.runtime.device import Device, Event, Region
 from offload.runtime.stats import Stats
 from offload.runtime.timeline import Recorder
 from offload.scheduler.plan import Plan
@@ -215,6 +216,33 @@ class Transfers:
         self._stats.disk_read_bytes += receipt.physical_bytes
         self._stats.payload_read_bytes += receipt.payload_bytes
         self._stats.copied_bytes += receipt.copied_bytes
+
+    # -- passes that repeat (``laps``) ----------------------------------------------------
+
+    def region(self, tier: Tier, block: str, offset: int) -> Region:
+        """The bytes of a block at an offset of a tier, whoever has them now."""
+        return Region(self._arenas[tier].memory, offset, self._plan.blocks[block].slot_nbytes)
+
+    def views_at(self, block: str, offset: int) -> dict[str, torch.Tensor]:
+        """A block's tensors where compute will read them when it lies at an offset."""
+        return self._arenas[self._plan.compute_tier].views_at(self._plan.blocks[block], offset)
+
+    def count_use(self, blocks: int) -> None:
+        """Compute, in this thread, reads so many blocks more, or fewer."""
+        self._in_use += blocks
+        self._user = threading.get_ident()
+
+    def all_after(self, used: Event, copied: Event, held: Mapping[str, int]) -> None:
+        """What has been done where no lease was: compute has used all of it up to ``used``, and the
+        copies up have ended with ``copied``. ``held``: blocks that are there, and their offsets."""
+        tier = self._plan.compute_tier
+        arena = self._arenas[tier]
+        arena.all_after(used, copied)
+        for block in self._leases[Tier.RAM]:
+            self.used(Tier.RAM, block, "h2d", copied)
+        for block, offset in held.items():
+            lease = self._top[block] = arena.lease(self._plan.blocks[block], offset)
+            lease.ready = copied
 
     # -- order ----------------------------------------------------------------------------
 

@@ -97,6 +97,32 @@ class Residency:
         self._streams.retrace(trace)
         return self._advance()
 
+    def suspend(self) -> list[Instruction]:
+        """Somebody else fills the ring where compute runs, until ``resume``: all that is in it
+        goes, and nothing streams there. Call while no unit runs and nothing is under way.
+
+        Raises:
+            SchedulerError: that is not so.
+        """
+        self._streams.suspend()
+        return self._stock.take()
+
+    def resume(self, unit: str, held: Iterable[tuple[str, int]] | None) -> int:
+        """The ring is the state machine's again, and empty.
+
+        Args:
+            unit: that runs now, or comes next.
+            held: of a unit that runs, its blocks in the ring and where they lie; None: it does not.
+
+        Returns:
+            Its ticket; 0: it does not run. Then call ``advance``.
+        """
+        return self._streams.resume(unit, held)
+
+    def advance(self) -> list[Instruction]:
+        """What can be started now."""
+        return self._advance()
+
     def route(
         self,
         group: str,

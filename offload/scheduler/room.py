@@ -55,6 +55,16 @@ class Rings:
         shelf.ring.take(offset, self._blocks[block].slot_nbytes)
         self._stock.fetch(block, shelf, Pool.RING, offset, until, demand=demand)
 
+    def found(self, block: str, shelf: Shelf, offset: int, until: int) -> Entry:
+        """Enter a block that is there, and that a unit holds, at its offset in the ring."""
+        nbytes = self._blocks[block].slot_nbytes
+        shelf.ring.take(offset, nbytes)
+        entry = Entry(Pool.RING, offset, nbytes, until)
+        entry.ready, entry.holds = True, 1
+        shelf.entries[block] = shelf.ringed[block] = entry
+        self._stock.note(block, "found at {}", (shelf.tier, offset))
+        return entry
+
     def rewind(self, shelf: Shelf, entry: Entry) -> None:
         """The prefetch pointer goes back to the use an entry was there for."""
         self.fill[shelf.tier] = min(self.fill[shelf.tier], max(entry.until, 0))

@@ -13,7 +13,7 @@ a unit can get stuck all the same, between its own blocks or those of another: s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from offload.blocks import Tier
 from offload.errors import SchedulerError
@@ -44,6 +44,7 @@ class Streams:
         self.trace = plan.trace
         self.cursor = 0  # absolute step position that runs now or next
         self.halted = False  # after a failure nothing is fetched ahead until compute asks
+        self._suspended = False  # others fill the ring where compute runs
         self._stock = stock
         self._top = stock.top
         self._ram = stock.ram
@@ -173,6 +174,31 @@ class Streams:
                     entry.until = first.get(block, -1)
         self._forget()
 
+    def suspend(self) -> None:
+        """See ``Residency``."""
+        if self._uses or self._top.in_flight or self._ram.in_flight:
+            raise SchedulerError("the ring is left to others while it is in use")
+        for block, entry in list(self._top.ringed.items()):
+            self._stock.drop(self._top, block, entry)
+        self._suspended = True
+
+    def resume(self, unit: str, held: Iterable[tuple[str, int]] | None) -> int:
+        """See ``Residency``."""
+        self._suspended = False
+        position = self.trace.next_position(unit, self.cursor)
+        if position is not None:
+            self.cursor = position
+        self._rings.fill[self._top.tier] = 0
+        if held is None:
+            return 0
+        places, now = dict(held), self.trace.first_use(self.cursor)
+        use = _Use(unit, tuple(places), position)
+        for block, offset in places.items():
+            use.held[block] = self._rings.found(block, self._top, offset, now)
+        self._tickets += 1
+        self._uses[self._tickets] = use
+        return self._tickets
+
     def pin(self, block: str) -> None:
         """Compute waits for a device-pinned block that is not on its way (yet, or any more)."""
         if block not in self._ram.entries and block not in self._pins_wanted:
@@ -197,7 +223,7 @@ class Streams:
 
     def run_ahead(self) -> None:
         """Load what is pinned, then fetch ahead of the cursor."""
-        if self.halted or self._pins_wanted:
+        if self.halted or self._suspended or self._pins_wanted:
             return
         if self._pins:
             lacked = {b for use in self._waiting for b in use.lacks}

@@ -73,6 +73,7 @@ def test_streams_wait_on_the_card_and_the_host_does_not(make: Make) -> None:
     assert "block" not in card.calls
     card.hangs = False
     copied.wait()
+    used.wait()
     card.calls.clear()
     device.compute.wait(copied)
     device.h2d.wait(used)

@@ -1,0 +1,267 @@
+"""Passes that repeat: the same bytes as passes that are decided, and every wait is needed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from executor_support import UNITS, Toy, WrongBytesError
+from fake_card import FakeCard
+
+from offload.blocks import Tier
+from offload.errors import DeviceError
+from offload.runtime.arena import Arena
+from offload.runtime.cuda_device import CudaDevice
+from offload.runtime.executor import Executor
+from offload.runtime.race import RaceError
+from offload.runtime.timeline import Recorder
+from offload.runtime.transfers import Transfers
+from offload.scheduler.timeline import H2D
+
+ROOM = 2**20
+
+
+def make(extra: int = 0) -> Toy:
+    """All in RAM, and the least above it (``extra`` bytes more)."""
+    return Toy.make("sim", ram=ROOM, extra=extra)
+
+
+def laps(executor: Executor) -> Any:
+    found = executor._laps
+    assert found is not None
+    return found
+
+
+def settled(executor: Executor) -> None:
+    executor.settle()
+    assert executor.held() == []
+    executor.validate()
+
+
+def order(*passes: Sequence[int]) -> list[int]:
+    return [u for one in passes for u in one]
+
+
+ALL = list(range(UNITS))
+
+
+@pytest.mark.parametrize("extra", [0, 8192, 24_576])
+def test_every_unit_sees_its_own_bytes(extra: int) -> None:
+    toy = make(extra)
+    for seed in range(8):
+        with toy.open(seed=seed) as executor:
+            toy.run(executor, passes=7, seed=seed)
+            assert laps(executor).repeating
+            assert laps(executor).repeated == 5 * UNITS
+            settled(executor)
+            assert not laps(executor).repeating
+        assert executor.live_leases() == 0
+        executor.device.check()
+
+
+def test_copies_are_those_that_were_decided_before() -> None:
+    """One of each streamed block in a pass, and what went when the first one was laid out."""
+    toy = make()
+    each = sum(toy.blocks[b].slot_nbytes for u in ALL for b in toy.streamed(u))
+    ring = toy.plan.tiers[Tier.DEVICE].ring_bytes
+    with toy.open() as executor:
+        toy.run(executor, passes=4)
+        before = executor.stats.h2d_bytes
+        toy.run(executor, passes=10)
+        assert executor.stats.h2d_bytes == before + 10 * each
+        assert before <= 4 * each + 3 * ring
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [[2], [0, 0], [5, 4, 3, 2, 1, 0], [0, 1, 1, 2, 3, 4, 5], [3, 4, 5] * 5, [1, 1]],
+    ids=str,
+)
+def test_another_order_is_decided_again_and_then_repeated_again(strange: list[int]) -> None:
+    toy = make()
+    for seed in range(4):
+        with toy.open(seed=seed) as executor:
+            toy.run(executor, passes=4)
+            # In the middle of a pass, too.
+            for start in (0, 1, 4):
+                toy.run_units(executor, order(ALL, ALL, ALL, ALL[:start], strange, ALL[start:]))
+            toy.run_units(executor, order(ALL, ALL, ALL, ALL))
+            assert laps(executor).repeating
+            settled(executor)
+            toy.run(executor, passes=2)
+            settled(executor)
+        executor.device.check()
+
+
+def test_a_unit_that_runs_keeps_its_bytes_when_another_comes_inside_of_it() -> None:
+    toy = make(16_384)
+    for inner in (0, 2, 5):
+        for seed in range(3):
+            with toy.open(seed=seed) as executor:
+                toy.run_units(executor, order(ALL, ALL, ALL, [0, 1]))
+                assert laps(executor).repeating
+                outer = executor.enter("u2", toy.streamed(2))
+                if inner != 2:  # its own bytes are there already
+                    toy.run_units(executor, [inner])
+                assert not laps(executor).repeating or inner == 2
+                for block in toy.streamed(2):
+                    toy.check(block, executor.views(block))
+                executor.leave(outer, toy.streamed(2))
+                toy.run_units(executor, order(ALL[3:], ALL, ALL, ALL))
+                settled(executor)
+            executor.device.check()
+
+
+def run_seeds(toy: Toy, units: Sequence[int]) -> None:
+    for seed in range(8):
+        with toy.open(seed=seed) as executor:
+            toy.run_units(executor, units)
+            settled(executor)
+
+
+EDGES = ("repeated-slot-free", "repeated-block-ready")
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_each_order_is_missed_when_it_is_gone(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
+    toy = make()
+    whole = Transfers.order
+
+    def weak(self: Transfers, name: str, waiter: str, event: Any) -> None:
+        if name != edge:
+            whole(self, name, waiter, event)
+
+    monkeypatch.setattr(Transfers, "order", weak)
+    with pytest.raises((RaceError, WrongBytesError)):
+        run_seeds(toy, order(*[ALL] * 6))
+
+
+def test_what_was_done_without_leases_comes_before_what_is_done_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The books are put back behind all that was queued: without that the race is seen where a step
+    has ended behind which nothing is asked for."""
+    toy = make(57_344)
+    again = [u for left in range(UNITS) for u in order(ALL, ALL, ALL, ALL, ALL[:left], [3])]
+    run_seeds(toy, again)
+    monkeypatch.setattr(Arena, "all_after", lambda *_: None)
+    with pytest.raises((RaceError, WrongBytesError)):
+        run_seeds(toy, again)
+
+
+def test_closed_in_the_middle_of_a_pass(caplog: pytest.LogCaptureFixture) -> None:
+    toy = make()
+    for n in range(UNITS):
+        with toy.open(seed=n) as executor:
+            toy.run_units(executor, order(ALL, ALL, ALL, ALL[:n]))
+            assert laps(executor).repeating
+        assert executor.live_leases() == 0
+        assert executor.device.acquired_memory() == 0
+        executor.device.check()
+    assert not caplog.records
+
+
+def test_closed_while_a_unit_runs() -> None:
+    """As after a Ctrl-C in its forward: the thread that closes is the one that is in it."""
+    toy = make()
+    with toy.open() as executor:
+        toy.run_units(executor, order(ALL, ALL, ALL, [0]))
+        executor.enter("u1", toy.streamed(1))
+    assert executor.live_leases() == 0
+    executor.device.check()
+
+
+def test_the_timeline_has_the_copies_and_the_waits() -> None:
+    toy = make()
+    recorder = Recorder(2**12)
+    with toy.open(recorder=recorder) as executor:
+        toy.run(executor, passes=8)
+        assert laps(executor).repeating
+        executor.settle()
+        executor.device.h2d.record().wait()
+    copies = recorder.timeline().lanes[H2D]
+    of_one = [s for s in copies if s.name == toy.some_streamed()]
+    assert 8 <= len(of_one) <= 10
+    assert all(s.end_s >= s.start_s for s in copies)
+
+
+def test_a_ctrl_c_in_the_very_moment_of_entering(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = make()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    whole = Transfers.count_use
+
+    def counts(self: Transfers, blocks: int) -> None:
+        whole(self, blocks)
+        if blocks > 0:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with toy.open() as executor:
+            toy.run(executor, passes=4)
+            with monkeypatch.context() as patch:
+                patch.setattr(Transfers, "count_use", counts)
+                with pytest.raises(KeyboardInterrupt):
+                    executor.enter("u0", toy.streamed(0))
+            settled(executor)
+            toy.run(executor, passes=4)
+            settled(executor)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -- a card -----------------------------------------------------------------------------------
+
+
+def on_card(toy: Toy, card: FakeCard, **kwargs: Any) -> Executor:
+    return Executor(toy.plan, toy.store(), CudaDevice(ROOM, api=card), **kwargs)
+
+
+@pytest.mark.parametrize("refuse", [None, "not permitted"], ids=["pinned", "staged"])
+def test_a_card_gets_the_same_bytes(refuse: str | None) -> None:
+    toy = make()
+    for seed in range(4):
+        card = FakeCard(seed=seed, jitter_s=200e-6, refuse=refuse)
+        executor = on_card(toy, card)
+        executor.start()
+        toy.run(executor, passes=8)
+        assert laps(executor).repeating
+        toy.run_units(executor, order([3, 0], ALL, ALL, ALL, ALL))
+        assert laps(executor).repeating
+        settled(executor)
+        executor.close()
+        card.end()
+
+
+def test_the_host_asks_a_card_for_nothing_and_waits_for_nothing() -> None:
+    """Only orders of streams, copies and events."""
+    toy = make()
+    card = FakeCard(jitter_s=0.0)
+    executor = on_card(toy, card)
+    executor.start()
+    toy.run(executor, passes=4)
+    assert laps(executor).repeating
+    card.calls.clear()
+    waits = dict(executor.stats.host_waits)
+    toy.run(executor, passes=2)
+    said = {call.partition(":")[0] for call in card.calls}
+    assert said == {"copy", "record", "wait"}
+    assert dict(executor.stats.host_waits) == waits
+    executor.close()
+    card.end()
+
+
+def test_a_card_that_fails_says_which_block_it_was() -> None:
+    toy = make()
+    card = FakeCard()
+    executor = on_card(toy, card)
+    executor.start()
+    toy.run(executor, passes=4)
+    card.broken = True
+    with pytest.raises(DeviceError, match=r"illegal memory access.*block u\d/\d"):
+        toy.run(executor, passes=2)
+    with pytest.raises(DeviceError):
+        toy.run(executor, passes=1)
+    executor.close()
+    assert executor.live_leases() == 0
