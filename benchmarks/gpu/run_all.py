@@ -236,6 +236,8 @@ def pytest_case(
     marked = [] if args.device == "sim" else ["-m", "gpu"]
     command = [
         sys.executable, "-m", "pytest", f"tests/gpu/{file}", "-q", "-p", "no:cacheprovider",
+        # Where it is installed it warns of xdist, and warnings are errors here.
+        "-p", "no:benchmark",
         "-o", f"timeout={each_s}", "--tb=short", *marked, "-k", words,
     ]  # fmt: skip
 

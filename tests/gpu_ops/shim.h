@@ -68,8 +68,10 @@ DEVICE u32 as_bits(float a) {
 DEVICE float fma32(float a, float b, float c) { return std::fmaf(a, b, c); }
 DEVICE float mul32(float a, float b) { return a * b; }
 DEVICE float add32(float a, float b) { return a + b; }
+DEVICE float sub32(float a, float b) { return a - b; }
 DEVICE float divide(float a, float b) { return a / b; }
 DEVICE float root32(float a) { return std::sqrt(a); }
+DEVICE bool less32(float a, float b) { return a < b; }
 DEVICE float to_float(int a) { return static_cast<float>(a); }
 DEVICE int nearest(float a) { return static_cast<int>(std::nearbyintf(a)); }
 

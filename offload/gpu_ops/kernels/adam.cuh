@@ -53,7 +53,7 @@ DEVICE void moments(const AdamArgs& a, float g, float p, float& m, float& v) {
     const float* k = a.constants;
     g = mul32(g, k[CLIP]);
     if (a.l2) g = fma32(p, k[L2], g);
-    m = fma32(k[LERP], add32(g, -m), a.from_gradient ? g : m);
+    m = fma32(k[LERP], sub32(g, m), a.from_gradient ? g : m);
     v = fma32(mul32(k[REST2], g), g, mul32(v, k[BETA2]));
 }
 
@@ -158,7 +158,7 @@ DEVICE int nearest_code(const AdamArgs& a, float size, int unsigned_) {
     const int levels = unsigned_ ? 8 : 7;
     const int exponent = static_cast<int>(as_bits(size) >> 23) * 77;
     int at = largest((exponent + 256 * levels - 127 * 77 - 1) >> 8, 0);
-    at += a.lines[unsigned_][BOUND][at & 7] < size;
+    at += less32(a.lines[unsigned_][BOUND][at & 7], size);
     const float slope = a.lines[unsigned_][INVERSE_SLOPE][at & 7];
     const float code = fma32(size, slope, a.lines[unsigned_][INVERSE_OFFSET][at & 7]);
     return static_cast<int>(as_bits(add32(code, 12582912.0f)));

@@ -95,7 +95,7 @@ DEVICE void dequantize_slot(const DequantizeArgs& a, int tile, int chunk, int sl
                 for (int i = 0; i < RUN; ++i) {
                     const int q = signed_byte(words[4 * half + i / 4], i % 4);
                     values[i] = mul32(scale, to_float(q));
-                    if (F::MINIMUM) values[i] = add32(values[i], -less);
+                    if (F::MINIMUM) values[i] = sub32(values[i], less);
                 }
                 const int column = CHUNK * chunk + (half ? F::high(slot) : F::low(slot));
                 store_run(a, row0 + r, column, values);

@@ -51,6 +51,12 @@ DEVICE float add32(float a, float b) {
     asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
+// Not add32(a, -b): the compiler's own negation is one of those that take small numbers as 0.
+DEVICE float sub32(float a, float b) {
+    float r;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
 DEVICE float divide(float a, float b) {
     float r;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -59,6 +65,11 @@ DEVICE float divide(float a, float b) {
 DEVICE float root32(float a) {
     float r;
     asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+DEVICE bool less32(float a, float b) {
+    int r;
+    asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(r) : "f"(a), "f"(b));
     return r;
 }
 DEVICE float to_float(int a) { return __int2float_rn(a); }
