@@ -32,6 +32,9 @@ Slots = npt.NDArray[np.int64]
 
 _MERGE_THREADS = 128
 
+FEW_SLOTS = 64
+"""Of a routing, up to which it is searched in Python."""
+
 
 def scratch_bytes(layout: ExpertLayout, tokens: int, top_k: int) -> int:
     """Bytes of scratch for up to ``tokens`` tokens. What torch's products and the many tokens of
@@ -98,9 +101,7 @@ def expert_ffn(
     if tokens == 0:
         return out_TH
     flat = np.ascontiguousarray(index_Tk).reshape(-1)
-    routed = [
-        (int(base), np.flatnonzero(flat == e)) for e, base in zip(experts, bases, strict=True)
-    ]
+    routed = [(int(b), s) for b, s in zip(bases, _slots(flat, experts), strict=True)]
     call = _Call(launcher, scratch, layout, x_TH, weights_Tk, out_TH)
     if not add and not any(len(slots) for _, slots in routed):
         return out_TH.zero_()
@@ -111,6 +112,17 @@ def expert_ffn(
             call.many(*run[0], add)
         add = True
     return out_TH
+
+
+def _slots(flat: npt.NDArray[np.int64], experts: Sequence[int]) -> list[Slots]:
+    """Of each expert."""
+    if len(flat) > FEW_SLOTS:
+        return [np.flatnonzero(flat == e) for e in experts]
+    # A token's: NumPy takes as long for one of its experts as this for all.
+    of: dict[int, list[int]] = {}
+    for slot, expert in enumerate(flat.tolist()):
+        of.setdefault(expert, []).append(slot)
+    return [np.array(of.get(e, ()), np.int64) for e in experts]
 
 
 def _runs(routed: list[tuple[int, Slots]]) -> Iterator[list[tuple[int, Slots]]]:

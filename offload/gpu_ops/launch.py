@@ -9,10 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from offload.errors import DeviceError, OffloadError
@@ -50,8 +49,17 @@ class Launcher(Protocol):
         ...
 
 
+Raw = Callable[..., object]
+"""The driver's ``cuLaunchKernel``."""
+_Parameters = ctypes.c_void_p * 1
+
+
 class CupyLauncher:
     """Kernels compiled by NVRTC, for the card that is there, and kept in CuPy's cache on disk.
+
+    CuPy compiles and loads; a launch goes to the driver itself. By way of CuPy's functions it takes
+    some 10 us more (a stream and a card made current and put back, an array for the arguments), as
+    much as the kernel of a small matrix, and a token has hundreds of them.
 
     Raises:
         OffloadError: CuPy is missing or does not work; the message names the extra to install.
@@ -59,12 +67,16 @@ class CupyLauncher:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index = device.index
         self._cupy = import_cupy()
         self._place = self._cupy.cuda.Device(device.index)
-        self._functions: dict[Kernel, Any] = {}
+        self._raw: Raw = self._cupy.cuda.driver.launchKernel
+        self._functions: dict[Kernel, int] = {}
+        self._modules: list[Any] = []  # what functions belong to
+        self._last = -1  # torch's stream of the last launch
         self._streams: dict[int, Any] = {}
-        self._last: Any = None  # torch's stream of the last launch
         self._lock = threading.Lock()
+        self._known = threading.local()  # whether the calling thread is on the card
 
     def prepare(self, kernel: Kernel) -> None:
         """See ``Launcher``."""
@@ -72,16 +84,19 @@ class CupyLauncher:
             if kernel not in self._functions:
                 self._functions[kernel] = self._compile(kernel)
 
-    def _compile(self, kernel: Kernel) -> Any:
-        with self._place:
+    def _compile(self, kernel: Kernel) -> int:
+        with self._place:  # CuPy loads a module onto the card that is current
             module = self._cupy.RawModule(
                 code=kernel.text(), options=(*OPTIONS, *kernel.defines), backend="nvrtc"
             )
             try:
-                return module.get_function(kernel.name)
+                function = module.get_function(kernel.name)
+                address = int(function.kernel.ptr)
             # NVRTC's own error and the driver's have no common base but Exception.
             except Exception as error:
                 raise compile_error(kernel, error) from error
+        self._modules.append((module, function))
+        return address
 
     def launch(
         self, kernel: Kernel, grid: tuple[int, int], threads: int, arguments: Arguments
@@ -91,47 +106,49 @@ class CupyLauncher:
         Raises:
             DeviceError: the card has failed.
         """
-        if kernel not in self._functions:
+        function = self._functions.get(kernel)
+        if function is None:
             self.prepare(kernel)
-        # An array of one element is passed by value.
-        buffer: Any = arguments
-        by_value = np.frombuffer(buffer, np.dtype((np.void, ctypes.sizeof(arguments))))
+            function = self._functions[kernel]
         try:
-            # torch leaves another card current than the one whose tensors it computes on, and CuPy
-            # loads a module where it is.
-            with self._place, self._stream():
-                self._functions[kernel](grid, (threads,), (by_value,))
+            # torch leaves another card current than the one whose tensors it computes on, and a
+            # thread that has not asked the card for anything yet has none.
+            if getattr(self._known, "here", False) and torch.cuda.current_device() == self._index:
+                self._start(function, grid, threads, arguments)
+            else:
+                with self._place:
+                    self._start(function, grid, threads, arguments)
+                self._known.here = True
         except Exception as error:
             raise DeviceError(
                 f"the card did not take kernel {kernel} ({grid[0]} x {grid[1]} blocks of {threads} "
                 f"threads): {_first_lines(str(error), 1)}"
             ) from error
 
+    def _start(
+        self, function: int, grid: tuple[int, int], threads: int, arguments: Arguments
+    ) -> None:
+        # One parameter, by value: the driver has read it when the call returns.
+        parameters = _Parameters(ctypes.addressof(arguments))
+        self._raw(
+            function, grid[0], grid[1], 1, threads, 1, 1, 0, self._stream(),
+            ctypes.addressof(parameters), 0,
+        )  # fmt: skip
+
     def floats_at(self, address: int, count: int) -> torch.Tensor:
         """See ``Launcher``."""
         return torch.as_tensor(_Floats(address, count), device=self.device)
 
-    def _stream(self) -> Any:
-        """Torch's current stream as CuPy's. Scratch memory is used again by the next call, so what
-        moves to another stream comes after what was queued on the one before."""
-        current = torch.cuda.current_stream(self.device)
-        if self._last is not None and current != self._last:
-            current.wait_stream(self._last)
-        self._last = current
-        handle = current.cuda_stream
-        if handle not in self._streams:
-            self._streams[handle] = self._external(current)
-        return self._streams[handle]
-
-    def _external(self, stream: Any) -> Any:
-        """A stream of torch's as CuPy takes it."""
-        cuda = self._cupy.cuda
-        if hasattr(cuda, "ExternalStream"):
-            # CuPy 14 warns that 15 will not have it; 13 has nothing else.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                return cuda.ExternalStream(stream.cuda_stream, self.device.index)
-        return cuda.Stream.from_external(stream)
+    def _stream(self) -> int:
+        """Torch's current stream. Scratch memory is used again by the next call, so what moves to
+        another stream comes after what was queued on the one before."""
+        handle: int = torch._C._cuda_getCurrentRawStream(self._index)
+        if handle != self._last:
+            current = self._streams[handle] = torch.cuda.current_stream(self.device)
+            if self._last in self._streams:
+                current.wait_stream(self._streams[self._last])
+            self._last = handle
+        return handle
 
 
 class _Floats:

@@ -70,11 +70,14 @@ def digest() -> str:
 
 def kernel(name: str, format: Format | None = None, tokens: int = 1) -> Kernel:
     """The kernel that computes ``tokens`` tokens with as few passes over the weights as it can."""
-    if format is None:
-        return Kernel(name)
-    if name == "dequantize":
-        return Kernel(name, format.name)
-    return Kernel(name, format.name, next((n for n in TOKENS if n >= tokens), TOKENS[-1]))
+    return _kernel(name, "" if format is None else format.name, tokens)
+
+
+@functools.lru_cache(1024)
+def _kernel(name: str, format: str, tokens: int) -> Kernel:
+    if not format or name == "dequantize":
+        return Kernel(name, format)
+    return Kernel(name, format, next((n for n in TOKENS if n >= tokens), TOKENS[-1]))
 
 
 def every_kernel() -> list[Kernel]:

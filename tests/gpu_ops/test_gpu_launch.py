@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import importlib
 import re
 import sys
+import threading
 import types
-import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -72,55 +74,51 @@ def test_a_compilers_log_is_shortened() -> None:
 class FakeCupy(types.ModuleType):
     """As much of CuPy as a launch uses; functions write down what they are called with."""
 
-    def __init__(self, fails: str = "", at_launch: str = "", version: int = 13) -> None:
+    def __init__(self, fails: str = "", at_launch: str = "") -> None:
         super().__init__("cupy")
         self.calls: list[Any] = []
         self.modules: list[dict[str, Any]] = []
         outer = self
 
-        class Context:
-            def __init__(self, *args: Any) -> None:
-                self.args = args
+        class Device:
+            def __init__(self, index: int) -> None:
+                self.index = index
 
             def __enter__(self) -> None:
-                outer.calls.append((type(self).__name__, self.args))
+                outer.calls.append(("on", self.index))
 
             def __exit__(self, *_: object) -> None:
                 outer.calls.append("left")
 
-        class ExternalStream(Context):
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args)
-                if version >= 14:
-                    warnings.warn("ExternalStream is deprecated", DeprecationWarning, stacklevel=2)
-
-        class Stream(Context):
-            @classmethod
-            def from_external(cls, stream: FakeStream) -> Any:
-                return cls(*stream.__cuda_stream__())
-
-        class Device(Context):
-            pass
+        class RawKernel:
+            @property
+            def kernel(self) -> Any:  # compiled when it is asked for
+                if fails:
+                    raise RuntimeError(fails)
+                return types.SimpleNamespace(ptr=1000 + len(outer.modules))
 
         class RawModule:
             def __init__(self, **words: Any) -> None:
                 outer.modules.append(words)
 
-            def get_function(self, name: str) -> Any:
-                if fails:
-                    raise RuntimeError(fails)
+            def get_function(self, name: str) -> RawKernel:
+                del name
+                return RawKernel()
 
-                def function(grid: Any, block: Any, args: Any) -> None:
-                    if at_launch:
-                        raise RuntimeError(at_launch)
-                    outer.calls.append((name, grid, block, args))
+        def launch_kernel(*words: int) -> None:
+            if at_launch:
+                raise RuntimeError(at_launch)
+            *_, parameters, extra = words
+            assert extra == 0
+            at = ctypes.c_void_p.from_address(parameters).value
+            assert at
+            outer.calls.append((words[:-2], ctypes.string_at(at, ctypes.sizeof(LinearArgs))))
 
-                return function
-
-        runtime = types.SimpleNamespace(getDeviceCount=lambda: 4)
-        self.cuda = types.SimpleNamespace(Stream=Stream, Device=Device, runtime=runtime)
-        if version < 15:
-            self.cuda.ExternalStream = ExternalStream
+        self.cuda = types.SimpleNamespace(
+            Device=Device,
+            driver=types.SimpleNamespace(launchKernel=launch_kernel),
+            runtime=types.SimpleNamespace(getDeviceCount=lambda: 4),
+        )
         self.RawModule = RawModule
 
 
@@ -132,15 +130,16 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.after.append(other)
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.cuda_stream
-
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
-    """The stream that torch computes on is the last of the list."""
+    """The stream that torch computes on is the last of the list; the card is the third."""
     streams = [FakeStream(0x10)]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: streams[-1])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda _: streams[-1].cuda_stream, raising=False
+    )
     return streams
 
 
@@ -157,29 +156,41 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream]) -> 
     (module,) = cupy.modules
     assert "linear_block" in module["code"]
     assert module["options"] == (*OPTIONS, "-DFORMAT=MXFP4", "-DTOKENS=1")
-    name, grid, block, (by_value,) = next(c for c in cupy.calls if c[0] == "linear")
-    assert (name, grid, block) == ("linear", (5, 2), (64,))
-    # CuPy passes an array of one element by value.
-    assert isinstance(by_value, np.ndarray)
-    assert by_value.size == 1
-    assert by_value.tobytes() == bytes(arguments)
-    # Both that card's, whichever is current, around the launch.
-    assert cupy.calls[-5:-3] == [("Device", (3,)), ("ExternalStream", (0x10, 3))]
-    card.launch(LINEAR, (1, 1), 32, arguments)
+    said = ((1001, 5, 2, 1, 64, 1, 1, 0, 0x10), bytes(arguments))
+    # Compiled for that card, and first launched with it current.
+    assert cupy.calls == [("on", 3), "left", ("on", 3), said, "left"]
+    card.launch(LINEAR, (5, 2), 64, arguments)
+    assert cupy.calls[5:] == [said]
     assert len(cupy.modules) == 1
     assert stream[0].after == []
 
 
-@pytest.mark.parametrize(("version", "as_its"), [(13, "ExternalStream"), (14, "ExternalStream"),
-                                                 (15, "Stream")])  # fmt: skip
-def test_streams_of_every_cupy(
-    monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream], version: int, as_its: str
+def test_a_thread_of_its_own_and_another_card_are_brought_to_the_card(
+    monkeypatch: pytest.MonkeyPatch, stream: list[FakeStream]
 ) -> None:
-    """14 warns of what 13 has, and a warning may be an error to whoever runs us."""
+    """Where nothing is current the driver would refuse, and elsewhere know no such kernel."""
     del stream
-    cupy = FakeCupy(version=version)
-    launcher(monkeypatch, cupy).launch(LINEAR, (1, 1), 32, LinearArgs())
-    assert (as_its, (0x10, 3) if version < 15 else (0, 0x10)) in cupy.calls
+    cupy = FakeCupy()
+    card = launcher(monkeypatch, cupy)
+    launch_one = partial(card.launch, LINEAR, (1, 1), 32, LinearArgs())
+    launch_one()
+    for start in (lambda: in_thread(launch_one), lambda: elsewhere(monkeypatch, launch_one)):
+        cupy.calls.clear()
+        start()
+        assert cupy.calls[0] == ("on", 3)
+        assert cupy.calls[-1] == "left"
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        work()
 
 
 def test_another_stream_comes_after_the_last(
@@ -192,6 +203,9 @@ def test_another_stream_comes_after_the_last(
     card.launch(LINEAR, (1, 1), 32, LinearArgs())
     card.launch(LINEAR, (1, 1), 32, LinearArgs())
     assert stream[1].after == [stream[0]]
+    stream.append(stream[0])  # and back
+    card.launch(LINEAR, (1, 1), 32, LinearArgs())
+    assert stream[0].after == [stream[1]]
 
 
 def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +255,7 @@ def test_no_arithmetic_hangs_on_what_the_compiler_is_told_of_small_numbers() -> 
         ("fma32", "fma"),
         ("mul32", "mul"),
         ("add32", "add"),
+        ("sub32", "sub"),
         ("divide", "div"),
     ):
         found = re.search(rf"DEVICE float {name}\(.*?\n}}", text, re.DOTALL)
