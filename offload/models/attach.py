@@ -23,7 +23,7 @@ from offload.errors import OffloadError
 from offload.io.store import Span
 from offload.models.absent import AbsentTensor, absent, row_table
 from offload.models.expert_groups import ExpertGroup
-from offload.models.experts import ExpertProxy, ExpertSession, routing
+from offload.models.experts import ExpertProxy, ExpertSession, routed_index
 from offload.models.host_products import HostProducts
 from offload.models.hybrid import HybridExperts
 from offload.models.inputs import take_inputs
@@ -268,7 +268,9 @@ class Attachment:
             if hybrid is not None and hybrid.takes(args, kwargs):
                 hybrid.begin(scores)
                 return
-            session.begin(routing(args, kwargs, group), hidden if known else None, scores)
+            rows = hidden if known else None
+            experts, likely = session.hear(routed_index(args, kwargs), rows)
+            session.begin(experts, rows, scores, likely)
 
         def finish(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             session.end()

@@ -27,6 +27,10 @@ from offload.scheduler.policy import Scores
 GUESS_ROWS = 4
 """Tokens at once up to which the next layer's experts are guessed: a prompt uses most of them."""
 
+FEW_ROUTED = 4096
+"""Places of a routing that are looked at in Python: sorting them where they are, and waiting for
+how many are left, takes as long, on a card several times."""
+
 IN_NUMPY = 1 << 19
 """Elements of a gate that NumPy multiplies, at most: 0.2 ms."""
 
@@ -57,6 +61,8 @@ class ExpertSession:
         self.group = group
         self.runs: Callable[[], bool] = lambda: True
         """Whether the calling thread runs the model now."""
+        self.heard: tuple[torch.Tensor, npt.NDArray[np.int64]] | None = None
+        """A routing that lies on a device, and what it is."""
         self._after = after
         self._own = Progress()
 
@@ -72,18 +78,49 @@ class ExpertSession:
         experts: list[int],
         hidden: torch.Tensor | Floats | None = None,
         scores: Scores | None = None,
+        likely: Sequence[list[int]] | None = None,
     ) -> None:
         """The layer routes to ``experts``; ``hidden`` [..., H] is what they are applied to, and
-        ``scores`` what its router says, for eviction policies that listen."""
+        ``scores`` what its router says, for eviction policies that listen. ``likely``: of the next
+        layers, if that is known already (``hear``)."""
         refuse_recorders()
         road, at = self._at()
         self._let_go(road, at)  # left by a Ctrl-C in the loop before
         at.open = True
         road.route(self.group.name, [self.group.blocks[e] for e in experts], scores)
-        if hidden is not None:
-            for i, after in enumerate(self._after):
-                likely = guess(after, hidden, len(experts))
-                road.guess(after.name, [after.blocks[e] for e in likely], far=i > 0)
+        for i, after in enumerate(self._after):
+            if likely is not None:
+                best = likely[i]
+            elif hidden is not None:
+                best = guess(after, hidden, len(experts))
+            else:
+                break
+            road.guess(after.name, [after.blocks[e] for e in best], far=i > 0)
+
+    def hear(
+        self, index: torch.Tensor | None, hidden: torch.Tensor | None
+    ) -> tuple[list[int], list[list[int]] | None]:
+        """The experts that a routing names, and, where it lies on a device, those that are guessed
+        of the next layers: for both together the host waits once."""
+        self.heard = None
+        n = self.group.n_experts
+        if index is None:
+            return [], None
+        if index.device.type == "cpu" or not 0 < index.numel() <= FEW_ROUTED:
+            return experts_in(index, n), None
+        count = index.numel()
+        guesses = [
+            None if hidden is None else likeliest(after, hidden, count) for after in self._after
+        ]
+        said = torch.cat([index.reshape(-1), *(g for g in guesses if g is not None)]).cpu().numpy()
+        self.heard = index, said[:count].reshape(index.shape)
+        experts = sorted({e for e in said[:count].tolist() if 0 <= e < n})
+        likely: list[list[int]] = []
+        for one in guesses:
+            size = 0 if one is None else len(one)
+            likely.append(said[count : count + min(size, len(experts))].tolist())
+            count += size
+        return experts, likely
 
     def get(self, expert: int, name: str) -> torch.Tensor:
         """A tensor of an expert. The loop has finished with the one before it."""
@@ -176,13 +213,28 @@ class ExpertProxy:
 
 def routing(args: Any, kwargs: Any, group: ExpertGroup) -> list[int]:
     """The experts routed to, ascending: the order in which every eager loop takes them."""
+    index = routed_index(args, kwargs)
+    return [] if index is None else experts_in(index, group.n_experts)
+
+
+def routed_index(args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The routing among what an experts module is called with: integers."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             if value.dtype == torch.bool:
                 continue
-            # Expert-parallel routing marks tokens of other ranks with index ``n_experts``.
-            return [e for e in torch.unique(value).tolist() if 0 <= e < group.n_experts]
-    return []
+            return value
+    return None
+
+
+def experts_in(index: torch.Tensor, n_experts: int) -> list[int]:
+    """The experts that a routing names, ascending."""
+    if index.numel() > FEW_ROUTED:
+        named = torch.unique(index).tolist()
+    else:
+        named = sorted(set(index.reshape(-1).tolist()))
+    # Expert-parallel routing marks tokens of other ranks with index ``n_experts``.
+    return [e for e in named if 0 <= e < n_experts]
 
 
 def other_than_loop(group: ExpertGroup) -> str | None:
@@ -258,30 +310,31 @@ def guess(group: ExpertGroup, hidden: torch.Tensor | Floats, n: int) -> list[int
     The stale gate of Eliseev and Mazur (2023), "Fast Inference of Mixture-of-Experts Language
     Models with Offloading", section 3.2. Residual streams change slowly from layer to layer.
     """
-    if group.gate is None:
+    if (gate := _gate_for(group, hidden)) is None:
         return []
-    place = group.gate.places[0]
-    weight_EH, width = place.module._parameters[place.attr], hidden.shape[-1]
-    if weight_EH is None or weight_EH.shape[1] != width:
-        return []
-    rows = math.prod(hidden.shape) // width
-    if not 0 < rows <= GUESS_ROWS:
-        return []
+    weight_EH, biases, rows = gate
     # Each of torch's operators lets go of Python, and gets it back 60 us later where threads that
     # read want it, too: of a guess's 0.4 ms nearly all was that.
-    biases = [
-        (name, bias_E)
-        for name, bias_E in (*place.module._parameters.items(), *place.module._buffers.items())
-        if bias_E is not None and bias_E.shape == weight_EH.shape[:1]
-    ]
     if rows == 1 and not biases and (arrays := _in_numpy(weight_EH, hidden)) is not None:
         scores_E = np.einsum("eh,h->e", *arrays)
-        likeliest: list[int] = np.argsort(-scores_E)[:n].tolist()
-        return likeliest
+        best: list[int] = np.argsort(-scores_E)[:n].tolist()
+        return best
     if not isinstance(hidden, torch.Tensor):
         hidden = torch.from_numpy(hidden)
+    found = likeliest(group, hidden, n)
+    assert found is not None
+    best = found.tolist()
+    return best
+
+
+def likeliest(group: ExpertGroup, hidden: torch.Tensor, n: int) -> torch.Tensor | None:
+    """``guess`` as int64 [n] where ``hidden`` lies; None instead of none."""
+    if (gate := _gate_for(group, hidden)) is None:
+        return None
+    weight_EH, biases, rows = gate
     with torch.no_grad():
-        rows_TH = hidden if hidden.shape == (rows, width) else hidden.reshape(rows, width)
+        shape = (rows, weight_EH.shape[1])
+        rows_TH = hidden if hidden.shape == shape else hidden.reshape(shape)
         if rows_TH.dtype != weight_EH.dtype:
             rows_TH = rows_TH.to(weight_EH.dtype)
         scores_TE = F.linear(rows_TH, weight_EH)
@@ -289,9 +342,30 @@ def guess(group: ExpertGroup, hidden: torch.Tensor | Floats, n: int) -> list[int
             # DeepSeek's balancing bias comes after the sigmoid, others' before the softmax.
             scores_TE = scores_TE.float()
             scores_TE = (scores_TE.sigmoid() if "correction" in name else scores_TE) + bias_E
-        top = (scores_TE[0] if rows == 1 else scores_TE.amax(0)).topk(min(n, group.n_experts))
-        best: list[int] = top.indices.tolist()
-    return best
+        best_E = scores_TE[0] if rows == 1 else scores_TE.amax(0)
+        return best_E.topk(min(n, group.n_experts)).indices
+
+
+def _gate_for(
+    group: ExpertGroup, hidden: torch.Tensor | Floats
+) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]], int] | None:
+    """A group's gate [E, H] and what it adds to the scores, if it can be applied to ``hidden``, and
+    the tokens of that."""
+    if group.gate is None:
+        return None
+    place = group.gate.places[0]
+    weight_EH, width = place.module._parameters[place.attr], hidden.shape[-1]
+    if weight_EH is None or weight_EH.shape[1] != width:
+        return None
+    rows = math.prod(hidden.shape) // width
+    if not 0 < rows <= GUESS_ROWS:
+        return None
+    biases = [
+        (name, bias_E)
+        for name, bias_E in (*place.module._parameters.items(), *place.module._buffers.items())
+        if bias_E is not None and bias_E.shape == weight_EH.shape[:1]
+    ]
+    return weight_EH, biases, rows
 
 
 def _in_numpy(weight: torch.Tensor, hidden: torch.Tensor | Floats) -> tuple[Floats, Floats] | None:
@@ -315,7 +389,10 @@ __all__ = [
     "ExpertSource",
     "Progress",
     "check_expert_loop",
+    "experts_in",
     "guess",
+    "likeliest",
     "other_than_loop",
+    "routed_index",
     "routing",
 ]
