@@ -19,6 +19,7 @@ from offload.errors import PlanError
 from offload.models.expert_groups import expert_groups
 from offload.models.workspace import CARD_BYTES
 from offload.train.device_plan import (
+    FALLING_SHARE,
     DevicePlacement,
     HandOver,
     device_units,
@@ -143,7 +144,7 @@ def choose(
     ) -> tuple[_Tier, int]:  # fmt: skip
         device, working = _device_tier(
             meta, options, gpu, layout, modules, footprint, tables, row_tables(layout, rows), head,
-            card_flash, updates,
+            card_flash, updates, ram // FALLING_SHARE,
         )  # fmt: skip
         if device is None:
             return _Tier(None, None), working
@@ -337,7 +338,7 @@ def _device_tier(
     meta: OnMeta, options: TrainOptions, gpu: int | None, layout: TrainLayout,
     modules: Sequence[Any], whole: TrainFootprint, tables: Sequence[torch.Tensor],
     by_rows: frozenset[str], head: HeadPlacement | None, card_flash: bool | None,
-    updates: UpdatePlacement | None,
+    updates: UpdatePlacement | None, falling: int,
 ) -> tuple[DevicePlacement | None, int]:  # fmt: skip
     """The device's tier, with ``head`` there, and bytes of activations of a unit in RAM, where
     ``whole`` is what all units take."""
@@ -374,7 +375,7 @@ def _device_tier(
     kernels = 0 if card_flash is None else CARD_BYTES
     placed = plan_device(
         layout, gpu, units, up=up, down=down, work=work, head=head, kernels=kernels,
-        updates=updates, hand_over=hand_over,
+        updates=updates, hand_over=hand_over, falling=falling,
     )  # fmt: skip
     return placed, working(False)
 

@@ -17,6 +17,9 @@ from offload.train.layout import TrainLayout
 from offload.train.update_place import UpdatePlacement
 from offload.units import format_bytes
 
+FALLING_SHARE = 16
+"""Of a device's budget, and of RAM, what gradients on their way down may take."""
+
 TENSORS = 64
 """Arguments of a unit at most, each of which starts at a page of its own."""
 
@@ -54,7 +57,7 @@ class DevicePlacement:
     turns: int = 1
     """Micro-batches that run in turns, unit by unit."""
     gradients: int = 1
-    """Gradients of weights on their way down at a time."""
+    """Gradients of weights, of the largest's size, that there is room for on their way down."""
     gradient_bytes: int
     """The largest one."""
     work_bytes: int
@@ -210,7 +213,7 @@ class HandOver:
 def plan_device(
     layout: TrainLayout, budget: int, units: frozenset[int], *, up: int, down: int, work: int,
     head: HeadPlacement | None = None, kernels: int = 0, hand_over: HandOver = HandOver(),
-    updates: UpdatePlacement | None = None,
+    updates: UpdatePlacement | None = None, falling: int | None = None,
 ) -> DevicePlacement:  # fmt: skip
     """Place what fits under ``budget`` bytes: at least one unit's weights.
 
@@ -218,6 +221,7 @@ def plan_device(
     for it beside two of everything. ``work``: of activations while a unit runs. ``head``:
     computed there, too; as many of its slots as there is room for beside layers. ``kernels``: what
     torch's kernels take besides, whatever runs. ``updates``: tiles that are updated there.
+    ``falling``: most bytes of RAM for gradients on their way; None: what a device has for them.
 
     Raises:
         PlanError: it does not fit; says by how much.
@@ -291,6 +295,20 @@ def plan_device(
     for more in (replace(best, same_bytes=same), replace(best, same_bytes=same, turn_bytes=turn)):
         if more.nbytes <= budget:
             best = more
+    # Of two units, so that the host can queue one's backward while the device is at the other.
+    trained = max(
+        sum(
+            align_up(piece.count * DTYPE_BYTES[blocks[b].dtype])
+            for b in u.blocks
+            if blocks[b].trained
+            for piece in blocks[b].pieces
+        )
+        for u in mine
+    )
+    most = min(2 * trained, budget // FALLING_SHARE, budget - best.nbytes)
+    most = most if falling is None else min(most, falling)
+    if gradient and most // gradient > best.gradients:
+        best = replace(best, gradients=most // gradient)
     left = budget - best.nbytes
     slots = min(len(mine), best.slots + left // slot)
     left -= (slots - best.slots) * slot

@@ -1,4 +1,9 @@
-"""Gradients of weights on their way from the device to where updates read them, in order."""
+"""Gradients of weights on their way from the device to where updates read them, in order.
+
+They lie behind each other in two areas, one on each side. The host waits for the oldest only where
+a new one finds no room: with room for the gradients of two units it can queue a unit's backward
+while the device is at the one before it, and what lands meanwhile is taken in passing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload.blocks import align_up
 from offload.runtime.device import Device, Event
 from offload.train.device_plan import DevicePlacement
 from offload.train.device_values import typed
@@ -21,6 +27,7 @@ class _Falling(NamedTuple):
     block: int
     piece: int
     place: int
+    nbytes: int
     shape: torch.Size
     dtype: torch.dtype
     end: Event
@@ -39,11 +46,8 @@ class FallingGradients:
         self._stalls = stalls
         self._device = device
         self._gradients = gradients
-        self._size = placement.gradient_bytes
-        self._count = placement.gradients
-        self._pair = (
-            Pair(device, self._count * self._size, "gradients on their way") if self._size else None
-        )
+        self._room = placement.gradients * placement.gradient_bytes
+        self._pair = Pair(device, self._room, "gradients on their way") if self._room else None
         self._falling: deque[_Falling | Callable[[], None]] = deque()
         """Copies, and what is to be done when those before it have landed."""
         self._copies = 0
@@ -58,11 +62,10 @@ class FallingGradients:
         of these alone; ``once``: and they come once in a step (``Gradients.add_slice``)."""
         device, pair = self._device, self._pair
         assert pair is not None
-        if self._copies == self._count:
+        while self._copies and self._oldest().end.done():
             self._land_one()
-        place, nbytes = self._next, gradient.nbytes
-        self._next = (place + 1) % self._count
-        at = place * self._size
+        nbytes = gradient.nbytes
+        at = self._place(align_up(nbytes))
         device.touch("compute", pair.device_part(at, nbytes), "w")
         typed(pair.there, at, gradient.shape, gradient.dtype).copy_(gradient)
         device.d2h.wait(device.compute.record())
@@ -70,8 +73,24 @@ class FallingGradients:
         self.down_bytes += nbytes
         self._copies += 1
         self._falling.append(
-            _Falling(block, piece, at, gradient.shape, gradient.dtype, end, rows, once)
+            _Falling(block, piece, at, nbytes, gradient.shape, gradient.dtype, end, rows, once)
         )
+
+    def _place(self, nbytes: int) -> int:
+        """Where the next gradient goes; waits until it has room."""
+        at = self._next if self._next + nbytes <= self._room else 0
+        while any(
+            isinstance(one, _Falling) and one.place < at + nbytes and at < one.place + one.nbytes
+            for one in self._falling
+        ):
+            self._land_one()
+        self._next = at + nbytes
+        return at
+
+    def _oldest(self) -> _Falling:
+        oldest = self._falling[0]
+        assert isinstance(oldest, _Falling)
+        return oldest
 
     def then(self, call: Callable[[], None]) -> None:
         """Call when all that were begun are where updates read them, and before a later one is."""
@@ -105,15 +124,15 @@ class FallingGradients:
         self._go_on()
 
     def _land_first(self) -> None:
-        pair, falling = self._pair, self._falling.popleft()
+        pair, falling = self._pair, self._oldest()
         assert pair is not None
-        assert isinstance(falling, _Falling)
+        self._falling.popleft()
         self._copies -= 1
         falling.end.wait()
-        nbytes = falling.shape.numel() * falling.dtype.itemsize
-        self._device.touch("host", pair.host_part(falling.place, nbytes), "r")
-        value = typed(pair.host, falling.place, falling.shape, falling.dtype)
-        self._device.discard(pair.device_part(falling.place, nbytes), (falling.end,))
+        place, nbytes = falling.place, falling.nbytes
+        self._device.touch("host", pair.host_part(place, nbytes), "r")
+        value = typed(pair.host, place, falling.shape, falling.dtype)
+        self._device.discard(pair.device_part(place, nbytes), (falling.end,))
         at, rows = (falling.block, falling.piece), falling.rows
         if rows is None:
             self._gradients.add(*at, value.clone())  # which may keep it
