@@ -58,8 +58,9 @@ def can_keep_freed() -> bool:
 @contextlib.contextmanager
 def keeping_freed() -> Iterator[None]:
     """Inside, glibc keeps blocks of every size on its heap when they are freed, for whoever asks
-    next; behind it they are given back, and large ones are from then on (``return_large_blocks``).
-    Process-wide. Nests, also over threads.
+    next; behind it their pages are given back, and the heap grows by no large block any more
+    (``return_large_blocks``); those that find a gap in what it has grown to keep its pages when
+    they are freed. Process-wide. Nests, also over threads.
 
     For work that asks for the same blocks again and again and has a budget for those in between
     (``GiveBack``): a layer of a billion-parameter model, forward and backward of 2,048 tokens, took

@@ -61,6 +61,60 @@ def test_the_default_keeps_them() -> None:
     assert left_behind("no") >= 6
 
 
+KEEP = """
+from offload.runtime import heap
+from offload.runtime.rss import current_rss
+
+def used(blocks=8, size=3 * heap.LARGE_BYTES):
+    \"\"\"Resident bytes more, in blocks, when blocks have been used and freed.\"\"\"
+    before = current_rss()
+    held = []
+    for _ in range(blocks):
+        held.append(libc.malloc(size))
+        ctypes.memset(held[-1], 1, size)
+        pins.append(libc.malloc(100_000))
+    for block in held:
+        libc.free(block)
+    return round((current_rss() - before) / size)
+
+libc.free.restype = None
+pins = []
+heap.return_large_blocks()
+said = [used()]
+with heap.keeping_freed():
+    with heap.keeping_freed():
+        said.append(used())
+    said.append(used())  # the inner one's end changes nothing: these are found again
+    inside = current_rss()
+said.append(round((current_rss() - inside) / (3 * heap.LARGE_BYTES)))
+rss = current_rss()
+calm, full = heap.GiveBack(rss + 2**30, 2**29), heap.GiveBack(rss + 2**30, 2**30 + 2**20)
+with heap.keeping_freed():
+    used()
+    calm()
+    kept = current_rss()
+    full()
+    said += [calm.times, full.times, round((current_rss() - kept) / (3 * heap.LARGE_BYTES))]
+print(*said)
+"""
+
+
+def test_freed_blocks_can_be_kept_for_a_while() -> None:
+    """And are given back behind it, or where a limit comes near, and only there."""
+    run = subprocess.run(
+        [sys.executable, "-c", LIBC + KEEP], capture_output=True, text=True, check=True
+    )
+    if run.stdout.strip() == "skip":
+        pytest.skip("this C library does not say what its heap holds")
+    before, inside, again, behind, calm, full, given = map(int, run.stdout.split())
+    assert before == 0
+    assert inside >= 7
+    assert again <= 2
+    assert behind <= -7
+    assert (calm, full) == (0, 1)
+    assert given <= -7
+
+
 END = """
 from offload.runtime.heap import keep_small_heap
 

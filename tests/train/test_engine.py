@@ -11,6 +11,7 @@ import torch
 from engine_support import assert_equal_weights, batch, engine_of, every_pair, group_at, oracle_of
 from families import write
 
+from offload.runtime import heap
 from offload.train.vertical import Rounds
 from offload.train.weights import Entry, Weights
 
@@ -240,3 +241,21 @@ def test_vertical_accumulation_is_the_usual_one(
     wanted, usual = one_after_the_other[family, clip]
     assert ours == wanted
     assert all(torch.equal(a, b) for a, b in zip(values, usual, strict=True))
+
+
+def test_freed_blocks_stay_within_a_limit_and_until_the_end(tiny: Any) -> None:
+    """Looked at before each unit; where the limit is near they are given back. The same bits."""
+    directory = tiny("qwen3")
+    kept_before = heap._keeping
+    with engine_of(directory, "half") as (engine, _):
+        assert engine.give_back is None
+        engine.keep_freed(0, 1)
+        assert engine.give_back is None
+        assert heap._keeping == kept_before
+        engine.keep_freed(1 << 20, 1)  # exceeded at any rate
+        assert heap._keeping == kept_before + 1
+        train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=2)
+        units = len(engine.layout.units)
+        assert engine.give_back is not None
+        assert engine.give_back.times >= 2 * 2 * units  # forward and backward of two steps
+    assert heap._keeping == kept_before

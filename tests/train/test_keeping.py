@@ -13,6 +13,7 @@ from families import write
 from run_support import Log, not_warmed, options_for, train, write_data, write_model
 
 from offload.errors import PlanError
+from offload.train import plan as training_plan
 from offload.train import preparing
 from offload.train.keeping import GRAPHS, KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout
@@ -172,6 +173,49 @@ def test_a_run_keeps_what_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert seen["dear"] == layers
     assert not seen["free"]
     assert seen["dear", "losses"] == seen["free", "losses"]
+
+
+def test_a_run_keeps_freed_blocks_where_that_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of the plan; what comes out is the same."""
+    monkeypatch.setattr(preparing, "warm_training", not_warmed)
+    monkeypatch.setattr(training_plan, "LARGE_BYTES", 1)  # these models' blocks are small
+    model = write_model(tmp_path / "model")
+    data = write_data(tmp_path / "data.jsonl")
+    seen: dict[str, Any] = {}
+    for name, faults in (("dear", 1.5), ("free", 1.0)):
+
+        def rates(meta: Any, layout: TrainLayout, *_: Any, faults: float = faults) -> StepRates:
+            return StepRates(
+                units={u.index: (1.0, 3.0) for u in layout.units},
+                disk_read=1e9, disk_write=1e9, update=1e9, faults=faults,
+            )  # fmt: skip
+
+        monkeypatch.setattr(preparing, "step_rates", rates)
+        (tmp_path / name).mkdir()
+        log = Log()
+
+        def look(run: Run, name: str = name) -> None:
+            seen[name] = run.plan
+
+        train(options_for(model, data, tmp_path / name), log, change=look)
+        seen[name, "losses"] = log.losses
+    dear, free = seen["dear"], seen["free"]
+    assert dear.placement.freed_bytes == dear.ram[training_plan.FREED] > 0
+    assert training_plan.FREED not in free.ram or dear.placement.kept == free.placement.kept
+    assert dear.ram_bytes <= dear.budget
+    assert dear.limit == dear.budget - dear.ram["slack"]
+    assert seen["dear", "losses"] == seen["free", "losses"]
+
+
+def test_how_many_freed_blocks_are_worth_keeping() -> None:
+    large = training_plan.LARGE_BYTES
+    assert training_plan.freed_bytes(large, large) == 0  # they stay at any rate
+    assert training_plan.freed_bytes(3 * large, large) == 3 * large
+    assert training_plan.freed_bytes(large, 5 * large) == 5 * large
+    assert training_plan.affordable(100, 800)
+    assert not training_plan.affordable(101, 800)
 
 
 def prepare_layout(model: Path, data: Path, place: Path) -> TrainLayout:

@@ -131,3 +131,22 @@ def test_units_that_keep_their_graph_are_not_run_again(
     )
     assert again.seconds - not_again.seconds == pytest.approx(len(kept))
     assert again.phases["forward"] == pytest.approx(not_again.phases["forward"])
+
+
+def test_page_faults_count_where_freed_blocks_leave(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "step_rates", lambda *_: None)
+    run = prepared(model, data, tmp_path)
+    from offload.train.plan import Needs
+    from offload.train.updates import Updater
+
+    needs = Needs(fixed={}, kinds=Updater.kinds(run.layout, "fp32"), grad_dtype=None)
+    stay = replace(run.plan, placement=replace(run.plan.placement, freed_bytes=1))
+    leave = replace(run.plan, placement=replace(run.plan.placement, freed_bytes=0))
+    calm, kept, gone = (
+        predict(plan, run.layout, needs, speeds(run, faults=faults), clipping=True).seconds
+        for plan, faults in ((leave, 1.0), (stay, 1.5), (leave, 1.5))
+    )
+    assert kept == calm
+    assert gone > 1.3 * calm
