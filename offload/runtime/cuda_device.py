@@ -64,6 +64,7 @@ class CudaDevice:
 
     kind = "cuda"
     has_memory = True
+    runs_ahead = True
 
     def __init__(
         self,

@@ -98,6 +98,8 @@ class Device(Protocol):
     """Where tensors of the compute tier live, as torch names it."""
     has_memory: bool
     """True if there is a device tier above RAM."""
+    runs_ahead: bool
+    """Whether compute waits for events on its own stream, and not the host for it."""
     notes: list[str]
     """What a user should know about how this device works here."""
     compute: Stream

@@ -74,7 +74,7 @@ class Executor(ExpertCalls):
         self._freed = False
         self._transfers = Transfers(
             plan, store, device, changed=self._changed, stats=self.stats, finished=self._finish,
-            story=story, recorder=recorder,
+            moved=self._waiting.moved, story=story, recorder=recorder,
         )  # fmt: skip
         self._rows = RowReader(
             plan, store, self._transfers, self._waiting, self.stats, watchdog_s=watchdog_s,
@@ -268,7 +268,7 @@ class Executor(ExpertCalls):
         if story is not None:
             story.begins(unit)
         try:
-            if missing := self._residency.missing(ticket):
+            if missing := self._missing(ticket):
                 if story is not None:
                     story.waits(unit)
                 self.stats.host_waits["block"] += 1
@@ -277,7 +277,7 @@ class Executor(ExpertCalls):
                     self._waiting.raise_failures(missing)
                     self._check_stuck(unit, ticket)
                     self._waiting.wait(unit, missing, self._waiting.progress)
-                    missing = self._residency.missing(ticket)
+                    missing = self._missing(ticket)
                 self.stats.stall_s += time.perf_counter() - began
                 if story is not None:
                     story.goes_on()
@@ -290,6 +290,14 @@ class Executor(ExpertCalls):
             raise
         self._transfers.begin_use(blocks)
         return ticket
+
+    def _missing(self, ticket: int) -> list[str]:
+        """A unit's blocks that it has to wait for."""
+        missing = self._residency.missing(ticket)
+        promote = self._transfers.promote
+        while missing and (any([promote(b) for b in missing]) or self._transfers.promote_all()):
+            missing = self._residency.missing(ticket)
+        return missing
 
     def _check_stuck(self, unit: str, ticket: int) -> None:
         """Raises PlanError if only the calling thread could make room, in which the unit waits."""

@@ -231,7 +231,8 @@ class ExpertCalls(ABC):
                 self._await_expert(first)
                 held.append(first)
                 for expert in experts[1:most]:
-                    if not self._transfers.filled(expert):
+                    self._transfers.promote(expert)
+                    if self._residency.where(expert) is None:
                         break
                     there, todo = self._residency.acquire(expert)
                     self._submit(todo)
@@ -276,6 +277,8 @@ class ExpertCalls(ABC):
             self._submit(todo)
             if there:
                 break
+            if self._transfers.promote(expert) or self._transfers.promote_all():
+                continue
             self.stats.host_waits["block"] += 1
             self._waiting.raise_failures([expert])
             if self.story is not None:

@@ -55,6 +55,7 @@ class NullDevice:
 
     kind = "null"
     has_memory = False
+    runs_ahead = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -76,6 +76,7 @@ class SimDevice:
 
     kind = "sim"
     has_memory = True
+    runs_ahead = False
 
     def __init__(
         self,

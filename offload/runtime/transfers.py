@@ -7,6 +7,7 @@ enforces: a race detector checks that each is there, tests remove them in turn.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from offload.scheduler.plan import Plan
 from offload.scheduler.residency import Drop, Fetch, Instruction
 from offload.scheduler.timeline import H2D, READ
 
+logger = logging.getLogger(__name__)
+
 Places = npt.NDArray[np.int64]
 Finished = Callable[[Fetch, BaseException | None], None]
 
@@ -43,6 +46,7 @@ class Transfers:
         changed: threading.Condition,
         stats: Stats,
         finished: Finished,
+        moved: Callable[[], None],
         story: Callable[[str], str],
         recorder: Recorder | None,
     ) -> None:
@@ -50,6 +54,7 @@ class Transfers:
         Args:
             changed: the executor's lock.
             finished: told of each transfer that has ended, from any thread, under the lock.
+            moved: told when one has of which that was said before (``promote``), likewise.
             story: of a block, for messages.
             recorder: of what the lanes do when.
         """
@@ -57,6 +62,7 @@ class Transfers:
         """Transfers under way."""
         self._plan, self._store, self._device = plan, store, device
         self._changed, self._stats, self._finished = changed, stats, finished
+        self._moved = moved
         self._story, self._recorder = story, recorder
         self._shown: dict[str, tuple[Places, int]] = {}
         self._in_use = 0  # blocks that compute reads
@@ -69,6 +75,9 @@ class Transfers:
         # Where everything is over when its call returns, orders would be asked for in vain, some
         # thousand calls for a token of a MoE.
         self._ordered = device.kind != "null"
+        # Copies up that have been asked for, of blocks that stay in RAM: see ``promote``.
+        self._queued: dict[str, Fetch] = {}
+        self._stays = plan.tiers[Tier.RAM].pinned if device.runs_ahead else {}
         # By who used it: one's last use says nothing about another's.
         self._last_use: dict[tuple[Tier, str], dict[str, Event]] = {}
 
@@ -195,21 +204,54 @@ class Transfers:
         self.moving += 1
         self._stats.h2d_bytes += lease.region.nbytes
         asked = time.perf_counter()
+        if fetch.block in self._stays:
+            self._queued[fetch.block] = fetch
 
         def on_copied(error: BaseException | None) -> None:
             with self._changed:
-                self._end(H2D, fetch, asked, error)
+                known = fetch.block in self._stays and self._queued.get(fetch.block) is not fetch
+                if not known:
+                    self._queued.pop(fetch.block, None)
+                self._end(H2D, fetch, asked, error, known=known)
 
         copied.then(on_copied)
 
-    def _end(self, lane: str, fetch: Fetch, asked: float, error: BaseException | None) -> None:
-        """A transfer has ended. What was asked for together is laid one behind the other when the
-        timeline is read."""
+    def promote(self, block: str) -> bool:
+        """Somebody wants a block whose copy up has been asked for. Where compute waits for that on
+        its own stream, the block is as good as there: so it is said to be now, and not at the end
+        of the copy, of which the host hears some tenths of a millisecond later, with the device
+        standing still. Whether it was. Only of blocks that stay in RAM: else the bytes that are
+        copied could be overwritten meanwhile."""
+        fetch = self._queued.pop(block, None)
+        if fetch is None:
+            return False
+        self._finished(fetch, None)
+        return True
+
+    def promote_all(self) -> bool:
+        """``promote`` for all: what somebody wants has no room beside those that are on their way,
+        and nothing that is on its way can make room. Whether there was any."""
+        queued = list(self._queued)
+        for block in queued:
+            self.promote(block)
+        return bool(queued)
+
+    def _end(
+        self, lane: str, fetch: Fetch, asked: float, error: BaseException | None, *,
+        known: bool = False,
+    ) -> None:  # fmt: skip
+        """A transfer has ended; ``known``: it has been said before that it has. What was asked for
+        together is laid one behind the other when the timeline is read."""
         if self._recorder is not None:
             nbytes = self._plan.blocks[fetch.block].nbytes
             self._recorder.add(lane, fetch.block, asked, time.perf_counter(), nbytes)
         self.moving -= 1
-        self._finished(fetch, error)
+        if not known:
+            self._finished(fetch, error)
+            return
+        if error is not None:  # the device keeps it for whoever uses the block, and all behind
+            logger.error("the copy up of %s, which is in use, failed: %s", fetch.block, error)
+        self._moved()
 
     def count(self, receipt: Receipt) -> None:
         """What a read has moved."""

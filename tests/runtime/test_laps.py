@@ -265,3 +265,97 @@ def test_a_card_that_fails_says_which_block_it_was() -> None:
         toy.run(executor, passes=1)
     executor.close()
     assert executor.live_leases() == 0
+
+
+# -- experts, and passes that do not repeat ---------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [0, 8192])
+def test_the_host_waits_for_no_copy_of_what_stays_in_ram(extra: int) -> None:
+    """Experts and units in any order: a card's compute waits by itself."""
+    toy = Toy.make("sim", experts=True, ram=ROOM, extra=extra)
+    for seed in range(4):
+        card = FakeCard(seed=seed, jitter_s=300e-6)
+        executor = on_card(toy, card)
+        executor.start()
+        waits = executor.stats.host_waits["block"]
+        toy.run_units(executor, order(ALL, [5, 1, 3, 0], ALL, [2, 2]))
+        assert executor.stats.host_waits["block"] == waits
+        settled(executor)
+        executor.close()
+        card.end()
+        assert executor.live_leases() == 0
+
+
+def test_the_host_waits_where_the_bytes_in_ram_may_be_overwritten() -> None:
+    """Those of a block that only passes RAM, as long as they are copied."""
+    toy = Toy.make("sim", experts=True)
+    card = FakeCard(jitter_s=300e-6)
+    executor = on_card(toy, card)
+    executor.start()
+    toy.run(executor, passes=3)
+    assert executor.stats.host_waits["block"] > 0
+    settled(executor)
+    executor.close()
+    card.end()
+
+
+def test_a_copy_that_fails_behind_its_promise_is_heard_of() -> None:
+    toy = Toy.make("sim", experts=True, ram=ROOM)
+    card = FakeCard(jitter_s=300e-6)
+    executor = on_card(toy, card)
+    executor.start()
+    toy.run(executor, passes=1)
+    card.broken = True
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        toy.run(executor, passes=3)
+    executor.close()
+    assert executor.live_leases() == 0
+
+
+def test_runs_of_experts_are_held_together() -> None:
+    """All that were asked for, though none has ended its way up when the first is wanted."""
+    toy = Toy.make("sim", experts=True, ram=ROOM, extra=40_000)
+    card = FakeCard(jitter_s=300e-6)
+    executor = on_card(toy, card)
+    executor.start()
+    names = [f"g1#{e}" for e in range(3)]
+    executor.route("g1", names)
+    assert len(executor.acquire_run(names, 8)) == 3
+    executor.release_run(names)
+    executor.end_route()
+    settled(executor)
+    executor.close()
+    card.end()
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("edge", ["block-ready", "repeated-block-ready"])
+def test_what_is_promised_is_waited_for_by_compute(
+    monkeypatch: pytest.MonkeyPatch, edge: str, experts: bool
+) -> None:
+    """Without that wait a card's compute finds other bytes: nothing else orders it."""
+    if experts and edge == "repeated-block-ready":
+        pytest.skip("a routing decides: no pass repeats itself")
+    toy = Toy.make("sim", experts=experts, ram=ROOM)
+    whole = Transfers.order
+
+    def weak(self: Transfers, name: str, waiter: str, event: Any) -> None:
+        if name != edge:
+            whole(self, name, waiter, event)
+
+    monkeypatch.setattr(Transfers, "order", weak)
+    with pytest.raises(WrongBytesError):
+        on_cards(toy, range(8))
+
+
+def on_cards(toy: Toy, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        card = FakeCard(seed=seed, jitter_s=500e-6)
+        executor = on_card(toy, card)
+        executor.start()
+        try:
+            toy.run(executor, passes=6, seed=seed)
+        finally:
+            executor.close()
+            card.end()
