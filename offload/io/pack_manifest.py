@@ -147,6 +147,7 @@ class Manifest:
         converted: tensors in another format than the source has them in, though nobody asked for
             that one, and why.
         files: bytes of each bundle.
+        config: ``config_digest`` of config.json as it was packed; empty in the first packs.
     """
 
     source: SourceId
@@ -159,6 +160,7 @@ class Manifest:
     kept: Mapping[str, str] = field(default_factory=dict)
     converted: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, ErrorStat] = field(default_factory=dict)
+    config: str = ""
 
     def read_by_row(self, block: Block) -> bool:
         """Whether ``block`` is a table, or the head that a tied embedding is stored as."""
@@ -236,6 +238,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         ],
         "blocks": blocks,
         **({"page_crcs": page_crcs} if page_crcs else {}),
+        **({"config": manifest.config} if manifest.config else {}),
     }  # fmt: skip
 
 
@@ -297,6 +300,7 @@ def _from_json(body: Any) -> Manifest:
             )
             for kind, e in table(body["errors"], "errors").items()
         },
+        config=text(body.get("config", ""), "config"),  # not in the first packs
     )
 
 
@@ -304,6 +308,14 @@ def digest(body: Mapping[str, Any]) -> str:
     """SHA-256 of an object's canonical JSON."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def config_digest(raw: bytes) -> str:
+    """``digest`` of what a config.json says, however it is written; empty if it is none."""
+    try:
+        return digest(table(json.loads(raw), "config.json"))
+    except (ValueError, RecursionError):
+        return ""
 
 
 def dump(manifest: Manifest) -> bytes:

@@ -33,6 +33,7 @@ from offload.io.pack_manifest import (
     Manifest,
     bundle_name,
     check_bundle,
+    config_digest,
     dump,
     read_manifest,
     require_source,
@@ -425,7 +426,8 @@ class PackDirectory:
             raise StoreError(f"{self.path}: {missing} of {len(self._blocks)} blocks are missing")
         self._finish_file()
         blocks = with_checksums(self._blocks, ((f.checksum, f.page_crcs) for f in self.finished))
-        manifest = replace(self._job.manifest, blocks=blocks, **facts)
+        config = config_digest(extras.get("config.json", b""))
+        manifest = replace(self._job.manifest, blocks=blocks, config=config, **facts)
         try:
             for name, content in extras.items():
                 _replace(self._lock, name, content)
