@@ -29,6 +29,10 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 * 2**20
 """A vocabulary of 256 Ki tokens with its merges takes about 20 MiB."""
 
+MAX_LABEL_BYTES = 1024
+"""Of a key or the name of a tensor. The format allows keys of 64 KiB and names of 64 bytes; what is
+longer than this is no label but what a damaged length has swallowed, and messages repeat it."""
+
 MAX_ARRAY_LENGTH = 2**24
 MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
@@ -117,7 +121,13 @@ class _Cursor:
 
     def label(self, what: str) -> str:
         """A key or the name of a tensor: valid UTF-8 and not empty."""
-        at, raw = self.at, self.sized(what)
+        at, size = self.at, self.u64(what)
+        if MAX_LABEL_BYTES < size <= self.end - self.at:
+            self.fail(
+                f"{what} at byte {at} is {size} bytes long, over the limit of {MAX_LABEL_BYTES}; "
+                f"{_AGAIN}"
+            )
+        raw = self.take(size, what)
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as e:

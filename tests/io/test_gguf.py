@@ -202,6 +202,14 @@ BAD: dict[str, tuple[bytes, str]] = {
         "truncated in its header: a metadata key at byte 92 takes 8 bytes",
     ),
     "key past the end": (raw([struct.pack("<Q", 99) + bytes(30)]), "takes 99 bytes, the file ends"),
+    "a key of a damaged length": (
+        raw([text("k" * 2000) + bytes(9)]),
+        "a metadata key at byte 24 is 2000 bytes long, over the limit of 1024; the file is",
+    ),
+    "a name of a damaged length": (
+        raw(tensors=[tensor("t" * 70_000, [32])], data=128),
+        "the name of a tensor at byte 24 is 70000 bytes long, over the limit of 1024",
+    ),
     "git-lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "key of noise": (raw([pair("k", U8, b"1"), text(b"\xff\xfe") + bytes(9)]), "is not UTF-8"),
     "empty key": (raw([pair("", U64, bytes(8))]), "metadata key at byte 24 is empty"),
