@@ -164,6 +164,13 @@ def _check_split(files: tuple[Path, ...], headers: tuple[GGUFHeader, ...]) -> No
             )
         if count != len(files):
             _fail(str(file), f"its split.count is {count}, by its name there are {len(files)}")
+        first, arch = (h.metadata.get("general.architecture") for h in (headers[0], header))
+        if arch not in (None, first):  # most say nothing
+            _fail(
+                str(file),
+                f"it is of the architecture {arch!r:.60}, the first part of {first!r:.60}: they "
+                "are parts of different models",
+            )
         number = header.metadata.get("split.no")
         if number != i:
             _fail(str(file), f"its split.no is {number!r:.40}, by its name it is {i}")

@@ -29,7 +29,16 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 * 2**20
 """A vocabulary of 256 Ki tokens with its merges takes about 20 MiB."""
 
-MAX_ARRAY_LENGTH = 2**24
+MAX_LABEL_BYTES = 1024
+"""Of a key or the name of a tensor. The format allows keys of 64 KiB and names of 64 bytes; what is
+longer than this is no label but what a damaged length has swallowed, and messages repeat it."""
+
+MAX_ELEMENTS = 2**23
+"""Of all arrays together: each becomes an object of 60 bytes and more. A vocabulary of 256 Ki
+tokens with types, scores and merges has 1.3 million."""
+
+_HASHED_TOGETHER = 2**16
+
 MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
 
@@ -83,6 +92,7 @@ class _Cursor:
         self.end = min(file_size, MAX_HEADER_BYTES)
         self.file_size = file_size
         self.hash = hashlib.sha256()
+        self.elements = 0
         self._read = f.read
 
     def fail(self, why: str) -> NoReturn:
@@ -117,7 +127,13 @@ class _Cursor:
 
     def label(self, what: str) -> str:
         """A key or the name of a tensor: valid UTF-8 and not empty."""
-        at, raw = self.at, self.sized(what)
+        at, size = self.at, self.u64(what)
+        if MAX_LABEL_BYTES < size <= self.end - self.at:
+            self.fail(
+                f"{what} at byte {at} is {size} bytes long, over the limit of {MAX_LABEL_BYTES}; "
+                f"{_AGAIN}"
+            )
+        raw = self.take(size, what)
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as e:
@@ -145,6 +161,9 @@ class _Cursor:
             if len(raw) != size:
                 self.fail(f"{what} at byte {self.at}: {len(raw)} of {size} bytes could be read")
             parts += (head, raw)
+            if len(parts) >= _HASHED_TOGETHER:
+                self.hash.update(b"".join(parts))
+                parts.clear()
             out.append(raw.decode("utf-8", "surrogateescape"))
         self.hash.update(b"".join(parts))
         return out
@@ -172,8 +191,10 @@ class _Cursor:
         if depth > MAX_ARRAY_DEPTH:
             self.fail(f"{what} is nested more than {MAX_ARRAY_DEPTH} deep")
         code, n = self.u32(what), self.u64(what)
-        if n > MAX_ARRAY_LENGTH:
-            self.fail(f"{what} has {n} elements, over the limit of {MAX_ARRAY_LENGTH}")
+        self.elements += n
+        if self.elements > MAX_ELEMENTS:
+            others = f" and the arrays before it {before}" if (before := self.elements - n) else ""
+            self.fail(f"{what} has {n} elements{others}, over the limit of {MAX_ELEMENTS}")
         if code in (_STRING, _ARRAY):
             least = 8 if code == _STRING else 12
             if n * least > self.end - self.at:

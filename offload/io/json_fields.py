@@ -21,6 +21,13 @@ def count(value: Any, what: str) -> int:
     return value
 
 
+def moment(value: Any, what: str) -> int:
+    """A time in nanoseconds, before 1970 too."""
+    if type(value) is not int or not -_LARGEST <= value < _LARGEST:
+        raise ValueError(f"{what} is {value!r:.60}, not a time")
+    return value
+
+
 def text(value: Any, what: str) -> str:
     """A string."""
     if not isinstance(value, str):

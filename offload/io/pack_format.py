@@ -123,7 +123,7 @@ def read_index(file: DirectFile) -> tuple[list[Slot], dict[str, int | None], dic
         content = json.loads(index)
         found = [_from_json(item) for item in content["blocks"]]
         meta = dict(content["meta"])
-    except (ValueError, TypeError, KeyError) as e:
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise refuse(f"its index cannot be understood ({e!r})") from e
     end = 0
     for slot, _ in found:

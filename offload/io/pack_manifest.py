@@ -26,7 +26,7 @@ from typing import Any
 
 from offload.blocks import ALIGN, DTYPE_BYTES, BlockKind, BlockSpec, TensorSpec
 from offload.errors import StoreError
-from offload.io.json_fields import count, real, rows, shape, table, text, texts
+from offload.io.json_fields import count, moment, real, rows, shape, table, text, texts
 
 MANIFEST = "pack.json"
 FORMAT = "offload-pack"
@@ -147,6 +147,7 @@ class Manifest:
         converted: tensors in another format than the source has them in, though nobody asked for
             that one, and why.
         files: bytes of each bundle.
+        config: ``config_digest`` of config.json as it was packed; empty in the first packs.
     """
 
     source: SourceId
@@ -159,6 +160,7 @@ class Manifest:
     kept: Mapping[str, str] = field(default_factory=dict)
     converted: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, ErrorStat] = field(default_factory=dict)
+    config: str = ""
 
     def read_by_row(self, block: Block) -> bool:
         """Whether ``block`` is a table, or the head that a tied embedding is stored as."""
@@ -236,6 +238,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         ],
         "blocks": blocks,
         **({"page_crcs": page_crcs} if page_crcs else {}),
+        **({"config": manifest.config} if manifest.config else {}),
     }  # fmt: skip
 
 
@@ -272,7 +275,12 @@ def _from_json(body: Any) -> Manifest:
     )
     source = dict(table(body["source"], "source"))
     files = tuple(
-        (text(n, "a file"), count(b, f"the size of {n}"), int(t), text(d, f"the digest of {n}"))
+        (
+            text(n, "a file"),
+            count(b, f"the size of {n}"),
+            moment(t, f"the time of {n}"),
+            text(d, f"the digest of {n}"),
+        )
         for n, b, t, d in rows(source.pop("files"), "the source's files")
     )
     return Manifest(
@@ -292,6 +300,7 @@ def _from_json(body: Any) -> Manifest:
             )
             for kind, e in table(body["errors"], "errors").items()
         },
+        config=text(body.get("config", ""), "config"),  # not in the first packs
     )
 
 
@@ -299,6 +308,14 @@ def digest(body: Mapping[str, Any]) -> str:
     """SHA-256 of an object's canonical JSON."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def config_digest(raw: bytes) -> str:
+    """``digest`` of what a config.json says, however it is written; empty if it is none."""
+    try:
+        return digest(table(json.loads(raw), "config.json"))
+    except (ValueError, RecursionError):
+        return ""
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -323,21 +340,29 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     folder = Path(directory)
     path = folder / MANIFEST
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
+            raise StoreError(f"{path} is no file; {_instead(folder)}")
         raw = path.read_bytes()
     except FileNotFoundError:
         raise StoreError(no_pack(folder)) from None
     except OSError as e:
         raise StoreError(f"cannot read {path}: {e.strerror}") from e
     try:
-        whole = json.loads(raw)
-        kind, version = whole["format"], whole["version"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        kind, version = None, None
-    if kind != FORMAT:
-        raise StoreError(f"{path} is not the manifest of a packed model, or is damaged")
-    if version != VERSION:
+        whole = table(json.loads(raw), "it")
+    except (ValueError, RecursionError) as e:
         raise StoreError(
-            f"{path} is of pack format {version}, this offload reads format {VERSION}; "
+            f"{path} is not the manifest of a packed model, or is damaged: of its {len(raw)} bytes "
+            f"no JSON object can be made ({e}); {_instead(folder)}"
+        ) from e
+    kind, version = whole.get("format"), whole.get("version")
+    if kind != FORMAT:
+        raise StoreError(
+            f"{path} is not the manifest of a packed model, or is damaged: its format is "
+            f"{kind!r:.60}, not {FORMAT!r}; {_instead(folder)}"
+        )
+    if type(version) is not int or version != VERSION:  # True is 1
+        raise StoreError(
+            f"{path} is of pack format {version!r:.60}, this offload reads format {VERSION}; "
             "pack the model again into another directory, or delete this one first"
         )
     try:
@@ -367,6 +392,13 @@ def no_pack(folder: Path) -> str:
             "where it stopped"
         )
     return f"{folder} is not a packed model: it has no {MANIFEST}"
+
+
+def _instead(folder: Path) -> str:
+    """The way out of a manifest that is none: only what looks like a pack is one to delete."""
+    if (folder / bundle_name(0)).exists():
+        return again(folder)
+    return "move it away, or give another directory"
 
 
 def again(folder: str | os.PathLike[str]) -> str:

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offload.blocks import align_up
+from offload.blocks import ALIGN, align_up
 from offload.errors import ClosedError, StoreError
 from offload.io.files import DirectFile, Syscalls
+from offload.io.json_fields import count
 from offload.io.memory import AlignedBuffer
 from offload.io.pack_manifest import (
     JOURNAL,
@@ -31,6 +32,8 @@ from offload.io.pack_manifest import (
     Block,
     Manifest,
     bundle_name,
+    check_bundle,
+    config_digest,
     dump,
     read_manifest,
     require_source,
@@ -204,20 +207,25 @@ class PackDirectory:
 
     def _continue(self) -> None:
         """Take over what an unfinished run has done."""
-        raw = (self.path / JOURNAL).read_bytes()
+        journal = self.path / JOURNAL
+        if not journal.is_file():  # to open a pipe would wait for a writer
+            raise StoreError(f"{journal} is no file; delete {self.path} to start anew")
+        raw = journal.read_bytes()
         whole = raw[: raw.rfind(b"\n") + 1]
         try:
             header, *lines = [json.loads(line) for line in whole.splitlines()]
             found = {"source": "?", "quant": "?", "offload": "?", "plan": "?", **header}
             finished = [
-                Finished(checksum, note, base64.b64decode("".join(crcs), validate=True))
+                Finished(
+                    count(checksum, "a checksum"),
+                    note,
+                    base64.b64decode("".join(crcs), validate=True),
+                )
                 for _, checksum, note, *crcs in lines
             ]
-            numbers = [number for number, *_ in lines]
-        except (ValueError, TypeError) as e:
-            raise StoreError(
-                f"{self.path / JOURNAL} is damaged ({e}); delete {self.path} to start anew"
-            ) from e
+            numbers = [count(number, "a block's number") for number, *_ in lines]
+        except (ValueError, TypeError, RecursionError) as e:
+            raise StoreError(f"{journal} is damaged ({e}); delete {self.path} to start anew") from e
         want = self._job.header()
         if (found.get("fingerprint"), found["quant"]) != (want["fingerprint"], want["quant"]):
             raise StoreError(
@@ -236,10 +244,26 @@ class PackDirectory:
                 f"{self.path / JOURNAL} is damaged: its blocks are not in order; delete "
                 f"{self.path} to start anew"
             )
+        self._check_finished(finished)
         if len(whole) < len(raw):  # the line that a kill has cut
             os.truncate(self.path / JOURNAL, len(whole))
         self.finished = finished
         log.info("%s: %d of %d blocks are done", self.path, len(finished), len(self._blocks))
+
+    def _check_finished(self, finished: Sequence[Finished]) -> None:
+        """Raise StoreError unless what the journal names can be there: a bundle that went missing
+        would be made anew, with zeros for the blocks that were in it."""
+        for block, done in zip(self._blocks, finished, strict=False):
+            want = 4 * (block.spec().slot_nbytes // ALIGN)
+            if done.page_crcs and len(done.page_crcs) != want:
+                raise StoreError(
+                    f"{self.path / JOURNAL} is damaged: block {block.name} has "
+                    f"{len(done.page_crcs)} bytes of checksums for its pages, not {want}; delete "
+                    f"{self.path} to start anew"
+                )
+        for number in sorted({block.file for block in self._blocks[: len(finished)]}):
+            name, nbytes = self._bundles[number]
+            check_bundle(self.path / name, nbytes)
 
     @property
     def _blocks(self) -> Sequence[Block]:
@@ -402,7 +426,8 @@ class PackDirectory:
             raise StoreError(f"{self.path}: {missing} of {len(self._blocks)} blocks are missing")
         self._finish_file()
         blocks = with_checksums(self._blocks, ((f.checksum, f.page_crcs) for f in self.finished))
-        manifest = replace(self._job.manifest, blocks=blocks, **facts)
+        config = config_digest(extras.get("config.json", b""))
+        manifest = replace(self._job.manifest, blocks=blocks, config=config, **facts)
         try:
             for name, content in extras.items():
                 _replace(self._lock, name, content)

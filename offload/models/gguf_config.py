@@ -40,7 +40,7 @@ def config_from_gguf(gguf: GGUFFile) -> Any:
     make = _ARCHITECTURES.get(meta.arch)
     if make is None:
         meta.refuse(
-            f"the architecture {meta.arch!r} is not supported; supported are "
+            f"the architecture {meta.arch!r:.60} is not supported; supported are "
             f"{', '.join(sorted(_ARCHITECTURES))}"
         )
     kind, fields = make(meta)

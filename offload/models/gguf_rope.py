@@ -58,7 +58,7 @@ def rope_parameters(
         return out | {"rope_type": "linear", "factor": meta.positive(factor_key)}
     if kind == "yarn":
         return out | _yarn(meta)
-    meta.refuse(f"RoPE scaling of type {kind!r} is not supported; known are none, linear, yarn")
+    meta.refuse(f"RoPE scaling of type {kind!r:.60} is not supported; known are none, linear, yarn")
 
 
 def _plain() -> dict[str, Any]:

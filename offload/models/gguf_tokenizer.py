@@ -114,7 +114,7 @@ class Vocabulary:
             tokenizer, adds_bos = self._sentencepiece()
         else:
             self.meta.refuse(
-                f"a tokenizer of the kind {self.model!r} ({_PREFIX}model) is not supported; "
+                f"a tokenizer of the kind {self.model!r:.60} ({_PREFIX}model) is not supported; "
                 "supported are gpt2 (byte-level BPE) and llama (SentencePiece BPE)"
             )
         self._add_tokens(tokenizer)
@@ -168,7 +168,7 @@ class Vocabulary:
         merges = []
         for i, merge in enumerate(value):
             at = merge.find(" ", 1) if isinstance(merge, str) else -1
-            if at < 0:
+            if at < 0 or not _is_text(merge):
                 self.meta.fail(f"{_PREFIX}merges: number {i} is {merge!r:.60}, not two tokens")
             merges.append((merge[:at], merge[at + 1 :]))
         return merges

@@ -74,7 +74,7 @@ def read_config(directory: Path) -> Any:
             f"{directory} has no config.json: not a model directory"
             f"{adapter_hint(directory) or gguf_hint(directory)}"
         ) from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file} is not a JSON object")

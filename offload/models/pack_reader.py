@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,10 +28,13 @@ from offload.io.pack_manifest import (
     Part,
     SourceId,
     again,
+    config_digest,
     read_manifest,
     require_source,
 )
 from offload.io.store import Span
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,7 @@ class PackedModel:
         manifest = read_manifest(path)
         if source is not None:
             require_source(manifest, source, quant or manifest.quant, path)
+        _check_config(Path(path), manifest)
         return cls(Path(path), manifest)
 
     def blocks(self, kind: Kind) -> tuple[Block, ...]:
@@ -202,6 +207,26 @@ class PackedModel:
         """The blocks as a store; see ``BundleStore``. The caller closes it."""
         return BundleStore(
             self.path, self.manifest, engine, staging, verify=verify, request_bytes=request_bytes
+        )
+
+
+def _check_config(path: Path, manifest: Manifest) -> None:
+    """Say that config.json is another one than the blocks were packed with: within their shapes it
+    may be (positions that are scaled on purpose, say), and the answers are others then."""
+    file = path / "config.json"
+    if not manifest.config or not file.is_file():  # whoever needs it says that it is not there
+        return
+    try:
+        now = config_digest(file.read_bytes())
+    except OSError:
+        return  # as above
+    if now != manifest.config:
+        logger.warning(
+            "%s is not what it was when it was packed, and what it says now is run: if that is not "
+            "meant, put the config.json of %s in its place, or %s",
+            file,
+            manifest.source.path,
+            again(path),
         )
 
 

@@ -199,7 +199,7 @@ def _read(config_path: str | Path, quant: str | None, layers: int | None) -> Any
     file = path / "config.json" if path.is_dir() else path
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raw = None  # read_source says what is wrong with it
     if not (isinstance(raw, dict) and raw.get("quantization_config")):
         return read_source(path, dtype=None, layers=layers)

@@ -103,7 +103,7 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"cannot read the model config {file}: {e.strerror or e}; give a config.json or the "
             "directory that holds it"
         ) from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         if is_gguf(file):
             raise CheckpointError(f"{file} is a GGUF file; give the model's config.json") from e
         raise CheckpointError(f"{file} is not valid JSON: {e}") from e

@@ -44,7 +44,7 @@ class Known:
     def _load(self) -> dict[str, object]:
         try:
             value = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
 

@@ -79,7 +79,7 @@ def updated_config(source: Path, dtype: str | None) -> bytes:
         config: Any = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{source} has no {CONFIG}: not a model directory") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from e
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object")

@@ -58,7 +58,7 @@ def read_marker(directory: Path) -> Marker | None:
     """The marker in ``directory``; None where there is none that this program understands."""
     try:
         content = json.loads((directory / MARKER).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from pathlib import Path
@@ -202,6 +203,14 @@ BAD: dict[str, tuple[bytes, str]] = {
         "truncated in its header: a metadata key at byte 92 takes 8 bytes",
     ),
     "key past the end": (raw([struct.pack("<Q", 99) + bytes(30)]), "takes 99 bytes, the file ends"),
+    "a key of a damaged length": (
+        raw([text("k" * 2000) + bytes(9)]),
+        "a metadata key at byte 24 is 2000 bytes long, over the limit of 1024; the file is",
+    ),
+    "a name of a damaged length": (
+        raw(tensors=[tensor("t" * 70_000, [32])], data=128),
+        "the name of a tensor at byte 24 is 70000 bytes long, over the limit of 1024",
+    ),
     "git-lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "key of noise": (raw([pair("k", U8, b"1"), text(b"\xff\xfe") + bytes(9)]), "is not UTF-8"),
     "empty key": (raw([pair("", U64, bytes(8))]), "metadata key at byte 24 is empty"),
@@ -211,7 +220,12 @@ BAD: dict[str, tuple[bytes, str]] = {
     "truth": (raw([pair("a", BOOL, b"\2")]), "a is a truth of 2"),
     "truths": (raw([pair("a", ARR, array(BOOL, 3, b"\0\1\3"))]), "a is a truth of 3"),
     "long text": (raw([pair("a", STR, struct.pack("<Q", 2**40) + b"x")]), f"takes {2**40} bytes"),
-    "long array": (raw([pair("a", ARR, array(U8, 2**50, b"x"))]), "over the limit of 16777216"),
+    "long array": (raw([pair("a", ARR, array(U8, 2**50, b"x"))]), "over the limit of 8388608"),
+    "long arrays together": (
+        raw([pair("a", ARR, array(U8, 2**22, bytes(2**22))),
+             pair("b", ARR, array(U8, 2**22 + 1, bytes(2**22 + 1)))]),
+        "b has 4194305 elements and the arrays before it 4194304, over the limit of 8388608",
+    ),
     "short array": (raw([pair("a", ARR, array(U64, 9, bytes(8)))]), "array a at .* takes 72 bytes"),
     "texts": (raw([pair("a", ARR, array(STR, 9, text("x")))]), "9 elements of at least 8 bytes, 9"),
     "deep": (
@@ -331,6 +345,17 @@ def split(folder: Path, names: list[list[str]]) -> list[Path]:
     return paths
 
 
+def test_the_digest_is_that_of_the_bytes_however_many_texts_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = raw([pair("a", ARR, array(STR, 9, b"".join(text("x" * i) for i in range(9))))])
+    (tmp_path / "f").write_bytes(content)
+    for together in (2, 7, 2**16):
+        monkeypatch.setattr(gguf_header, "_HASHED_TOGETHER", together)
+        (header,) = read_gguf(tmp_path / "f").headers
+        assert header.digest == hashlib.sha256(content).hexdigest()
+
+
 def test_split_by_any_part(tmp_path: Path) -> None:
     paths = split(tmp_path, [[], ["a", "b"], ["c"]])
     for path in paths:
@@ -370,6 +395,15 @@ def test_split_faults(tmp_path: Path) -> None:
     refused(paths[0], "m-00002.*its split.count is 0, by its name there are 3")
     paths[1].write_bytes(saved[1][:-20])
     refused(paths[0], "m-00002.*truncated")
+    other = [
+        pair("general.architecture", STR, text("qwen3")),
+        pair("split.no", 2, struct.pack("<H", 1)),
+        pair("split.count", 2, struct.pack("<H", 3)),
+    ]
+    paths[1].write_bytes(raw(other, [tensor("b", [4])], data=32))
+    refused(
+        paths[0], "m-00002.*of the architecture 'qwen3', the first part of 'llama': .*different"
+    )
     alone = tmp_path / "renamed.gguf"
     alone.write_bytes(saved[0])
     refused(alone, r"it is one of 3 parts; .*-00001-of-00003.gguf")

@@ -17,6 +17,7 @@ from offload.io.files import Syscalls
 from offload.io.memory import Staging
 from offload.io.pack_manifest import (
     JOURNAL,
+    bundle_name,
     is_pack,
 )
 from offload.io.pack_writer import PackDirectory
@@ -62,13 +63,62 @@ def test_the_journal_is_behind_the_data(tmp_path: Path, monkeypatch: pytest.Monk
     assert order == ["data", "journal 3", "data", "journal 3"]
 
 
-@pytest.mark.parametrize("damage", ["{", "[0,1,2]\n[2,1,2]\n", "[0]\n", '"x"\n'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{", "[0,1,2]\n[2,1,2]\n", "[0]\n", '"x"\n', '[0,"x",2]\n', "[0,-1,2]\n", "[0,true,2]\n",
+        "[false,1,2]\n", "[0,1,2]\n[true,1,2]\n", '[0,1,2,"AAAA"]\n', "[" * 100_000,
+    ],
+    ids=lambda damage: damage[:40],
+)  # fmt: skip
 def test_a_damaged_journal_is_not_trusted(tmp_path: Path, damage: str) -> None:
     with PackDirectory(tmp_path / "p", job()):
         pass
     with (tmp_path / "p" / JOURNAL).open("a") as journal:
-        journal.write(damage + "\n")
+        journal.write(damage.rstrip("\n") + "\n")
     with pytest.raises(StoreError, match=r"pack\.journal is damaged.*delete .* to start anew"):
+        PackDirectory(tmp_path / "p", job())
+
+
+@pytest.mark.parametrize("what", ["missing", "short", "long", "a directory"])
+def test_a_bundle_that_finished_blocks_were_in(tmp_path: Path, what: str) -> None:
+    """It would be made anew, and zeros be taken for the blocks that were in it."""
+    with PackDirectory(tmp_path / "p", job()) as directory:
+        fill(directory, 2)
+    bundle = tmp_path / "p" / bundle_name(0)
+    size = bundle.stat().st_size
+    if what in ("short", "long"):
+        os.truncate(bundle, size - 4096 if what == "short" else size + 4096)
+    else:
+        bundle.unlink()
+    if what == "a directory":
+        bundle.mkdir()
+    before = sorted(os.listdir(tmp_path / "p"))
+    with pytest.raises(
+        StoreError, match=f"bundle {bundle} is .*; delete {tmp_path / 'p'} and pack"
+    ):
+        PackDirectory(tmp_path / "p", job())
+    assert sorted(os.listdir(tmp_path / "p")) == before
+
+
+def test_a_bundle_that_nothing_was_written_to_is_made_anew(
+    tmp_path: Path, io: tuple[Engine, Staging]
+) -> None:
+    with PackDirectory(tmp_path / "p", job()) as directory:
+        fill(directory, 2)
+    (tmp_path / "p" / bundle_name(1)).unlink()
+    with PackDirectory(tmp_path / "p", job()) as directory:
+        fill(directory)
+        directory.commit({})
+    assert read(tmp_path / "p", io) == [content(i) for i in range(len(SIZES))]
+
+
+def test_a_pipe_in_the_place_of_the_journal_is_not_waited_for(tmp_path: Path) -> None:
+    with PackDirectory(tmp_path / "p", job()):
+        pass
+    (tmp_path / "p" / JOURNAL).unlink()
+    os.mkfifo(tmp_path / "p" / JOURNAL)
+    with pytest.raises(StoreError, match=r"pack\.journal is no file; delete .* to start anew"):
         PackDirectory(tmp_path / "p", job())
 
 

@@ -111,6 +111,58 @@ def test_a_manifest_that_nests_without_end_is_refused(packed: Path) -> None:
     path.write_bytes(before)
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "of its 0 bytes no JSON object can be made"),
+        (b"[" * 100_000, "of its 100000 bytes no JSON object"),
+        (b"\xff\xfe{}", "of its 4 bytes no JSON object"),
+        (b"[1]", r"it is \[1\], not an object"),
+        (b'{"format": ["x"]}', r"its format is \['x'\], not 'offload-pack'"),
+    ],
+)
+def test_what_is_no_manifest_says_why_and_the_way_out(
+    packed: Path, tmp_path: Path, content: bytes, why: str
+) -> None:
+    folder = tmp_path / "p"
+    shutil.copytree(packed, folder)
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises(StoreError, match=f"{why}.*delete {folder} and pack the model again"):
+        read_manifest(folder)
+    (folder / bundle_name(0)).unlink()  # then it may be anybody's directory
+    with pytest.raises(StoreError, match=f"{why}.*move it away, or give another directory"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("version", [True, 1.0, "1", None, 2, 10**80])
+def test_a_version_that_is_not_ours_is_named(packed: Path, version: object) -> None:
+    path = packed / MANIFEST
+    before = path.read_bytes()
+    path.write_text(json.dumps(json.loads(before) | {"version": version}))
+    with pytest.raises(StoreError, match=r"is of pack format .*, this offload reads format 1"):
+        read_manifest(packed)
+    path.write_bytes(before)
+
+
+@pytest.mark.parametrize("time", [True, "12", 1.5, None, 2**64])
+def test_a_source_file_has_a_time(packed: Path, time: object) -> None:
+    body = json.loads((packed / MANIFEST).read_bytes())["pack"]
+    body["source"]["files"] = [["a.safetensors", 10, time, "0" * 64]]
+    with pytest.raises(StoreError, match=r"the time of a.safetensors is .*, not a time"):
+        reread(packed, body)
+
+
+def test_a_pipe_in_the_place_of_the_manifest_is_not_waited_for(
+    packed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "p"
+    shutil.copytree(packed, folder)
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+    with pytest.raises(StoreError, match=r"pack\.json is no file; delete"):
+        read_manifest(folder)
+
+
 def test_a_damaged_pack_is_made_anew_as_it_says(tmp_path: Path) -> None:
     """By itself packing again does nothing: what has a manifest is complete, or in the way."""
     path = tmp_path / "p"

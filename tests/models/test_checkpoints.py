@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from offload.models.load import prepare
 from offload.models.meta import build, read_config
 from offload.models.pack_checkpoint import CheckpointSource
 from offload.models.pack_plan import plan_pack
+from offload.train.output_files import updated_config
 
 
 @pytest.fixture
@@ -120,6 +122,13 @@ def test_a_config_is_utf8_in_any_locale(tiny: Path, monkeypatch: pytest.MonkeyPa
     # What Python takes where nobody says an encoding and the locale is "C".
     monkeypatch.setattr(io, "text_encoding", lambda asked, *_: asked or "ascii")
     assert read_config(tiny).model_type == config["model_type"]
+
+
+def test_a_config_that_nests_without_end_is_refused(tiny: Path) -> None:
+    (tiny / "config.json").write_text('{"a": ' + "[" * 100_000)
+    for read in (read_config, partial(updated_config, dtype=None)):
+        with pytest.raises(CheckpointError, match=r"config\.json cannot be read: maximum recur"):
+            read(tiny)
 
 
 def test_an_adapter_beside_weights_is_refused(tiny: Path) -> None:

@@ -137,6 +137,10 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "architecture 'mamba' is not supported; supported are deepseek2, gemma3, glm4moe, gpt-oss, "
         "llama, qwen2, qwen2moe, qwen3, qwen3moe",
     ),
+    "a long architecture": (
+        "llama", {"general.architecture": "x" * 10**5}, UnsupportedModelError,
+        "architecture 'x{59} is not supported; supported are",
+    ),
     "no architecture": (
         "llama", {"general.architecture": None}, CheckpointError, "general.architecture is missing",
     ),

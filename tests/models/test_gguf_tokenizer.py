@@ -267,12 +267,16 @@ def test_tokens_that_are_no_text(tmp_path: Path, byte_level: dict[str, Any]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a long model": ({"model": "x" * 10**5}, UnsupportedModelError, "kind 'x{59} .*are gpt2"),
     "model": ({"model": "bert"}, UnsupportedModelError, "kind 'bert' .*supported are gpt2"),
     "no model": ({"model": None}, CheckpointError, "tokenizer.ggml.model is missing"),
     "pre": ({"pre": "grok-9"}, UnsupportedModelError, "splitting text as 'grok-9'.* chatglm-bpe"),
     "no pre": ({"pre": None}, CheckpointError, "tokenizer.ggml.pre is missing"),
     "no tokens": ({"tokens": None}, CheckpointError, "tokenizer.ggml.tokens is missing"),
     "no merges": ({"merges": None}, CheckpointError, "tokenizer.ggml.merges is missing"),
+    "a merge that is no text": (
+        {"merges": ["a b", b"\xff \xfe"]}, CheckpointError, r"number 1 is '\\udcff .*not two tokens"
+    ),
     "a merge": ({"merges": ["ab"]}, CheckpointError, "number 0 is 'ab', not two tokens"),
     "stray merge": ({"merges": ["日 本"]}, CheckpointError, "vocabulary and merges do not fit"),
     "types": ({"token_type": [1, 1]}, CheckpointError, r"token_type has 2 values for \d+ tokens"),

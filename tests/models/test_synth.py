@@ -220,6 +220,7 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[1]", "a JSON list"),
         (None, "No such file"),
         ("GGUF\3", "is a GGUF file; give the model's config.json"),

@@ -336,7 +336,11 @@ def test_tools_reach_the_template() -> None:
     # As tables have them.
     same = shape_of({"messages": list(turns), "tools": '[{"name": "look"}]'})
     assert one(tok, same)[0] == whole
-    for text, message in (("[{", "tools is no JSON"), ("{}", "tools is an object")):
+    for text, message in (
+        ("[{", "tools is no JSON"),
+        ("[" * 100_000, "tools is no JSON"),
+        ("{}", "tools is an object"),
+    ):
         with pytest.raises(BadRow, match=message):
             shape_of({"messages": list(turns), "tools": text})
 

@@ -91,7 +91,7 @@ def _read(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
             found = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
         return found if isinstance(found, dict) else arguments
     return arguments

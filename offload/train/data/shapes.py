@@ -193,7 +193,7 @@ def _chat(messages: tuple[Message, ...], first: int, row: Mapping[str, Any]) -> 
     if isinstance(tools, str):  # tables have no type for objects that differ from row to row
         try:
             tools = json.loads(tools)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise BadRow(f"tools is no JSON: {e}") from e
     if tools is not None and not isinstance(tools, list):
         raise BadRow(f"tools is {_kind(tools)}, not a list")

@@ -156,7 +156,7 @@ def _left_out(path: Path, files: list[Path]) -> list[Path]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise DataError(f"cannot read {file}: {e}") from e
     if not isinstance(value, dict):
         raise DataError(f"{file} is no JSON object")
