@@ -68,6 +68,7 @@ class Laps:
         self._plan, self._device, self._transfers = plan, device, transfers
         self._residency, self._stats, self._story = residency, stats, story
         self._record = None if recorder is None else recorder.add
+        self._pinned = frozenset(plan.tiers[Tier.DEVICE].pinned)
         self._sizes = {b: spec.slot_nbytes for b, spec in plan.blocks.items()}
         self._pass: list[tuple[str, tuple[str, ...]]] = []  # so far
         self._last: Order = ()  # the one before
@@ -91,8 +92,14 @@ class Laps:
         """A unit is entered, in the books already."""
         if self._residency.uses > 1:
             self.disturbed()  # one inside of another: such a pass is not repeated
-        else:
-            self._pass.append((unit, tuple(blocks)))
+            return
+        step = unit, tuple(blocks)
+        if step in self._pass and not self._pinned.issuperset(blocks):
+            # No pass has the same weights twice: this one went before those that go round, as an
+            # encoder before its decoder.
+            self._last = tuple(self._pass[self._pass.index(step) :])
+            self._pass.clear()
+        self._pass.append(step)
 
     def disturbed(self) -> None:
         """The order is another from here on, or something has failed."""
@@ -117,7 +124,7 @@ class Laps:
         under way: its end would be told to books that know of none."""
         order = self._last
         ring = self._plan.tiers[Tier.DEVICE]
-        pinned = ring.pinned
+        pinned = self._pinned
         moving = [(u, tuple(b for b in blocks if b not in pinned)) for u, blocks in order]
         found = lay_out(moving, self._sizes, ring.ring_base, ring.ring_bytes)
         self.disturbed()

@@ -115,6 +115,20 @@ def test_a_unit_that_runs_keeps_its_bytes_when_another_comes_inside_of_it() -> N
             executor.device.check()
 
 
+def test_a_part_that_goes_round_behind_another_is_repeated_every_time() -> None:
+    """As a decoder behind its encoder, also where the whole is what came before."""
+    toy = make()
+    with toy.open() as executor:
+        for _ in range(6):
+            before = laps(executor).repeated
+            toy.run_units(executor, [0, 1, 2, *[3, 4, 5] * 6])
+            assert laps(executor).repeating
+            assert laps(executor).repeated >= before + 2 * 3
+        toy.run(executor, passes=4)
+        settled(executor)
+    executor.device.check()
+
+
 @pytest.mark.parametrize("repeating", [False, True])
 @pytest.mark.parametrize("inner", [[1, 2], [1, 2, 3, 4], [3, 1, 3]], ids=str)
 def test_units_that_go_round_inside_of_another_are_decided(
