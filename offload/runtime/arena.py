@@ -189,8 +189,9 @@ class Arena:
         self._numbers = itertools.count()
         self._offsets: list[int] = []  # sorted; live leases are disjoint, so their ends are, too
         self._leases: dict[int, Lease] = {}
-        # Live leases may still cover their previous owner here: nobody else can ask meanwhile.
-        self._released: IntervalMap[Lease] = IntervalMap()
+        # What the next owner of bytes comes after. Also of bytes that are let: nobody else can ask
+        # meanwhile.
+        self._released: IntervalMap[tuple[Event, ...]] = IntervalMap()
         # Slots of experts are let again and again to tensors of the same shapes.
         self._views: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}
         self._closed = False
@@ -211,7 +212,7 @@ class Arena:
             self._check_place(spec, offset, nbytes)
             # The same events guard all of a previous owner's bytes; name each once, in order.
             previous = self._released.overlapping(offset, offset + nbytes)
-            after = dict.fromkeys(event for _, _, old in previous for event in old.last_use)
+            after = dict.fromkeys(event for _, _, events in previous for event in events)
             lease = Lease(self.memory, spec, offset, tuple(after), next(self._numbers), self._views)
             if nbytes:
                 self._offsets.insert(bisect_left(self._offsets, offset), offset)
@@ -249,10 +250,9 @@ class Arena:
 
     def all_after(self, *events: Event) -> None:
         """Whoever is given bytes that nobody has now comes after all of these events, which are
-        behind all that was done with them without a lease."""
+        behind all that was done with them without a lease: also bytes that nobody has had yet."""
         with self._lock:
-            for _, _, old in self._released:
-                old.last_use = events
+            self._released.put(0, self.memory.nbytes, events)
 
     def release(self, lease: Lease, *last_use: Event) -> None:
         """End the lease. Its bytes may be used again after all of ``last_use``; give none only
@@ -277,7 +277,7 @@ class Arena:
                 del self._offsets[bisect_left(self._offsets, lease.offset)]
                 del self._leases[lease.offset]
                 # What an earlier owner left is implied: this one came after it.
-                self._released.put(lease.offset, lease.offset + lease.nbytes, lease)
+                self._released.put(lease.offset, lease.offset + lease.nbytes, last_use)
 
     def live(self) -> tuple[Lease, ...]:
         """Live leases by offset."""

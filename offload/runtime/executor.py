@@ -199,9 +199,10 @@ class Executor(ExpertCalls):
         try:
             with self._shield:
                 with self._changed:
-                    ticket = self._repeat(unit, blocks) or self._enter(unit, blocks)
-                if ticket < 0:
-                    self._run_repeated(blocks)
+                    asked = self._repeat(unit, blocks) or self._enter(unit, blocks)
+                if asked < 0:
+                    self._run_repeated(asked, unit, blocks)
+                ticket = asked
         except KeyboardInterrupt:
             if ticket:  # at the shield's end: the caller will never hear of the ticket
                 self.leave(ticket, blocks)
@@ -228,15 +229,16 @@ class Executor(ExpertCalls):
             self._settle_laps()
         return ticket
 
-    def _run_repeated(self, blocks: Sequence[str]) -> None:
-        """Raises DeviceError."""
+    def _run_repeated(self, ticket: int, unit: str, blocks: Sequence[str]) -> None:
+        """Raises DeviceError; the ticket is then given up."""
         assert self._laps is not None
         try:
-            self._laps.run()
+            self._laps.run(unit)
         except BaseException:
             with self._changed:
                 self._transfers.count_use(-len(blocks))
-                self._submit(self._residency.done(self._laps.settle()))
+                self._settle_laps()
+                self._submit(self._residency.done(self._renamed.pop(ticket)))
                 if self.story is not None:
                     self.story.ends()
             raise
@@ -322,8 +324,6 @@ class Executor(ExpertCalls):
                     return
                 ticket = self._renamed.pop(ticket)
             self._transfers.end_use(blocks)
-            if laps is not None:
-                laps.ends()
             self._submit(self._residency.done(ticket))
             self._let_close()
             if self.story is not None:

@@ -68,10 +68,10 @@ class Laps:
         self._plan, self._device, self._transfers = plan, device, transfers
         self._residency, self._stats, self._story = residency, stats, story
         self._record = None if recorder is None else recorder.add
+        self._pinned = frozenset(plan.tiers[Tier.DEVICE].pinned)
         self._sizes = {b: spec.slot_nbytes for b, spec in plan.blocks.items()}
         self._pass: list[tuple[str, tuple[str, ...]]] = []  # so far
         self._last: Order = ()  # the one before
-        self._open = False  # a unit runs
         self._refused: set[Order] = set()  # passes that cannot be laid out
         # While passes repeat:
         self._order: Order = ()
@@ -83,30 +83,34 @@ class Laps:
         self._used: list[Event] = []
         self._at = 0
         self._inside = False
+        # What the step that was entered last waits for: whoever settles takes the rest away.
+        self._needs: list[tuple[str, Region, Event]] = []
 
     # -- passes that are decided ----------------------------------------------------------
 
     def begins(self, unit: str, blocks: Sequence[str]) -> None:
-        """A unit is entered."""
-        if self._open:
-            self.disturbed()  # one inside of another
-        self._pass.append((unit, tuple(blocks)))
-        self._open = True
-
-    def ends(self) -> None:
-        """It has been left."""
-        self._open = False
+        """A unit is entered, in the books already."""
+        if self._residency.uses > 1:
+            self.disturbed()  # one inside of another: such a pass is not repeated
+            return
+        step = unit, tuple(blocks)
+        if step in self._pass and not self._pinned.issuperset(blocks):
+            # No pass has the same weights twice: this one went before those that go round, as an
+            # encoder before its decoder.
+            self._last = tuple(self._pass[self._pass.index(step) :])
+            self._pass.clear()
+        self._pass.append(step)
 
     def disturbed(self) -> None:
         """The order is another from here on, or something has failed."""
         self._pass.clear()
         self._last = ()
-        self._open = False
 
     def due(self, unit: str) -> bool:
         """A unit is about to be entered: whether it is the one with which a pass begins, and the
-        last two were equal, so that the next ones may repeat them (``start``)."""
-        if not self._pass or self._open or self._pass[0][0] != unit:
+        last two were equal, so that the next ones may repeat them (``start``). Never while another
+        one runs: that holds its bytes."""
+        if not self._pass or self._pass[0][0] != unit or self._residency.uses:
             return False
         order = tuple(self._pass)
         if order == self._last and order not in self._refused:
@@ -120,7 +124,7 @@ class Laps:
         under way: its end would be told to books that know of none."""
         order = self._last
         ring = self._plan.tiers[Tier.DEVICE]
-        pinned = ring.pinned
+        pinned = self._pinned
         moving = [(u, tuple(b for b in blocks if b not in pinned)) for u, blocks in order]
         found = lay_out(moving, self._sizes, ring.ring_base, ring.ring_bytes)
         self.disturbed()
@@ -164,25 +168,26 @@ class Laps:
         self.ticket -= 1
         self.repeated += 1
         self.views = self._known[self._at]
+        self._needs = [(b, region, self._copied[b]) for b, region in self._places[self._at]]
         self._transfers.count_use(len(blocks))
         return self.ticket
 
-    def run(self) -> None:
+    def run(self, unit: str) -> None:
         """Have compute come after the blocks of the step that was entered. Not under the lock:
-        where compute is the host itself, it waits here.
+        where compute is the host itself, it waits here, and others may settle meanwhile.
 
         Raises:
             DeviceError: the card has failed.
         """
-        stage, story = self._stages[self._at], self._story
+        story = self._story
         if story is not None:
-            story.begins(stage.unit)
-            story.waits(stage.unit)
+            story.begins(unit)
+            story.waits(unit)
         began = time.perf_counter()
-        order, copied, touch = self._transfers.order, self._copied, self._device.touch
-        for block, region in self._places[self._at]:
+        order, touch = self._transfers.order, self._device.touch
+        for block, region, copied in self._needs:
             try:
-                order("repeated-block-ready", "compute", copied[block])
+                order("repeated-block-ready", "compute", copied)
             except DeviceError as error:
                 raise DeviceError(
                     f"{error} (block {block}, which comes the same way in each pass)"

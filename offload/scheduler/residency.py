@@ -322,6 +322,11 @@ class Residency:
         return self._routes.guesses.read, self._routes.guesses.right
 
     @property
+    def uses(self) -> int:
+        """Units that run or wait."""
+        return self._streams.uses
+
+    @property
     def trace(self) -> Trace:
         """The cycle that prefetch follows now."""
         return self._streams.trace

@@ -207,6 +207,11 @@ class Streams:
     # -- progress -------------------------------------------------------------------------
 
     @property
+    def uses(self) -> int:
+        """Units that run or wait."""
+        return len(self._uses)
+
+    @property
     def waiting(self) -> bool:
         """Whether a unit lacks blocks."""
         return bool(self._waiting)

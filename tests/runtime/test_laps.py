@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from executor_support import UNITS, Toy, WrongBytesError
 from fake_card import FakeCard
 
 from offload.blocks import Tier
-from offload.errors import DeviceError
+from offload.errors import ClosedError, DeviceError
 from offload.runtime.arena import Arena
 from offload.runtime.cuda_device import CudaDevice
 from offload.runtime.executor import Executor
@@ -114,6 +115,41 @@ def test_a_unit_that_runs_keeps_its_bytes_when_another_comes_inside_of_it() -> N
             executor.device.check()
 
 
+def test_a_part_that_goes_round_behind_another_is_repeated_every_time() -> None:
+    """As a decoder behind its encoder, also where the whole is what came before."""
+    toy = make()
+    with toy.open() as executor:
+        for _ in range(6):
+            before = laps(executor).repeated
+            toy.run_units(executor, [0, 1, 2, *[3, 4, 5] * 6])
+            assert laps(executor).repeating
+            assert laps(executor).repeated >= before + 2 * 3
+        toy.run(executor, passes=4)
+        settled(executor)
+    executor.device.check()
+
+
+@pytest.mark.parametrize("repeating", [False, True])
+@pytest.mark.parametrize("inner", [[1, 2], [1, 2, 3, 4], [3, 1, 3]], ids=str)
+def test_units_that_go_round_inside_of_another_are_decided(
+    inner: list[int], repeating: bool
+) -> None:
+    """The one that they run in holds its bytes: there is no ring to lay passes out in."""
+    toy = make(24_576)
+    with toy.open() as executor:
+        toy.run(executor, passes=4 if repeating else 1)
+        outer = executor.enter("u0", toy.streamed(0))
+        toy.run_units(executor, inner * 5)
+        assert not laps(executor).repeating
+        for block in toy.streamed(0):
+            toy.check(block, executor.views(block))
+        executor.leave(outer, toy.streamed(0))
+        toy.run(executor, passes=4)
+        assert laps(executor).repeating
+        settled(executor)
+    executor.device.check()
+
+
 def run_seeds(toy: Toy, units: Sequence[int]) -> None:
     for seed in range(8):
         with toy.open(seed=seed) as executor:
@@ -170,6 +206,77 @@ def test_closed_while_a_unit_runs() -> None:
         toy.run_units(executor, order(ALL, ALL, ALL, [0]))
         executor.enter("u1", toy.streamed(1))
     assert executor.live_leases() == 0
+    executor.device.check()
+
+
+def at_first_wait(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Have it called once, where a unit that repeats is about to wait for its first block."""
+    whole, left = Transfers.order, [call]
+
+    def order(self: Transfers, name: str, waiter: str, event: Any) -> None:
+        if name == "repeated-block-ready" and left:
+            left.pop()()
+        whole(self, name, waiter, event)
+
+    monkeypatch.setattr(Transfers, "order", order)
+
+
+def test_looked_at_while_a_unit_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = make()
+    for n in range(UNITS):
+        with toy.open(seed=n) as executor, monkeypatch.context() as patch:
+            toy.run_units(executor, order(ALL, ALL, ALL, ALL[:n]))
+            at_first_wait(patch, executor.held)
+            toy.run_units(executor, order(ALL[n:], ALL, ALL, ALL))
+            assert laps(executor).repeating
+            settled(executor)
+        executor.device.check()
+
+
+def test_closed_by_another_thread_while_a_unit_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs to its end, the next one is refused, and nobody waits for longer."""
+    toy = make()
+    closers: list[threading.Thread] = []
+    with toy.open(watchdog_s=1e6) as executor:
+        toy.run(executor, passes=4)
+
+        def close() -> None:
+            closers.append(threading.Thread(target=executor.close))
+            closers[0].start()
+            with executor._changed:
+                assert executor._changed.wait_for(lambda: executor.closed, 60)
+
+        at_first_wait(monkeypatch, close)
+        toy.run_units(executor, [0])
+        closers[0].join(60)
+        assert not closers[0].is_alive()
+        with pytest.raises(ClosedError):
+            toy.run_units(executor, [1])
+    assert executor.live_leases() == 0
+    executor.device.check()
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_wait_that_fails_gives_the_unit_up(
+    monkeypatch: pytest.MonkeyPatch, settles: bool
+) -> None:
+    """Whoever has a handler of SIGINT of their own is interrupted in it, too."""
+    toy = make()
+    with toy.open() as executor:
+        toy.run(executor, passes=4)
+
+        def interrupt() -> None:
+            if settles:
+                executor.held()
+            raise KeyboardInterrupt
+
+        at_first_wait(monkeypatch, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            toy.run(executor, passes=1)
+        settled(executor)
+        toy.run(executor, passes=4)
+        assert laps(executor).repeating
+        settled(executor)
     executor.device.check()
 
 

@@ -278,3 +278,17 @@ def test_released_bytes_are_poisoned_once_the_last_use_is_over() -> None:
             arena.release(lease, device.copy(Region(slot, 0, ALIGN), lease.region, device.h2d))
         device.h2d.record().wait()
         assert slot.tensor().tolist() == [9] * ALIGN
+
+
+def test_whoever_comes_after_all_does_so_where_nobody_was_before() -> None:
+    with SimDevice(MIB) as device, Arena(device.device_memory(8 * ALIGN, "up"), device) as arena:
+        first = arena.lease(block("first", 2 * ALIGN), 0)
+        kept = arena.lease(block("kept", ALIGN), 6 * ALIGN)
+        arena.release(first, device.compute.record())
+        used, copied = device.compute.record(), device.h2d.record()
+        arena.all_after(used, copied)
+        for offset in (0, 3 * ALIGN, 7 * ALIGN):
+            lease = arena.lease(block(f"at{offset}", ALIGN), offset)
+            assert lease.after == (used, copied)
+            arena.release(lease)
+        arena.release(kept)
