@@ -327,7 +327,8 @@ def dump(manifest: Manifest) -> bytes:
 
 def is_pack(directory: str | os.PathLike[str]) -> bool:
     """Whether ``directory`` is a complete packed model, as far as its name tells."""
-    return (Path(directory) / MANIFEST).is_file()
+    # Not Path's: that raises where a folder is closed, and whoever reads it says so.
+    return os.path.isfile(os.path.join(directory, MANIFEST))
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

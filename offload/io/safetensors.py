@@ -167,7 +167,7 @@ def _tensor(file: str, name: str, entry: Any, data_start: int) -> TensorRange:
         if isinstance(code, str) and code in _SUB_BYTE:
             _fail(file, f"tensor {name}: dtype {code} has less than a byte per element, which is "
                         "not supported; use a checkpoint in 8 bits or more")  # fmt: skip
-        _fail(file, f"tensor {name}: unknown dtype {code!r}; known are {', '.join(DTYPES)}")
+        _fail(file, f"tensor {name}: unknown dtype {code!r:.60}; known are {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
         _fail(file, f"tensor {name}: shape {shape!r:.200} is not a list of sizes")
     if not (_is_size(start) and _is_size(end)) or start > end:
@@ -264,7 +264,10 @@ class CheckpointIndex:
         cls, root: Path, names: Iterable[str], weight_map: dict[str, str]
     ) -> CheckpointIndex:
         files = tuple(root / name for name in names)
-        missing = [f.name for f in files if not f.is_file()]
+        try:
+            missing = [f.name for f in files if not f.is_file()]
+        except OSError as e:  # it is not only "not there": a name that is too long, a closed folder
+            raise CheckpointError(f"cannot read {e.filename!s:.500}: {e.strerror}") from e
         if missing:
             raise CheckpointError(
                 f"{root}: {len(missing)} of {len(files)} shards are missing, {missing[0]} first; "
@@ -323,6 +326,7 @@ def _weight_map(index: Path) -> tuple[dict[str, str], str | None]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         _fail(str(index), "it has no weight_map of tensor names to shards")
+    shards: dict[str, str] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard:
             _fail(str(index), f"tensor {name} is mapped to {shard!r}, not to a file name")
@@ -330,9 +334,10 @@ def _weight_map(index: Path) -> tuple[dict[str, str], str | None]:
         # By the name alone: links are how the hub's cache stores every shard.
         if path.is_absolute() or ".." in path.parts or "\0" in shard:
             _fail(str(index), f"tensor {name} is mapped to {shard!r}, outside the checkpoint")
+        shards[name] = str(path)  # "./x" and "x" are one file
     metadata = content.get("metadata")
     dtype = metadata.get("dtype") if isinstance(metadata, dict) else None
-    return weight_map, dtype if isinstance(dtype, str) else None
+    return shards, dtype if isinstance(dtype, str) else None
 
 
 def _nothing_found(root: Path, single: str, index: str) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,16 @@ def resolve(path: str | Path) -> Path:
         OffloadError: neither exists. Nothing is ever downloaded here.
     """
     directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
+    try:
+        if directory.is_dir():
+            os.stat(os.path.join(directory, "."))  # a closed folder is a directory, too
+            return directory
+        there = directory.exists()
+    except OSError as e:
+        raise OffloadError(
+            f"cannot read {path!s:.500}: {e.strerror}; give a directory that can be read"
+        ) from e
+    if there:
         raise OffloadError(f"{path} is a file; give the directory that holds config.json")
     text = str(path)
     if text.startswith((".", "/", "~")) or text.count("/") > 1:

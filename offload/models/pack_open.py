@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from offload.errors import OffloadError
@@ -14,7 +15,7 @@ def is_gguf(path: str | Path) -> bool:
     """Whether ``path`` is meant to be a GGUF file: by its name, or by how it begins."""
     file = Path(path).expanduser()
     if file.suffix.lower() == ".gguf":
-        return not file.is_dir()
+        return not os.path.isdir(file)
     try:
         with open_to_read(file) as f:
             return f.read(len(MAGIC)) == MAGIC

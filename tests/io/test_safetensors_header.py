@@ -265,6 +265,7 @@ def change_index(folder: Path, **weight_map: Any) -> None:
         ({"z": "../s1.safetensors"}, "outside the checkpoint"),
         ({"z": "x/../../s1.safetensors"}, "outside the checkpoint"),
         ({"z": "/etc/passwd"}, "outside the checkpoint"),
+        ({"z": "x" * 5000}, "cannot read .*/xxx.*: File name too long"),
         ({"z": 3}, "mapped to 3, not to a file name"),
         ({"z": ""}, "mapped to '', not to a file name"),
     ],
@@ -273,6 +274,12 @@ def test_bad_weight_maps(tmp_path: Path, weight_map: dict[str, Any], message: st
     change_index(tmp_path, **weight_map)
     with pytest.raises(CheckpointError, match=message):
         CheckpointIndex.open(tmp_path)
+
+
+def test_shards_by_two_spellings_are_one_file(tmp_path: Path) -> None:
+    change_index(tmp_path, a="./s1.safetensors")
+    index = CheckpointIndex.open(tmp_path)
+    assert [f.name for f in index.files] == ["s1.safetensors", "s2.safetensors"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from equivalence import opened, options, prompt
 from families import randomise
 from safetensors.torch import load_file, save_file
 
-from offload.errors import CheckpointError, UnsupportedModelError
+from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload.io.pack_manifest import is_pack
 from offload.models.load import prepare
-from offload.models.meta import build, read_config
+from offload.models.meta import build, read_config, resolve
 from offload.models.pack_checkpoint import CheckpointSource
+from offload.models.pack_open import is_gguf
 from offload.models.pack_plan import plan_pack
 from offload.train.output_files import updated_config
 
@@ -129,6 +133,29 @@ def test_a_config_that_nests_without_end_is_refused(tiny: Path) -> None:
     for read in (read_config, partial(updated_config, dtype=None)):
         with pytest.raises(CheckpointError, match=r"config\.json cannot be read: maximum recur"):
             read(tiny)
+
+
+@pytest.mark.parametrize("closed", ["the directory", "the one around it"])
+def test_a_directory_without_permission_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """As root nothing is closed, so the system's answer is made."""
+    real = os.stat
+    folder = tmp_path / "m"
+    folder.mkdir()
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        name = os.fspath(path)
+        inside = isinstance(name, str) and name.startswith(f"{folder}/")
+        if inside or (closed == "the one around it" and name == str(folder)):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(OffloadError, match=f"cannot read {folder}: Permission denied; give a"):
+        resolve(folder)
+    assert not is_pack(folder)
+    assert is_gguf(folder / "m.gguf")  # by its name; whoever opens it says why it cannot be
 
 
 def test_an_adapter_beside_weights_is_refused(tiny: Path) -> None:
