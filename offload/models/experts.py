@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -202,6 +202,15 @@ class ExpertProxy:
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._refuse(getattr(func, "__name__", str(func)))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise OffloadError(
+            f"{self._name} is streamed expert by expert: no module that holds it can be copied or "
+            f"pickled; load the model a second time, save it with save_pretrained, or leave this "
+            f"part out of what copies it (PEFT's modules_to_save)"
+        )
+
+    __reduce_ex__ = __deepcopy__
 
     def _refuse(self, what: str) -> Any:
         raise UnsupportedModelError(

@@ -50,7 +50,9 @@ from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
 from offload.train.plan import (
     FREED,
+    LOSS,
     ORDERS,
+    WORKING,
     Needs,
     TrainPlan,
     affordable,
@@ -170,9 +172,9 @@ def choose(
         if device is not None and device.head is not None:
             loss = device.head.host_bytes
         fixed = {
-            "activations of a unit": working,
+            WORKING: working,
             KEPT: footprint.boundary_bytes * vertical + footprint.shared_bytes * (vertical + 1),
-            "loss": loss,
+            LOSS: loss,
             "compiled products": product_bytes(layout, options, ram),
         }
         if device is not None:
@@ -230,7 +232,7 @@ def choose(
             return found
 
         found = placed(needs)
-        freed = freed_bytes(working, fixed["loss"]) if keeps_freed and device is None else 0
+        freed = freed_bytes(working, fixed[LOSS]) if keeps_freed and device is None else 0
         if freed:
             with contextlib.suppress(PlanError):  # without room they leave
                 keeping = placed(replace(needs, fixed={**fixed, FREED: freed}))

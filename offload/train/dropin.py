@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -196,6 +196,8 @@ class Training:
         model.forward = not_compiled(model.forward)
         model.save_pretrained = MethodType(_save_pretrained, model)
         model.load_state_dict = MethodType(_load_state_dict, model)
+        # Of the model itself: asked of what it holds, this comes when all weights are copied.
+        model.__deepcopy__ = self.__deepcopy__
         for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):
             if hasattr(model, name):
                 setattr(model, name, MethodType(_already_checkpointed, model))
@@ -333,6 +335,12 @@ class Training:
         raise OffloadError(
             "a streamed model cannot be copied as a whole (for a model to compare with, say): load "
             "it a second time with offload.load(path), or train adapters, which can be switched off"
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise OffloadError(
+            "what streams a model cannot be pickled: write the weights with "
+            "model.save_pretrained(directory), or pickle model.state_dict()"
         )
 
     def __enter__(self) -> Any:

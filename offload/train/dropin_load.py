@@ -26,7 +26,16 @@ from offload.train.dropin import DropinOptions, check_place, choose_trained, ope
 from offload.train.footprint import measure_training
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.options import STATES, TrainOptions
-from offload.train.plan import FREED, Needs, TrainPlan, affordable, freed_bytes, make_plan
+from offload.train.plan import (
+    FREED,
+    LOSS,
+    WORKING,
+    Needs,
+    TrainPlan,
+    affordable,
+    freed_bytes,
+    make_plan,
+)
 from offload.train.spilling import KEPT, KeptInputs, input_sizes, plans
 from offload.train.updates import Updater
 from offload.train.warm import warm_training
@@ -79,6 +88,7 @@ def load_trainable(
     )
     model.offload.plan = plan
     model.offload.engine.keep_freed(plan.placement.freed_bytes, baseline + plan.limit)
+    model.offload.engine.bound_freed(plan.ahead, baseline + plan.budget)
     return model
 
 
@@ -108,9 +118,9 @@ def plan_dropin(
     head = getattr(meta.model.get_output_embeddings(), "weight", None)
     gc.collect()
     fixed = {
-        "activations of a unit": footprint.unit_bytes,
+        WORKING: footprint.unit_bytes,
         KEPT: footprint.boundary_bytes + 2 * footprint.shared_bytes,
-        "loss": logits * (2 * meta.dtype.itemsize + 8),
+        LOSS: logits * (2 * meta.dtype.itemsize + 8),
         "a weight read outside of its unit": 0 if head is None else head.nbytes,
         "Python": max(0, current_rss() - baseline) + LOOP_BYTES,
     }
@@ -125,7 +135,7 @@ def plan_dropin(
     inputs = KeptInputs(sizes=input_sizes(layout, units, footprint))
     make = partial(make_plan, layout, budget=budget, versions=options.keep + 1, clipping=True)
     plan = plans(make, needs, inputs)[0]
-    freed = freed_bytes(footprint.unit_bytes, fixed["loss"]) if can_keep_freed() else 0
+    freed = freed_bytes(footprint.unit_bytes, fixed[LOSS]) if can_keep_freed() else 0
     if freed and affordable(freed, budget):
         with contextlib.suppress(PlanError):  # without room they leave
             plan = plans(make, replace(needs, fixed={**fixed, FREED: freed}), inputs)[0]

@@ -24,6 +24,9 @@ MOST_BUFFERS, LEAST_BUFFERS = 8, 2
 SLACK_SHARE = 32
 """Of the budget, kept free for what no one counts (at least ``LEAST_SLACK``)."""
 LEAST_SLACK, MOST_SLACK = 24 << 20, 256 << 20
+WORKING = "activations of a unit"
+LOSS = "loss"
+LEAVING = "gradients of a unit, to be spilled"
 FREED = "freed blocks for the next unit"
 """The name of ``Placement.freed_bytes`` in a plan."""
 FREED_SHARE = 8
@@ -107,6 +110,13 @@ class TrainPlan:
     def limit(self) -> int:
         """Of the budget, what the run knows how to spend."""
         return self.budget - self.ram["slack"]
+
+    @property
+    def ahead(self) -> int:
+        """What a unit that computes in RAM takes at most beside what is there before it."""
+        if self.placement.device is not None:
+            return 0
+        return sum(self.ram.get(name, 0) for name in (WORKING, LOSS, LEAVING))
 
 
 def slack_bytes(budget: int) -> int:
@@ -204,7 +214,7 @@ def make_plan(
         out["I/O staging"] = STAGING_CHUNKS * CHUNK_BYTES
         out["states under way"] = buffers * (largest_slot + align_up(largest_tile))
         out["gradients spilling"] = 3 * align_up(largest_tile)
-        out["gradients of a unit, to be spilled"] = under_way
+        out[LEAVING] = under_way
         if needs.rows:
             out["rows of a tile"] = align_up(largest_tile)
         out["slack"] = slack

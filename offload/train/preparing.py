@@ -26,7 +26,7 @@ from offload.models.prompt_time import read_time
 from offload.models.workspace import limit_kernels
 from offload.runtime.choice import STAGED, budget, flash, staged_copies, warm_up
 from offload.runtime.cuda_stream import staging_reserve
-from offload.runtime.heap import can_keep_freed, return_large_blocks, share_one_heap
+from offload.runtime.heap import can_keep_freed, give_back, return_large_blocks, share_one_heap
 from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
 from offload.train.causal import check_causal
 from offload.train.checks import (
@@ -281,6 +281,7 @@ def _plan(
     )
     run.prediction = chosen.prediction
     gc.collect()
+    give_back()  # what timing a step has left between blocks that stay
     reset_peak_rss()
     return run
 

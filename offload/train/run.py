@@ -134,6 +134,7 @@ class Run:
             engine = self._open(listener, self._open_device(stack))
             stack.callback(engine.close)
             engine.keep_freed(self.plan.placement.freed_bytes, self.baseline + self.plan.limit)
+            engine.bound_freed(self.plan.ahead, self.baseline + self.plan.budget)
             loop = LanguageLoop(
                 engine, self.form, router=options.router_aux_loss, seed=options.seed,
                 vertical=options.grad_accum if options.order == "vertical" else 1,

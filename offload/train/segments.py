@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -169,6 +169,13 @@ class Segment:
                 f"put in the place of its forward"
             )
         return MethodType(self.inner.__func__, copied)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise OffloadError(
+            f"a streamed model and its {type(self.module).__name__} cannot be pickled: write the "
+            f"weights with model.save_pretrained(directory), tensor by tensor, or pickle "
+            f"state_dict(), of tensors in memory"
+        )
 
     def _warn_of_hooks(self) -> None:
         """Say once that what hooks inside of units keep is no part of a loss."""

@@ -143,6 +143,10 @@ class StreamedParameter(StreamedTensor, nn.Parameter):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As what it is: of a tensor in its place a module that is unpickled would train nothing.
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
 
 def adopt(param: nn.Parameter, source: Source, name: str) -> None:
     """Make a parameter without memory a streamed one; it stays the same object."""

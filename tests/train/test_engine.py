@@ -258,4 +258,20 @@ def test_freed_blocks_stay_within_a_limit_and_until_the_end(tiny: Any) -> None:
         units = len(engine.layout.units)
         assert engine.give_back is not None
         assert engine.give_back.times >= 2 * 2 * units  # forward and backward of two steps
+        engine.bound_freed(1 << 20, 2)
+        assert engine.give_back.limit == 1
     assert heap._keeping == kept_before
+
+
+def test_small_free_blocks_have_a_limit_where_none_are_kept(tiny: Any) -> None:
+    """They stay between those in use: a budget of 290 MiB was exceeded by an eighth."""
+    directory = tiny("qwen3")
+    kept_before = heap._keeping
+    with engine_of(directory, "half") as (engine, _):
+        engine.bound_freed(0, 1)
+        assert engine.give_back is None
+        engine.bound_freed(1 << 20, 1)  # exceeded at any rate
+        assert heap._keeping == kept_before
+        train(engine, oracle_of(directory, engine.layout), 1, 0.5, steps=1)
+        assert engine.give_back is not None
+        assert engine.give_back.times >= 2 * len(engine.layout.units)

@@ -15,10 +15,11 @@ from run_support import Log, not_warmed, options_for, train, write_data, write_m
 from offload.errors import PlanError
 from offload.train import plan as training_plan
 from offload.train import preparing
+from offload.train.engine import Engine
 from offload.train.keeping import GRAPHS, KeptGraphs, plans_keeping
 from offload.train.layout import TrainLayout
 from offload.train.opening import Placement
-from offload.train.plan import Needs, TrainPlan
+from offload.train.plan import LEAVING, Needs, TrainPlan
 from offload.train.predicting import StepRates
 from offload.train.preparing import prepare
 from offload.train.run import Run
@@ -225,3 +226,40 @@ def prepare_layout(model: Path, data: Path, place: Path) -> TrainLayout:
         return run.layout
     finally:
         run.close()
+
+
+def test_a_run_that_keeps_nothing_gives_free_blocks_back_within_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a unit that could exceed it, by what the plan says that one takes at most."""
+    model = write_model(tmp_path / "model")
+    options = options_for(
+        model, write_data(tmp_path / "train.jsonl"), tmp_path, max_steps=1, warmup=0
+    )
+    given: list[tuple[int, int]] = []
+
+    def bound(engine: Engine, ahead: int, limit: int) -> None:
+        given.append((ahead, limit))
+
+    monkeypatch.setattr(Engine, "bound_freed", bound)
+    runs: list[Run] = []
+    train(options, change=runs.append)
+    (run,) = runs
+    ram = run.plan.ram
+    assert not run.plan.placement.freed_bytes
+    ahead = ram["activations of a unit"] + ram["loss"]
+    assert given == [(ahead + ram.get(LEAVING, 0), run.baseline + run.plan.budget)]
+
+
+def test_what_planning_frees_is_not_there_when_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timing a step left 40 MiB of small blocks, of a budget that counts 20 for the process."""
+    model = write_model(tmp_path / "model")
+    options = options_for(model, write_data(tmp_path / "train.jsonl"), tmp_path)
+    order: list[str] = []
+    for name in ("step_rates", "give_back", "reset_peak_rss"):
+        monkeypatch.setattr(preparing, name, lambda *_, name=name: order.append(name))
+    prepare(options).close()
+    assert "step_rates" in order
+    assert order[-2:] == ["give_back", "reset_peak_rss"]
