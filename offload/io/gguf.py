@@ -94,7 +94,10 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """
     first = Path(path)
     files = _parts(first)
-    missing = [f.name for f in files if not f.exists()]
+    try:
+        missing = [f.name for f in files if not f.exists()]
+    except OSError as e:  # a closed folder, a name that is too long
+        raise CheckpointError(f"cannot read {first!s:.500}: {e.strerror}") from e
     if missing and len(files) > 1:
         raise CheckpointError(
             f"{first.parent}: {len(missing)} of the {len(files)} parts of this GGUF are missing, "

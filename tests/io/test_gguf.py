@@ -356,6 +356,11 @@ def test_the_digest_is_that_of_the_bytes_however_many_texts_there_are(
         assert header.digest == hashlib.sha256(content).hexdigest()
 
 
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot read .*/xxx.*: File name too long"):
+        read_gguf(tmp_path / f"{'x' * 5000}.gguf")
+
+
 def test_split_by_any_part(tmp_path: Path) -> None:
     paths = split(tmp_path, [[], ["a", "b"], ["c"]])
     for path in paths:
