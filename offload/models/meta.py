@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
-from offload.io.pack_manifest import JOURNAL
+from offload.io.pack_manifest import JOURNAL, MANIFEST, again
 from offload.io.safetensors import ADAPTER, CheckpointIndex, adapter_hint, gguf_hint
 from offload.models.sources import CheckpointMap, SourceMap
 
@@ -60,6 +60,13 @@ def resolve(path: str | Path) -> Path:
         ) from error
 
 
+def _pack_hint(directory: Path) -> str:
+    """The way out where a pack's own config.json is what is wrong; empty of any other directory."""
+    if not (directory / MANIFEST).is_file():
+        return ""
+    return f"; put that of its source in its place, or {again(directory)}"
+
+
 def read_config(directory: Path) -> Any:
     """The transformers config of a checkpoint directory.
 
@@ -78,14 +85,18 @@ def read_config(directory: Path) -> Any:
                 f"{directory} is a packed model that is not finished: give 'offload pack' the same "
                 f"source and directory again, and it goes on where it was"
             ) from None
+        if hint := _pack_hint(directory):
+            raise CheckpointError(
+                f"{directory} is a packed model without config.json{hint}"
+            ) from None
         raise CheckpointError(
             f"{directory} has no config.json: not a model directory"
             f"{adapter_hint(directory) or gguf_hint(directory)}"
         ) from None
     except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}{_pack_hint(directory)}") from error
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
+        raise CheckpointError(f"{file} is not a JSON object{_pack_hint(directory)}")
     if quantised := raw.get("quantization_config"):
         method = (
             quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"

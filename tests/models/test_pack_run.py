@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from offload.blocks import ALIGN, TENSOR_ALIGN
 from offload.cpu_ops.codecs import encode_rows
 from offload.cpu_ops.formats import get_format
 from offload.errors import CheckpointError, OffloadError, StoreError
-from offload.io.pack_manifest import Kind, Layout, dump, is_pack
+from offload.io.pack_manifest import Kind, Layout, is_pack
 from offload.models import pack_convert
 from offload.models.pack_cache import pack_cache_dir, packed
 from offload.models.pack_checkpoint import CheckpointSource
@@ -459,42 +456,3 @@ def test_what_is_kept_as_it_is_has_to_be_finite(tmp_path: Path, name: str, value
     with pytest.raises(CheckpointError, match=rf"{name} has 1 weights that are NaN or infinite"):
         pack(source, tmp_path / "p", quant="none")
     assert not is_pack(tmp_path / "p")
-
-
-def test_a_config_that_is_not_the_packed_one_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Within the blocks' shapes any is run, and another one may be meant; never in silence."""
-    write("llama", tmp_path / "m")
-    with contextlib.closing(CheckpointSource.open(tmp_path / "m")) as source:
-        pack(source, tmp_path / "p")
-    config = tmp_path / "p" / "config.json"
-    said = json.loads(config.read_text())
-    config.write_text(json.dumps(said, sort_keys=True))  # says the same
-    PackedModel.open(tmp_path / "p")
-    assert not caplog.messages
-    config.write_text(json.dumps(said | {"rms_norm_eps": 1e-3}))
-    PackedModel.open(tmp_path / "p")
-    (message,) = caplog.messages
-    assert str(config) in message
-    assert f"put the config.json of {tmp_path / 'm'} in its place" in message
-    config.write_text("{")
-    PackedModel.open(tmp_path / "p")  # whoever reads it says what is wrong with it
-    assert len(caplog.messages) == 2
-    config.unlink()
-    os.mkfifo(config)  # not waited for
-    PackedModel.open(tmp_path / "p")
-
-
-def test_a_pack_from_before_configs_were_noted_is_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pack(small_source(), tmp_path / "p")
-    path = tmp_path / "p" / "pack.json"
-    manifest = PackedModel.open(tmp_path / "p").manifest
-    assert manifest.config
-    path.write_bytes(dump(replace(manifest, config="")))
-    assert b'"config"' not in path.read_bytes()
-    (tmp_path / "p" / "config.json").write_text('{"other": 1}')
-    PackedModel.open(tmp_path / "p")
-    assert not caplog.messages
