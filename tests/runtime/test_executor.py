@@ -153,7 +153,7 @@ def test_rows_that_cannot_be_read() -> None:
 def test_a_hanging_disk_trips_the_watchdog_and_close_returns(device: str) -> None:
     toy = Toy.make(device)
     faulty = FaultyStore(toy.store())
-    with toy.open(faulty, watchdog_s=0.1) as executor:
+    with toy.open(faulty, watchdog_s=0.4) as executor:
         toy.run(executor, passes=1)
         executor.settle()
         faulty.inject(Fault.HANG, toy.some_streamed())
