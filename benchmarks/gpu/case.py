@@ -161,6 +161,7 @@ def stream(job: dict[str, Any]) -> dict[str, Any]:
         figures = speed(model, job, model.offload.stats)
         stats = model.offload.stats()
         handle = model.offload
+        repeated = handle.executor.repeated
         handle.close()
     copied = figures.pop("h2d_bytes_per_token")
     rate = job.get("link_bytes_per_s")
@@ -176,6 +177,7 @@ def stream(job: dict[str, Any]) -> dict[str, Any]:
         "within_budget": stats["device_peak_bytes"] is None or stats["device_peak_bytes"] <= gpu,
         "hit_rate": stats["hit_rate"],
         "host_waits": stats["host_waits"],
+        "repeated_units": repeated,
         "disk_read_bytes": stats["disk_read_bytes"],
         "h2d_bytes_per_token": copied,
         "link_bound_s": bound_s,

@@ -354,6 +354,11 @@ class Executor(ExpertCalls):
         """Whether ``stop()`` or ``close()`` has been called."""
         return self._waiting.closed
 
+    @property
+    def repeated(self) -> int:
+        """Units that ran as a pass was laid out, with nothing decided (``laps``)."""
+        return 0 if self._laps is None else self._laps.repeated
+
     def held(self) -> list[str]:
         """Blocks held now; empty when the model does not run."""
         with self._changed:
