@@ -9,13 +9,17 @@ from typing import Any, Protocol
 
 import offload
 from offload.cli.decode import Run
-from offload.cli.view import plan_json, streams
+from offload.cli.view import goes_up, plan_json, streams
 from offload.models.load import Prepared
 from offload.scheduler.plan import Plan
 from offload.units import format_bytes, format_rate
 
 RESIDENT = (
     "everything was resident: nothing was streamed, so this says nothing about streaming from disk"
+)
+FROM_RAM = (
+    "all weights were in RAM and streamed from there to the device: nothing came from disk, so this "
+    "says nothing about that"
 )
 RESIDENT_WEIGHTS = (
     "all weights were resident: only keys and values were streamed, so this says nothing about "
@@ -30,6 +34,8 @@ def resident_note(plan: Plan, end: Mapping[str, Any]) -> str | None:
     """
     if streams(plan):
         return None
+    if goes_up(plan):
+        return FROM_RAM
     kv = end.get("kv")
     return RESIDENT_WEIGHTS if kv and kv["read_bytes"] else RESIDENT
 
@@ -79,6 +85,9 @@ def streaming_parts(run: Measured, plan: Plan) -> list[str]:
     for key, what in ("cpu_experts", "experts"), ("cpu_products", "products"):
         if count := run.during_decode(key):
             parts.append(f"{count / steps:.3g} {what}/token on the CPU")
+    up = run.during_decode("h2d_bytes") / steps
+    if goes_up(plan):
+        parts.append(f"{up / 2**20:.3g} MiB/token up to the device")
     if not streams(plan):
         return parts
     if (hit := hit_rate(run.during_decode("hits"), run.during_decode("misses"))) is not None:

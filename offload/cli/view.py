@@ -26,6 +26,14 @@ def streams(plan: Plan) -> bool:
     return any(home is not Home.PINNED and b not in low for b, home in plan.homes.items())
 
 
+def goes_up(plan: Plan) -> bool:
+    """Whether weights are copied to a device again after loading."""
+    if plan.compute_tier is not Tier.DEVICE:
+        return False
+    top = plan.tiers[Tier.DEVICE].pinned
+    return any(b not in top and home is not Home.BY_ROW for b, home in plan.homes.items())
+
+
 def title(prepared: Prepared) -> Text:
     """What is run: name, family, dtype, size, where it computes."""
     meta, plan = prepared.meta, prepared.plan

@@ -154,6 +154,25 @@ def test_the_simulated_accelerator_gives_the_same(cli: Cli, moe: Path, tmp_path:
     assert run["decode_h2d_bytes"] > 0
 
 
+def test_what_goes_up_from_ram_is_said(cli: Cli, dense: Path, tmp_path: Path) -> None:
+    """It is no resident run, and none that says anything of a disk."""
+    words = ("--prompt-ids", "9,8,7", "-n", 6, "--ignore-eos", "--device", "sim")
+    report = tmp_path / "least.json"
+    cli("plan", "-m", dense, "--no-predict", "-c", 16, "--device", "sim", "--json", report)
+    least = json.loads(report.read_text())["minimum_bytes"]
+    run = generate(cli, dense, tmp_path, *words, "--ram", "1GiB", "--gpu", least["device"])
+    assert run["token_ids"] == reference(dense, [9, 8, 7], max_new_tokens=6, eos_token_id=None)
+    assert not run["streamed"]
+    [stats] = [line for line in run["stderr"].splitlines() if line.startswith("stats:")]
+    assert "MiB/token up to the device" in stats
+    assert "streamed from there to the device" in run["stderr"]
+    assert "everything was resident" not in run["stderr"]
+    every = generate(cli, dense, tmp_path, *words, "--ram", "1GiB", "--gpu", "1GiB")
+    assert every["token_ids"] == run["token_ids"]
+    assert "up to the device" not in every["stderr"]
+    assert "everything was resident" in every["stderr"]
+
+
 def hardware() -> Hardware:
     rate = Rate(median=2e9, low=1e9, high=4e9, n=3, unit=BYTES_PER_S)
     flops = Rate(median=2e11, low=1e11, high=4e11, n=3, unit=FLOP_PER_S)
