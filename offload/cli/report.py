@@ -18,8 +18,8 @@ RESIDENT = (
     "everything was resident: nothing was streamed, so this says nothing about streaming from disk"
 )
 FROM_RAM = (
-    "all weights were in RAM and streamed from there to the device: nothing came from disk, so this "
-    "says nothing about that"
+    "all weights were in RAM and streamed from there to the device: nothing came from disk, so "
+    "this says nothing about that"
 )
 RESIDENT_WEIGHTS = (
     "all weights were resident: only keys and values were streamed, so this says nothing about "
