@@ -69,7 +69,8 @@ def lay_out(
     if sum(sizes) <= capacity or len(set(every)) < len(every) or max(sizes) > capacity:
         return None
     areas = _areas(sizes, capacity)
-    copies: list[tuple[int, Copy]] = []  # behind which step each is asked for
+    places: list[list[tuple[str, int]]] = [[] for _ in steps]
+    then: list[list[Copy]] = [[] for _ in steps]
     latest = -len(steps)
     for i, (_, blocks) in enumerate(steps):
         at = areas[i]
@@ -79,16 +80,14 @@ def lay_out(
             latest = max(latest, max(after))
             early, asked = divmod(latest, len(steps))
             behind = tuple(sorted({j % len(steps) for j in after}))
-            copies.append((asked, Copy(block, i, base + at, behind, -early)))
+            places[i].append((block, base + at))
+            then[asked].append(Copy(block, i, base + at, behind, -early))
             at += nbytes[block]
     return tuple(
-        Stage(
-            unit, tuple((c.block, c.offset) for _, c in copies if c.step == i),
-            # Those of a step before this one are of the next lap.
-            tuple(sorted((c for asked, c in copies if asked == i), key=lambda c: c.early)),
-        )
-        for i, (unit, _) in enumerate(steps)
-    )  # fmt: skip
+        # Copies for a step before this one are of the next lap.
+        Stage(unit, tuple(lie), tuple(sorted(asked_for, key=lambda c: c.early)))
+        for (unit, _), lie, asked_for in zip(steps, places, then, strict=True)
+    )
 
 
 MOST_PARTS = 8
@@ -115,11 +114,12 @@ def _areas(sizes: Sequence[int], capacity: int) -> list[int]:
 def _lap_time(areas: Sequence[int], sizes: Sequence[int]) -> int:
     """Of a lap behind others, if a step computes for as long as its copy takes."""
     n, copied, done = len(sizes), 0, [0] * len(sizes)
+    before = (_before(i, areas[i], areas[i] + size, areas, sizes) for i, size in enumerate(sizes))
+    last = [max(found, default=-n) % n for found in before]
     ends = []
     for _ in range(3):
         for i, size in enumerate(sizes):
-            last = max(_before(i, areas[i], areas[i] + size, areas, sizes), default=-n)
-            copied = max(copied, done[last % n]) + size
+            copied = max(copied, done[last[i]]) + size
             done[i] = max(copied, done[i - 1]) + size
         ends.append(done[-1])
     return ends[-1] - ends[-2]
