@@ -76,7 +76,7 @@ def replays(path: Path, shares: list[float], learnt: Path) -> dict[str, Any]:
 def prefix_rates(path: Path, shares: list[float]) -> dict[str, float]:
     """What a fixed prefix of the experts would hit, with the slots that running needs beside it."""
     from offload.runtime.routings import RecordedRouting
-    from offload.scheduler.policy import make_policy
+    from offload.scheduler.policies import make_policy
     from offload.scheduler.replay import Replay
 
     routing = RecordedRouting(path)

@@ -120,7 +120,8 @@ def replay_all(
         OffloadError: the routing holds no tokens.
         RoutingFileError: it is truncated or damaged.
     """
-    from offload.scheduler.policy import DEFAULT, NAMES, kept_experts, make_policy
+    from offload.scheduler.policies import make_policy
+    from offload.scheduler.policy import DEFAULT, NAMES, kept_experts
     from offload.scheduler.replay import Future, Replay, hottest
 
     began = time.perf_counter()

@@ -16,7 +16,8 @@ from offload.models.naming import model_name
 from offload.scheduler import describe
 from offload.scheduler.explain import WARNING
 from offload.scheduler.forecast import Forecast
-from offload.scheduler.plan import Home, Interval, Plan
+from offload.scheduler.interval import Interval
+from offload.scheduler.plan import Home, Plan
 from offload.units import format_bytes, format_rate
 
 

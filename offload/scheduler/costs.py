@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from offload.blocks import BlockSpec, TensorSpec
 from offload.scheduler.hardware import Card, Hardware, Rate
-from offload.scheduler.plan import Interval
+from offload.scheduler.interval import Interval
 
 PACKED = "uint8"
 """The dtype of packed weights, which to the scheduler are just bytes."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from offload.scheduler.bounds import H2D, READ, lane_seconds
 from offload.scheduler.costs import CostModel, Pick
-from offload.scheduler.plan import Interval, Plan
+from offload.scheduler.interval import Interval
+from offload.scheduler.plan import Plan
 from offload.scheduler.simulate import Routing, Simulation, simulate
 from offload.scheduler.timeline import Record
 

@@ -22,7 +22,8 @@ from dataclasses import replace
 from offload.blocks import Tier
 from offload.errors import SchedulerError
 from offload.scheduler.plan import Home, Plan
-from offload.scheduler.policy import Scores, make_policy
+from offload.scheduler.policies import make_policy
+from offload.scheduler.policy import Scores
 from offload.scheduler.routing import Routes
 from offload.scheduler.shelf import NEVER, Pool, Stock
 from offload.scheduler.split import Job, Place, Schedule, Site, split

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offload.blocks import BlockSpec, Tier
+from offload.scheduler.interval import Interval
 from offload.scheduler.policy import DEFAULT
 from offload.scheduler.trace import Trace
 
@@ -67,15 +68,6 @@ class DenseSites:
     """All of them pinned in RAM."""
     rows: int
     """Most tokens of such a pass; with more the weights go up as others do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A predicted figure with the spread of the measurements it comes from."""
-
-    low: float
-    mid: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 from offload.blocks import Tier
 from offload.errors import PlanError
-from offload.scheduler.plan import DenseSites, Home, Interval, Plan, TierLayout
+from offload.scheduler.interval import Interval
+from offload.scheduler.plan import DenseSites, Home, Plan, TierLayout
 from offload.scheduler.split import SplitCosts
 from offload.scheduler.trace import Step, Trace
 from offload.units import format_bytes

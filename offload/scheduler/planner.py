@@ -16,9 +16,10 @@ from offload.scheduler.bounds import hit_rate, lane_seconds, traffic
 from offload.scheduler.costs import CostModel, Pick
 from offload.scheduler.explain import explain
 from offload.scheduler.guesses import spare_slots
+from offload.scheduler.interval import Interval
 from offload.scheduler.inventory import Inventory, PlanRequest
 from offload.scheduler.placement import NoRoomError, Placement, least_bytes, placements
-from offload.scheduler.plan import Home, Interval, Plan, TierLayout
+from offload.scheduler.plan import Home, Plan, TierLayout
 from offload.scheduler.policy import kept_experts
 from offload.scheduler.simulate import simulate
 from offload.scheduler.sites import choose_sites

@@ -1,4 +1,4 @@
-"""What an eviction policy is, and the policies by name.
+"""What an eviction policy is, and the names of those there are (``policies`` makes them).
 
 A policy keeps books over the entries of one pool of equal slots and names the one to evict. It
 does no I/O, reads no clock, draws no random numbers: the same calls give the same answers, so a
@@ -7,7 +7,7 @@ replay of a recorded routing, the planner's simulation and the real run agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 
@@ -72,35 +72,3 @@ def kept_experts(slots: int, top_k: Mapping[str, int], spare: int = 0) -> int:
     room = slots - spare - max(top_k.values(), default=0) - 1
     half = slots // 2
     return max(0, min(room, half if slots - half >= sum(top_k.values()) else room))
-
-
-def make_policy(name: str, groups: Sequence[str], kept: Collection[str] = ()) -> ExpertPolicy:
-    """A policy without entries.
-
-    Args:
-        name: one of ``NAMES``.
-        groups: layer names in the order in which they run.
-        kept: for ``pinned``: the blocks that stay.
-
-    Raises:
-        ValueError: unknown name (a bug of the caller, who has checked the user's word).
-    """
-    # Here and not at the top: these modules import this one for its types.
-    from offload.scheduler.expert_cache import ExpertCache
-    from offload.scheduler.frequency import Lfu, Mrs
-    from offload.scheduler.recency import Clock, Lru, PinnedLru
-
-    match name:
-        case "laps":
-            return ExpertCache(groups)
-        case "lru":
-            return Lru()
-        case "lfu":
-            return Lfu()
-        case "clock":
-            return Clock()
-        case "mrs":
-            return Mrs(groups)
-        case "pinned":
-            return PinnedLru(kept)
-    raise ValueError(f"expert policy {name!r} is not one of {', '.join(NAMES)}")

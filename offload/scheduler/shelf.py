@@ -17,7 +17,7 @@ from itertools import pairwise
 from offload.blocks import BlockKind, Tier
 from offload.errors import SchedulerError
 from offload.scheduler.plan import Plan
-from offload.scheduler.policy import make_policy
+from offload.scheduler.policies import make_policy
 from offload.scheduler.ring import Ring
 
 NEVER = sys.maxsize

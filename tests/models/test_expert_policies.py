@@ -23,7 +23,8 @@ from offload.models.load import prepare
 from offload.models.options import Options
 from offload.models.routing_tap import RouterTap
 from offload.runtime.routings import RecordedRouting, hot_experts
-from offload.scheduler.policy import NAMES, make_policy
+from offload.scheduler.policies import make_policy
+from offload.scheduler.policy import NAMES
 from offload.scheduler.replay import replay
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_moe"

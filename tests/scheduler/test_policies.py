@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload.scheduler.frequency import KeyHeap, Lfu, Mrs
-from offload.scheduler.policy import CYCLIC, DEFAULT, NAMES, SCORED, kept_experts, make_policy
+from offload.scheduler.policies import make_policy
+from offload.scheduler.policy import CYCLIC, DEFAULT, NAMES, SCORED, kept_experts
 from offload.scheduler.recency import SWEEP, Clock, Lru, PinnedLru
 
 GROUPS = ["g0", "g1", "g2"]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.scheduler.policy import CYCLIC, NAMES, make_policy
+from offload.scheduler.policies import make_policy
+from offload.scheduler.policy import CYCLIC, NAMES
 from offload.scheduler.recency import Lru
 from offload.scheduler.replay import Future, Pass, Replay, Tally, hottest, replay
 
