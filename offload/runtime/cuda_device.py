@@ -34,7 +34,8 @@ from offload.runtime.cuda_stream import (
     Way,
 )
 from offload.runtime.device import Access, Event, Memory, Region, Stream
-from offload.runtime.memory import HostMemory, check_copy
+from offload.runtime.memory import HostMemory
+from offload.runtime.regions import check_copy
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import torch
 
 from offload.errors import PlanError
 from offload.runtime.device import Access, Event, Memory, Region, Stream
-from offload.runtime.memory import HostMemory, check_copy, copy_bytes
+from offload.runtime.memory import HostMemory
+from offload.runtime.regions import check_copy, copy_bytes
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)

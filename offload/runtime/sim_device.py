@@ -32,8 +32,9 @@ import torch
 
 from offload.errors import ClosedError, PlanError, SchedulerError
 from offload.runtime.device import Access, Event, Memory, Region, Stream
-from offload.runtime.memory import POISON, HostMemory, check_copy, check_region
+from offload.runtime.memory import POISON, HostMemory
 from offload.runtime.race import RaceDetector
+from offload.runtime.regions import check_copy, check_region
 from offload.runtime.sim_event import Clock, Faults, Shared, WallClock, finished_event, sim_event
 from offload.runtime.sim_stream import HostStream, SimStream, UpdateStream
 from offload.units import format_bytes

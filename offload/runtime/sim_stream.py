@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from offload.errors import ClosedError, WatchdogError
 from offload.runtime.device import Event, Region
-from offload.runtime.memory import copy_bytes
 from offload.runtime.race import Stamp
+from offload.runtime.regions import copy_bytes
 from offload.runtime.sim_event import Shared, SimEvent, finished_event, sim_event
 from offload.units import format_bytes
 

@@ -14,8 +14,9 @@ from offload.runtime import memory as memory_module
 from offload.runtime.arena import Arena
 from offload.runtime.device import Region
 from offload.runtime.intervals import IntervalMap
-from offload.runtime.memory import HUGE_PAGE, POISON, HostMemory, check_copy, huge_page_mode
+from offload.runtime.memory import HUGE_PAGE, POISON, HostMemory, huge_page_mode
 from offload.runtime.null_device import NullDevice
+from offload.runtime.regions import check_copy
 from offload.runtime.rss import current_rss
 from offload.runtime.sim_device import SimDevice
 
