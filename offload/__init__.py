@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from offload.version import __version__
 
 if TYPE_CHECKING:
     from offload.api import load, unwrap, wrap

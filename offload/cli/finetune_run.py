@@ -20,7 +20,7 @@ from offload.cli.signals import Interrupted
 from offload.cli.threads import use_threads
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
-from offload.models.pack_open import is_gguf
+from offload.io.gguf_header import is_gguf
 from offload.scheduler.timeline import Record
 from offload.train.board import Board
 from offload.train.metrics import JsonLines, Listeners, read_lines

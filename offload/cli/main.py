@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-import offload
 from offload.cli import (
     bench,
     chat,
@@ -34,6 +33,7 @@ from offload.cli.once import once
 from offload.cli.signals import Interrupted, signals_raise
 from offload.cli.streams import drop_output, standard_streams
 from offload.errors import OffloadError
+from offload.version import __version__
 
 USER_ERROR = 2
 
@@ -52,7 +52,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"offload {offload.__version__}")
+        typer.echo(f"offload {__version__}")
         raise typer.Exit
 
 

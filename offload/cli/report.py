@@ -7,12 +7,12 @@ import platform
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import offload
 from offload.cli.decode import Run
 from offload.cli.view import goes_up, plan_json, streams
 from offload.models.load import Prepared
 from offload.scheduler.plan import Plan
 from offload.units import format_bytes, format_rate
+from offload.version import __version__
 
 RESIDENT = (
     "everything was resident: nothing was streamed, so this says nothing about streaming from disk"
@@ -227,7 +227,7 @@ def surroundings(
         "sampling": dict(sampling),
         "threads": threads,
         "versions": {
-            "offload": offload.__version__,
+            "offload": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),

@@ -13,13 +13,15 @@ keeps a damaged length from filling the memory. Imports neither torch nor numpy.
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from offload.errors import CheckpointError
-from offload.io.files import LFS_MAGIC, LFS_POINTER
+from offload.io.files import LFS_MAGIC, LFS_POINTER, open_to_read
 from offload.io.gguf_types import REMOVED, TYPES
 
 MAGIC = b"GGUF"
@@ -212,6 +214,18 @@ class _Cursor:
         if code == _BOOL:
             return self._bool(raw, key)
         return list(struct.unpack(f"<{n}{kind}", raw))
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is meant to be a GGUF file: by its name, or by how it begins."""
+    file = Path(path).expanduser()
+    if file.suffix.lower() == ".gguf":
+        return not os.path.isdir(file)
+    try:
+        with open_to_read(file) as f:
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False  # whoever opens it says why it cannot be
 
 
 def read_header(name: str, f: BinaryIO, file_size: int) -> GGUFHeader:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from offload.errors import OffloadError
+from offload.io.gguf_header import is_gguf
 from offload.io.pack_manifest import is_pack, read_manifest
 from offload.io.safetensors import gguf_hint
 from offload.models.meta import resolve
-from offload.models.pack_open import is_gguf
 
 # Packing is imported where a pack is made: Numba takes 60 MB that nothing else needs here.
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from offload.cpu_ops.formats import TILE_ROWS, Format
 from offload.cpu_ops.packing import packed_bytes, unpack_rows
 from offload.io.pack_manifest import Layout
 from offload.kv.named import CACHE
+from offload.models.kernel_error import KernelError
 from offload.models.options import Options
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_modules import PackedExperts, PackedLinear
@@ -48,43 +48,6 @@ SLAB_BYTES = 1 << 20
 """Of weights that are unpacked at once, at most but for one tile."""
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelError:
-    """What fast kernels cost.
-
-    Attributes:
-        error: of the fast kernels against torch in float32. All errors are the largest of the
-            compared tokens': the largest difference between two logits over the largest logit.
-        exact_error: of the exact kernels, torch in ``dtype``, against the same.
-        difference: between the two kinds of kernels.
-        same_choice: compared tokens for which both find the same next token the likeliest.
-        tokens: that were compared.
-        dtype: the checkpoint's.
-        seconds: that it took to find out.
-        read_bytes: from disk, on the way; the model's figures count them.
-    """
-
-    error: float
-    exact_error: float
-    difference: float
-    same_choice: int
-    tokens: int
-    dtype: str
-    seconds: float
-    read_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"largest relative logit error {self.error:.1g} over {self.tokens} tokens against "
-            f"torch in float32, where the exact ones in {self.dtype} have {self.exact_error:.1g}; "
-            f"they differ by {self.difference:.1g}, the same choice {self.same_choice} times"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """As a dict that ``json`` can write."""
-        return asdict(self)
 
 
 def tokens_to_check(options: Options) -> int:

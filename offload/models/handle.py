@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 from offload.blocks import Tier
 from offload.errors import OffloadError
 from offload.models.attach import Attachment
+from offload.models.kernel_error import KernelError
 from offload.runtime.executor import WATCHDOG_S, Executor
 from offload.runtime.rss import peak_rss
 from offload.scheduler.plan import Plan
@@ -16,7 +17,6 @@ from offload.scheduler.team import Team
 
 if TYPE_CHECKING:
     from offload.kv.tiers import KvTiers
-    from offload.models.fast_check import KernelError
     from offload.models.lean_run import LeanRun
     from offload.models.prompt_reuse import PromptReuse
 

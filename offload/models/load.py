@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,11 +23,13 @@ from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models import host_products, kv_plan, kv_speed, prompt_plan
+from offload.models.baseline import warm_card, warm_up
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.experts import check_expert_loop, other_than_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
 from offload.models.hybrid import activation_bytes, split_rows
+from offload.models.kernel_error import KernelError
 from offload.models.kv_plan import KvPlan
 from offload.models.meta import (
     MetaModel,
@@ -64,7 +66,7 @@ from offload.models.request import expert_top_k, matrices, request_of, reserves_
 from offload.models.split import fine_units
 from offload.models.team_check import products_of
 from offload.models.teams import TeamPlan, plan_team
-from offload.models.toy import Warm, warm_card, warm_up
+from offload.models.toy import Warm
 from offload.models.units import Cut, cut
 from offload.models.workspace import WHOLE, limit_kernels, workspace_for
 from offload.runtime import choice
@@ -76,9 +78,6 @@ from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
 from offload.units import format_bytes
-
-if TYPE_CHECKING:
-    from offload.models.fast_check import KernelError
 
 logger = logging.getLogger(__name__)
 

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from offload.errors import OffloadError
-from offload.io.files import open_to_read
-from offload.io.gguf_header import MAGIC
+from offload.io.gguf_header import is_gguf
 from offload.models.pack_source import Source
-
-
-def is_gguf(path: str | Path) -> bool:
-    """Whether ``path`` is meant to be a GGUF file: by its name, or by how it begins."""
-    file = Path(path).expanduser()
-    if file.suffix.lower() == ".gguf":
-        return not os.path.isdir(file)
-    try:
-        with open_to_read(file) as f:
-            return f.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False  # whoever opens it says why it cannot be
 
 
 def open_source(path: str | Path, *, allow_requant: bool = False) -> Source:

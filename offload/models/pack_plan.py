@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-import offload
 from offload.blocks import DTYPE_BYTES, TENSOR_ALIGN, align_up
 from offload.cpu_ops.formats import FORMATS, get_format
 from offload.cpu_ops.packing import packed_bytes
@@ -14,6 +13,7 @@ from offload.io.pack_manifest import Block, Kind, Layout, Manifest, Part, digest
 from offload.io.pack_writer import Job
 from offload.models.gguf_requant import REQUANTISED, requantised_format
 from offload.models.pack_source import COPY_IN_BF16, FLOATS, TORCH_OF, Source, Tensor
+from offload.version import __version__
 
 QUANTS = {"none": None, "q8": "q8_0", "q4": "q4_0"}
 """Choices of ``--quant`` and the format of experts and other matrices; None: the source's."""
@@ -207,7 +207,7 @@ def plan_pack(source: Source, quant: str, *, bundle_bytes: int = BUNDLE_BYTES) -
     manifest = Manifest(
         source=source.id,
         quant=quant,
-        offload=offload.__version__,
+        offload=__version__,
         model=source.outline.facts,
         blocks=tuple(out.blocks),
         files=tuple(out.files),

@@ -28,6 +28,7 @@ from offload.errors import OffloadError, PlanError
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.kv.coarse import rounded_bytes
 from offload.models import card_attention, fast_check, host_products, kv_plan, kv_speed
+from offload.models.baseline import warm_card, warm_up
 from offload.models.expert_options import check_recordable, listening_bytes, policy_of
 from offload.models.footprint import measure
 from offload.models.hybrid import ROWS, check_shareable
@@ -63,7 +64,7 @@ from offload.models.prompt_plan import Rounded, plan_prompts
 from offload.models.recipes import Recipes
 from offload.models.request import expert_top_k, request_of
 from offload.models.teams import plan_team
-from offload.models.toy import Warm, warm_card, warm_up
+from offload.models.toy import Warm
 from offload.models.units import unit_modules
 from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve

@@ -32,6 +32,7 @@ from offload.models.naming import model_name
 from offload.models.options import Options, check_device
 from offload.models.pieces import why_not_in_pieces
 from offload.units import format_bytes
+from offload.version import __version__
 
 HARMLESS = frozenset({
     "ram", "gpu", "disk", "prompt_tokens", "context", "batch", "engine", "queue_depth",
@@ -244,9 +245,7 @@ def _kernels() -> str:
 
 def _version(package: str) -> str:
     if package == "offload":
-        import offload
-
-        return offload.__version__
+        return __version__
     return importlib.metadata.version(package)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
-from offload.models.pack_open import is_gguf
+from offload.io.gguf_header import is_gguf
 
 SYNTH_DTYPES = ("bfloat16", "float16", "float32")
 

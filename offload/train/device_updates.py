@@ -31,7 +31,7 @@ from offload.scheduler.timeline import UPDATE_AWAY, Record
 from offload.train import card_values
 from offload.train.layout import TILE
 from offload.train.marks import UPDATE
-from offload.train.rates import timed
+from offload.train.stopwatch import timed
 from offload.train.tiles import Slot, SlotKind, numbers
 from offload.train.update_place import UpdatePlacement
 from offload.train.weights import Shared

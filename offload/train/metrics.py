@@ -32,7 +32,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-import offload
 from offload.errors import OffloadError
 from offload.train.options import TrainOptions
 from offload.train.reports import (
@@ -42,6 +41,7 @@ from offload.train.reports import (
     Listener,
     StepReport,
 )
+from offload.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class JsonLines:
         self._put(
             "start",
             {
-                "version": offload.__version__, "options": known, "plan": list(plan),
+                "version": __version__, "options": known, "plan": list(plan),
                 "predicted_step_s": step_s,
             },
         )  # fmt: skip

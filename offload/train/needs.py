@@ -27,8 +27,9 @@ from offload.train.layout import TrainLayout
 from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
 from offload.train.predicting import StepRates
-from offload.train.rates import Computing, Site, compute_seconds, disk_mix, timed
+from offload.train.rates import Computing, Site, compute_seconds, disk_mix
 from offload.train.row_grads import lookup_tables
+from offload.train.stopwatch import timed
 from offload.train.updates import Updater, update_workers
 
 logger = logging.getLogger(__name__)

@@ -29,12 +29,12 @@ from offload.cpu_ops.packing import packed_bytes
 from offload.cpu_ops.prefill_kernels import dequantize_kernel
 from offload.cpu_ops.warm import Report, compile_ahead
 from offload.errors import CheckpointError, OffloadError
+from offload.io.gguf_header import is_gguf
 from offload.io.pack_manifest import Kind, Layout, Part, again, is_pack
 from offload.io.safetensors import CheckpointIndex, TensorRange
 from offload.models.choose import model_directory
 from offload.models.meta import MetaModel, build, instantiate, read_config, resolve
 from offload.models.naming import model_name
-from offload.models.pack_open import is_gguf
 from offload.models.pack_outline import outline
 from offload.models.pack_reader import PackedModel
 from offload.models.pack_source import Experts, Slice

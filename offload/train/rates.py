@@ -12,7 +12,6 @@ import copy
 import itertools
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future
@@ -39,11 +38,9 @@ from offload.train.layout import TrainLayout, TrainUnit
 from offload.train.made_experts import MadeExperts
 from offload.train.packed_base import PackedBase
 from offload.train.row_grads import RowGradient, taking_rows
+from offload.train.stopwatch import SAMPLES, timed
 
 logger = logging.getLogger(__name__)
-
-SAMPLES, SAMPLE_S = 5, 0.6
-"""A unit is timed so often at most, and no more than twice for longer than so many seconds."""
 
 COPIED_BYTES = 16 << 20
 """Of a copy over a device's link that is timed."""
@@ -215,22 +212,6 @@ class Sample:
         """(forward, forward and backward)"""
         forward, both = timed(self.forward, self.both)
         return min(forward, both), both
-
-
-def timed(*works: Callable[[], object]) -> list[float]:
-    """Seconds of each of ``works``: the median of several, after one that does not count (it makes
-    what is made once), or of few where they take long. Not the best of them: a step has no second
-    try. They take turns, so that none has a bad moment of the machine for itself."""
-    times: list[list[float]] = [[] for _ in works]
-    began = time.perf_counter()
-    while len(times[0]) < 2 or (
-        len(times[0]) <= SAMPLES and time.perf_counter() - began < len(works) * SAMPLE_S
-    ):
-        for work, found in zip(works, times, strict=True):
-            start = time.perf_counter()
-            work()
-            found.append(time.perf_counter() - start)
-    return [statistics.median(found[1:]) for found in times]
 
 
 def _fused(unit: TrainUnit) -> frozenset[str]:

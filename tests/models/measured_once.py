@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from offload.models import load, packed_load
+from offload.models.baseline import warm_up
 from offload.models.footprint import Footprint, measure
-from offload.models.toy import Warm, warm_up
+from offload.models.toy import Warm
 from offload.runtime.rss import current_rss
 
 _found: dict[Any, Footprint] = {}

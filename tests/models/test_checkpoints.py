@@ -17,11 +17,11 @@ from families import randomise
 from safetensors.torch import load_file, save_file
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload.io.gguf_header import is_gguf
 from offload.io.pack_manifest import is_pack
 from offload.models.load import prepare
 from offload.models.meta import build, read_config, resolve
 from offload.models.pack_checkpoint import CheckpointSource
-from offload.models.pack_open import is_gguf
 from offload.models.pack_plan import plan_pack
 from offload.train.output_files import updated_config
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import tiny_config, write
 
-from offload.models import toy, toy_times
+from offload.models import baseline, toy_times
 from offload.models.experts import ExpertProxy
 from offload.models.load import Options, prepare
 from offload.models.meta import model_class
@@ -102,7 +102,7 @@ def test_a_small_model_presses_with_small_matrices() -> None:
 
 def test_a_warm_process_knows_its_times() -> None:
     config = tiny_config("qwen3_moe")
-    warm = toy.warm_up(config, model_class(config), torch.float32)
+    warm = baseline.warm_up(config, model_class(config), torch.float32)
     assert warm.baseline_rss > 0
     assert min(warm.layer_s, warm.expert_s, warm.fixed_s) > 0
     assert warm.fetch_s >= 0
@@ -111,6 +111,6 @@ def test_a_warm_process_knows_its_times() -> None:
 def test_nobody_waits_for_times_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_times, "measure", lambda *_: pytest.fail("timed"))
     config = tiny_config("llama")
-    warm = toy.warm_up(config, model_class(config), torch.float32, False)
+    warm = baseline.warm_up(config, model_class(config), torch.float32, False)
     assert warm.baseline_rss > 0
     assert warm.layer_s == warm.fixed_s == warm.fetch_s == 0

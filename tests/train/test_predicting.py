@@ -10,7 +10,7 @@ import pytest
 import torch
 from run_support import not_warmed, options_for, write_data, write_model
 
-from offload.train import beside, preparing, rates
+from offload.train import beside, preparing, stopwatch
 from offload.train.pace import Beside
 from offload.train.predicting import StepRates, predict
 from offload.train.run import Run
@@ -31,7 +31,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured as always, but for less long."""
     monkeypatch.setattr(preparing, "warm_training", not_warmed)
     monkeypatch.setattr(beside, "LEAST_S", 0.05)
-    monkeypatch.setattr(rates, "SAMPLE_S", 0.02)
+    monkeypatch.setattr(stopwatch, "SAMPLE_S", 0.02)
 
 
 def prepared(model: Path, data: Path, place: Path, **more: Any) -> Run:
