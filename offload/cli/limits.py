@@ -1,11 +1,15 @@
-"""What this process may take, where libraries say in their own ways that it is too little."""
+"""What the system does not give this process, where libraries say so in their own ways."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 from offload.io.workers import NO_THREAD, is_no_thread
 
 _TORCH = "DefaultCPUAllocator: "
 _NO_TEMPORARY = "No usable temporary directory"
+_NO_HOME = "Could not determine home directory."
 
 
 def limit_reached(error: BaseException) -> str | None:
@@ -32,4 +36,26 @@ def limit_reached(error: BaseException) -> str | None:
     return None
 
 
-__all__ = ["limit_reached"]
+def no_home(error: BaseException, words: Sequence[str]) -> str | None:
+    """A line for the user if ``error`` is pathlib's of the home of nobody, which names nobody;
+    None if it is anything else.
+
+    Args:
+        words: those of the command, one of which is meant.
+    """
+    if str(error) != _NO_HOME:
+        return None
+    for word in words:
+        given = word.partition("=")[2] if word.startswith("-") else word
+        if given.startswith("~"):
+            try:
+                Path(given).expanduser()
+            except RuntimeError:
+                return (
+                    f"{given}: there is no home directory {Path(given).parts[0]}; give the whole "
+                    f"path"
+                )
+    return None
+
+
+__all__ = ["limit_reached", "no_home"]

@@ -28,7 +28,7 @@ from offload.cli import (
     simulate,
     synth,
 )
-from offload.cli.limits import limit_reached
+from offload.cli.limits import limit_reached, no_home
 from offload.cli.once import once
 from offload.cli.signals import Interrupted, signals_raise
 from offload.cli.streams import drop_output, standard_streams
@@ -125,9 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             drop_output(sys.stdout)
             return 128 + signal.SIGPIPE
         except (MemoryError, RuntimeError, OSError) as error:
-            if (reached := limit_reached(error)) is None:
+            refused = limit_reached(error) or no_home(error, args)
+            if refused is None:
                 raise
-            return _fail(reached)
+            return _fail(refused)
     return 0
 
 

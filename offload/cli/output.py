@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.io.whole_file import takes_bytes, whole_file
+from offload.io.whole_file import check_name, takes_bytes, whole_file
 
 
 def check_json_target(path: Path | None) -> None:
@@ -43,11 +43,11 @@ def check_target(path: Path | None, flag: str, *, reads: Iterable[Path | None] =
 
     Raises:
         OffloadError: its directory is missing or not writable, it is a directory itself, or a
-            file of a model, or one that is read.
+            file of a model, or one that is read, or no file can have its name.
     """
     if path is None:
         return
-    path = path.expanduser()
+    path = check_name(path, flag)
     if takes_bytes(path):
         if not os.access(path, os.W_OK):
             raise OffloadError(f"{flag} {path} is not writable; give a file")

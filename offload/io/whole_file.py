@@ -10,7 +10,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from offload.errors import OffloadError
+
 PRIVATE = 0o600
+
+
+def check_name(path: Path, flag: str) -> Path:
+    """``path`` without its ``~``; nothing has to be there. ``pathlib`` answers the names that are
+    refused here with errors of its own, whatever it is asked about them.
+
+    Raises:
+        OffloadError: no file can be there, or none that we may know of: a name that is too long,
+            links in a circle, a directory that may not be entered, the home of nobody.
+    """
+    try:
+        path = path.expanduser()
+    except RuntimeError as error:
+        raise OffloadError(
+            f"{flag} {path}: there is no home directory {path.parts[0]}; give the whole path"
+        ) from error
+    try:
+        # Whoever needs it to be there says so.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)
+    except OSError as error:
+        raise OffloadError(f"{flag} {path}: {error.strerror}; give another path") from error
+    return path
 
 
 def takes_bytes(path: Path) -> bool:
@@ -50,4 +75,4 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         stack.pop_all()
 
 
-__all__ = ["PRIVATE", "takes_bytes", "whole_file"]
+__all__ = ["PRIVATE", "check_name", "takes_bytes", "whole_file"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import OffloadError
+from offload.io.whole_file import check_name
 from offload.runtime import cuda_api
 from offload.runtime.choice import Choice, choose
 from offload.train.options import KEEPS, METHODS, SCHEDULES, STATES, TrainOptions
@@ -284,11 +285,16 @@ def _check_saving(options: TrainOptions, given: Collection[str]) -> None:
 
 
 def _check_files(options: TrainOptions) -> None:
+    for name in ("model", "data", "eval_data", "output", "disk"):
+        path = getattr(options, name)
+        if path is not None:
+            check_name(Path(path), flag(name))
     for name in ("data", "eval_data"):
         path = getattr(options, name)
         if path is not None:
             _check_readable(_absolute(path), name)
     output, states = _absolute(options.output), state_directory(options)
+    check_name(states, "--disk")  # longer than the output's where it is beside that
     for name, path in (("output", output), ("disk", states)):
         _check_writable(path, name)
     if output == states or output in states.parents:

@@ -274,7 +274,9 @@ class Training:
                     "number": number,
                 }
             ).result()
-            self._commit, self._dirty, self._saved = number, False, not self._private
+            self._commit, self._dirty = number, False
+            # A Trainer saves the weights first: a private commit takes nothing of that away.
+            self._saved = self._saved or not self._private
             if self._private:
                 log.warning(
                     "the states are in a private directory and go with this process; give disk= a "

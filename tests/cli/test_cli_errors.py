@@ -383,6 +383,19 @@ def test_limits_of_the_system_are_no_bugs(
     refused(cli("generate", "-m", bare, *IDS), *words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "-m", "~no-such-user/m"),
+        ("generate", "-m", "~no-such-user/m", "-p", "~"),
+        ("generate", "--model=~no-such-user/m", "-p", "x"),
+    ],
+)
+def test_the_home_of_nobody(cli: Cli, words: tuple[str, ...]) -> None:
+    """Its shell leaves the word as it is, and pathlib's error does not say which one it was."""
+    refused(cli(*words), "~no-such-user/m: there is no home directory ~no-such-user; give")
+
+
 def test_a_message_never_writes_to_the_terminal_what_a_file_says(cli: Cli, tmp_path: Path) -> None:
     """Names in a GGUF header may hold escape sequences; they are shown, not obeyed."""
     key = b"\x1b[2J\x07key"

@@ -41,6 +41,17 @@ def test_weights_by_any_name_and_through_links(tmp_path: Path) -> None:
     check_target(tmp_path / "run.json", "--json")
 
 
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for given, why in (
+        (tmp_path / ("x" * 300), "name too long"),
+        (tmp_path / "circle", "levels of symbolic links"),
+        (Path("~no-such-user/x"), "no home directory ~no-such-user"),
+    ):
+        with pytest.raises(OffloadError, match=f"^--trace {given}: .*{why}.*; give "):
+            check_targets({"--json": None, "--trace": given})
+
+
 def test_what_is_read_is_not_replaced(cli: Cli, dense: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Once")

@@ -143,7 +143,29 @@ def test_files_that_are_not_there_or_empty(good: TrainOptions, tmp_path: Path) -
     assert message == f"--data {gone}: there is no such file or directory"
     assert "--eval-data" in said(dataclasses.replace(good, eval_data=gone))
     assert "is empty" in said(dataclasses.replace(good, data=empty))
-    assert "no such" in said(dataclasses.replace(good, data=tmp_path / ("x" * 300)))
+
+
+@pytest.mark.parametrize("name", ["model", "data", "eval_data", "output", "disk"])
+def test_names_that_no_file_can_have(good: TrainOptions, tmp_path: Path, name: str) -> None:
+    """``pathlib`` raises errors of its own when it is asked about them."""
+    (tmp_path / "circle").symlink_to("circle")
+    for given, why in (
+        (tmp_path / ("x" * 300), "name too long; give another path"),
+        (tmp_path / "circle" / "x", "levels of symbolic links; give another path"),
+        (Path("~no-such-user/x"), "no home directory ~no-such-user; give the whole path"),
+    ):
+        value = str(given) if name == "model" else given
+        message = said(dataclasses.replace(good, **{name: value}))
+        assert message.startswith(f"--{name.replace('_', '-')} {given}: ")
+        assert why in message
+
+
+def test_states_beside_an_output_whose_name_has_no_room_for_more(
+    good: TrainOptions, tmp_path: Path
+) -> None:
+    message = said(dataclasses.replace(good, output=tmp_path / ("x" * 250)))
+    assert message.startswith("--disk ")
+    assert "too long" in message
 
 
 def test_eval_data_and_a_share_contradict(good: TrainOptions, tmp_path: Path) -> None:

@@ -162,6 +162,19 @@ def test_what_is_lost_at_the_end_is_said(tiny: Any, caplog: pytest.LogCaptureFix
         assert not caplog.text
 
 
+def test_weights_that_a_trainer_has_saved_are_not_said_to_be_lost(
+    tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It writes the model first, and then the optimizer's states: a commit, private here."""
+    with caplog.at_level(logging.WARNING, logger="offload"), streamed(tiny()) as model:
+        optimizer = AdamW(model.parameters())
+        loop(model, optimizer, steps=1)
+        model.save_pretrained(tmp_path / "checkpoint-1")
+        optimizer.state_dict()
+    assert "private directory" in caplog.text
+    assert "not all of them saved" not in caplog.text
+
+
 # -- the public door --------------------------------------------------------------------------
 
 
