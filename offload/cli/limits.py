@@ -1,11 +1,17 @@
-"""What this process may take, where libraries say in their own ways that it is too little."""
+"""What this process may take and look at, where libraries say in their own ways that it may not."""
 
 from __future__ import annotations
+
+import errno
 
 from offload.io.workers import NO_THREAD, is_no_thread
 
 _TORCH = "DefaultCPUAllocator: "
 _NO_TEMPORARY = "No usable temporary directory"
+_NO_HOME = "Could not determine home directory."  # of pathlib
+_OF_PATHS = frozenset(
+    {errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+)
 
 
 def limit_reached(error: BaseException) -> str | None:
@@ -32,4 +38,17 @@ def limit_reached(error: BaseException) -> str | None:
     return None
 
 
-__all__ = ["limit_reached"]
+def path_refused(error: BaseException) -> str | None:
+    """A line for the user if the system does not even look at a path: a folder that is closed, a
+    name that is too long, the home of nobody. None if it is anything else, which may be a bug."""
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS:
+        return f"cannot use {error.filename!s:.500}: {error.strerror}; name another place"
+    if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
+        return (
+            "there is no such home directory; write a path that begins with ~ in full, and set "
+            "HOME where that is missing"
+        )
+    return None
+
+
+__all__ = ["limit_reached", "path_refused"]

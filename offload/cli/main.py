@@ -29,13 +29,15 @@ from offload.cli import (
     simulate,
     synth,
 )
-from offload.cli.limits import limit_reached
+from offload.cli.limits import limit_reached, path_refused
 from offload.cli.once import once
 from offload.cli.signals import Interrupted, signals_raise
 from offload.cli.streams import drop_output, standard_streams
 from offload.errors import OffloadError
 
 USER_ERROR = 2
+MOST_CHARACTERS = 4000
+"""Of an error: some repeat whole flags, templates and lists of a config."""
 
 # typer has carried its own copy of click since 0.26: the public class leads to whichever it is.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -125,15 +127,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             drop_output(sys.stdout)
             return 128 + signal.SIGPIPE
         except (MemoryError, RuntimeError, OSError) as error:
-            if (reached := limit_reached(error)) is None:
+            if (why := limit_reached(error) or path_refused(error)) is None:
                 raise
-            return _fail(reached)
+            return _fail(why)
     return 0
 
 
 def _fail(message: str) -> int:
     # One line whatever a library's message looks like: scripts read the last line of stderr.
-    _say("error: " + _printable(" ".join(message.split())))
+    line = " ".join(message.split())
+    if len(line) > MOST_CHARACTERS:  # the way out stands at its end
+        line = f"{line[: MOST_CHARACTERS // 2]} … {line[-MOST_CHARACTERS // 2 :]}"
+    _say("error: " + _printable(line))
     return USER_ERROR
 
 
