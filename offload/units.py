@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from offload.errors import OffloadError
@@ -39,7 +40,10 @@ def parse_bytes(text: str | int | float) -> int:
         unit = found.group(2).upper() if found else None
         if found is None or unit not in _UNITS:
             raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB', '1500MiB'")
-        n = int(float(found.group(1)) * _UNITS[unit])
+        value = float(found.group(1)) * _UNITS[unit]
+        if math.isinf(value):
+            raise OffloadError(f"{text!r:.40} is not a size: no machine has so many bytes")
+        n = int(value)
     if n <= 0:
         raise OffloadError(f"a size must be positive, got {text!r}")
     return n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from offload.io.workers import NO_THREAD, is_no_thread
 
 _TORCH = "DefaultCPUAllocator: "
 _NO_TEMPORARY = "No usable temporary directory"
-_NO_HOME = "Could not determine home directory."
+_NO_HOME = "Could not determine home directory."  # of pathlib
+_OF_PATHS = frozenset(
+    {errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+)
 
 
 def limit_reached(error: BaseException) -> str | None:
@@ -36,14 +40,16 @@ def limit_reached(error: BaseException) -> str | None:
     return None
 
 
-def no_home(error: BaseException, words: Sequence[str]) -> str | None:
-    """A line for the user if ``error`` is pathlib's of the home of nobody, which names nobody;
-    None if it is anything else.
+def path_refused(error: BaseException, words: Sequence[str]) -> str | None:
+    """A line for the user if the system does not even look at a path: a folder that is closed, a
+    name that is too long, the home of nobody. None if it is anything else, which may be a bug.
 
     Args:
-        words: those of the command, one of which is meant.
+        words: those of the command; pathlib does not say whose home it looked for.
     """
-    if str(error) != _NO_HOME:
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS:
+        return f"cannot use {error.filename!s:.500}: {error.strerror}; name another place"
+    if not isinstance(error, RuntimeError) or str(error) != _NO_HOME:
         return None
     for word in words:
         given = word.partition("=")[2] if word.startswith("-") else word
@@ -55,7 +61,7 @@ def no_home(error: BaseException, words: Sequence[str]) -> str | None:
                     f"{given}: there is no home directory {Path(given).parts[0]}; give the whole "
                     f"path"
                 )
-    return None
+    return "there is no home directory; set HOME"
 
 
-__all__ = ["limit_reached", "no_home"]
+__all__ = ["limit_reached", "path_refused"]

@@ -28,7 +28,7 @@ from offload.cli import (
     simulate,
     synth,
 )
-from offload.cli.limits import limit_reached, no_home
+from offload.cli.limits import limit_reached, path_refused
 from offload.cli.once import once
 from offload.cli.signals import Interrupted, signals_raise
 from offload.cli.streams import drop_output, standard_streams
@@ -36,6 +36,8 @@ from offload.errors import OffloadError
 from offload.version import __version__
 
 USER_ERROR = 2
+MOST_CHARACTERS = 4000
+"""Of an error: some repeat whole flags, templates and lists of a config."""
 
 # typer has carried its own copy of click since 0.26: the public class leads to whichever it is.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drop_output(sys.stdout)
             return 128 + signal.SIGPIPE
         except (MemoryError, RuntimeError, OSError) as error:
-            refused = limit_reached(error) or no_home(error, args)
+            refused = limit_reached(error) or path_refused(error, args)
             if refused is None:
                 raise
             return _fail(refused)
@@ -134,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(message: str) -> int:
     # One line whatever a library's message looks like: scripts read the last line of stderr.
-    _say("error: " + _printable(" ".join(message.split())))
+    line = " ".join(message.split())
+    if len(line) > MOST_CHARACTERS:  # the way out stands at its end
+        line = f"{line[: MOST_CHARACTERS // 2]} … {line[-MOST_CHARACTERS // 2 :]}"
+    _say("error: " + _printable(line))
     return USER_ERROR
 
 

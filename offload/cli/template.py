@@ -129,7 +129,7 @@ def template_ids(
         )
     except Exception as error:
         raise OffloadError(
-            f"the chat template of {model_name(directory)} fails: {error}; {way_out}"
+            f"the chat template of {model_name(directory)} fails: {error!s:.500}; {way_out}"
         ) from error
     return some(ids)
 

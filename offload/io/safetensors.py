@@ -305,6 +305,27 @@ class CheckpointIndex:
         """Bytes of all tensors."""
         return sum(h.file_size - h.data_start for h in self.headers)
 
+    def check_unchanged(self) -> None:
+        """Check that the shards still are what their headers said, once they are open to be read:
+        a model that was saved again meanwhile has its tensors elsewhere in them.
+
+        Raises:
+            CheckpointError: one has another header now, or is gone.
+        """
+        for file, header, mtime_ns in zip(self.files, self.headers, self.mtimes_ns, strict=True):
+            try:
+                now = file.stat()
+            except OSError as e:
+                raise CheckpointError(f"cannot read {file}: {e.strerror}") from e
+            if (now.st_size, now.st_mtime_ns) == (header.file_size, mtime_ns):
+                continue
+            if read_header(file).digest != header.digest:  # not only touched
+                _fail(
+                    str(file),
+                    f"was replaced while the model was planned ({header.file_size} bytes then, "
+                    f"{now.st_size} now); start again once it is written to the end",
+                )
+
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes, times and headers; not of the tensors' content.
 

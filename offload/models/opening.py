@@ -90,6 +90,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
                 request_bytes=options.request_bytes,
             )
         )
+        meta.index.check_unchanged()
         store = RoutedStore(stores, engine, staging)
         if wrap_store is not None:
             store = wrap_store(store)

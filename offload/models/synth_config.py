@@ -12,6 +12,7 @@ from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload.io.gguf_header import is_gguf
 
 SYNTH_DTYPES = ("bfloat16", "float16", "float32")
+MOST_LAYERS = 2048
 
 # Files that make a tokenizer or a processor; copied when they lie beside the config.
 TOKENIZER_FILES = (
@@ -75,6 +76,12 @@ def read_source(config_path: str | Path, *, dtype: str | None, layers: int | Non
     if layers is not None:
         raw = _with_layers(raw, config, layers, file)
         config = _parse(raw, file)
+    deep = getattr(_text_config(config), "num_hidden_layers", None)
+    if isinstance(deep, int) and deep > MOST_LAYERS:  # each is built and planned: minutes, or days
+        raise OffloadError(
+            f"{file} says num_hidden_layers {deep!s:.40}, and at most {MOST_LAYERS} are planned; "
+            "correct it"
+        )
     model_class = _model_class(raw, config, file)
     raw = {key: value for key, value in raw.items() if key not in ("torch_dtype", "auto_map")}
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):

@@ -160,6 +160,8 @@ def open_engine(
         else:
             checkpoint = PackedSource(layout, base, io, staging, initial)
         undo.callback(checkpoint.close)
+        if base is None:
+            meta.index.check_unchanged()
         directory = options.directory or Path(tempfile.gettempdir())
         checkpoint.convert_frozen(directory, lambda d, t: options.progress("convert", d, t))
         import_made(layout, checkpoint, tiles, kinds, options)

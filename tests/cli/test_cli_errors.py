@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from cli_support import Cli, refused
 
-from offload.cli import session
+from offload.cli import output, session
 from offload.models import options
 from offload.units import parse_bytes
 
@@ -394,6 +395,32 @@ def test_limits_of_the_system_are_no_bugs(
 def test_the_home_of_nobody(cli: Cli, words: tuple[str, ...]) -> None:
     """Its shell leaves the word as it is, and pathlib's error does not say which one it was."""
     refused(cli(*words), "~no-such-user/m: there is no home directory ~no-such-user; give")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--prompt-file", "--disk", "--prompt-cache", "--plan"])
+def test_paths_that_are_not_even_looked_at(cli: Cli, bare: Path, flag: str) -> None:
+    words = ("generate", "-m", bare, *(IDS if flag != "--prompt-file" else ()))
+    refused(cli(*words, flag, "~nobody-of-this-name/x"), "no home directory ~nobody-of-this-name")
+    refused(cli(*words, flag, "x" * 300), "File name too long")
+
+
+def test_a_file_in_a_folder_that_is_closed(
+    cli: Cli, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: str, *_: Any, **__: Any) -> None:  # root may look into any
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(output, "takes_bytes", closed)
+    refused(cli("generate", "-m", bare, *IDS, "--json", "shut/x"), "cannot use shut/x: Permission")
+
+
+def test_a_message_is_of_a_few_lines_whatever_it_repeats(cli: Cli, bare: Path) -> None:
+    said = refused(cli("generate", "-m", bare, "--prompt-ids", "5," * 20_000 + "x"), "not a list")
+    assert len(said) < 5000
+    assert said.endswith("such as 1,2,3: 'x'")
+    config = {"model_type": "llama", "dtype": "z" * 10**5}
+    (bare / "config.json").write_text(json.dumps(config))
+    assert len(refused(cli("generate", "-m", bare, *IDS))) < 5000
 
 
 def test_a_message_never_writes_to_the_terminal_what_a_file_says(cli: Cli, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_generate_has_the_flag(cli: Cli, flag: str) -> None:
     [
         (["--nonsense"], "--nonsense"),
         (["--ram", "lots"], "'lots' is not a size"),
+        (["--ram", "9" * 400], "is not a size: no machine"),
         (["--ram", "0"], "positive"),
         (["--gpu", "4XiB"], "'4XiB' is not a size"),
         (["--dtype", "int8"], "'int8' is not one of bfloat16"),

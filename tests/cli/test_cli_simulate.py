@@ -111,6 +111,8 @@ def test_impossible_simulations_are_refused(cli: Cli, small: Path, tmp_path: Pat
     config = tmp_path / "config.json"
     config.write_text(json.dumps(fp8))
     assert "--quant" in refused(cli("simulate", config, *laptop))
+    config.write_text(json.dumps(json.loads(small.read_text()) | {"num_hidden_layers": 10**9}))
+    assert "num_hidden_layers 1000000000" in refused(cli("simulate", config, *laptop))
 
 
 @pytest.fixture

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from families import write
 from left_threads import threads_left
+from safetensors.torch import load_file, save_file
 from test_packed_run import packed
 
 import offload
-from offload.errors import OffloadError
+from offload.errors import CheckpointError, OffloadError
 from offload.kv import tiers
+from offload.models.load import Options, prepare
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "pack"])
@@ -41,3 +45,22 @@ def test_keys_and_values_that_find_no_place(
         with pytest.raises(OffloadError, match="no space is left"):
             offload.load(path, ram=2**30, context=32, attention="offload")
         assert not threads_left(before)
+
+
+def test_a_checkpoint_that_is_saved_again_after_it_was_planned(tmp_path: Path) -> None:
+    """Tensors lie elsewhere in the new file: what was planned would read bytes of others."""
+    directory = tmp_path / "m"
+    write("llama", directory)
+    before = set(threading.enumerate())
+    plan = prepare(directory, Options(ram=2**30, context=32))
+    file = directory / "model.safetensors"
+    os.utime(file, (0, 0))
+    plan.open().offload.close()  # only touched: its tensors are where they were
+
+    plan = prepare(directory, Options(ram=2**30, context=32))
+    new = tmp_path / "new"
+    save_file({"a": load_file(file)["model.norm.weight"], **load_file(file)}, new)
+    new.replace(file)
+    with pytest.raises(CheckpointError, match=r"was replaced while the model was planned .* start"):
+        plan.open()
+    assert not threads_left(before)
