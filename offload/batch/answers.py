@@ -26,6 +26,9 @@ from offload.models.prompt_time import read_time
 KEY = "job"
 """The field with the hash."""
 
+ID = "id"
+"""The field with what the input calls the prompt."""
+
 TIME = "prompt_time"
 """The field with the time that a chat template saw."""
 
@@ -87,17 +90,22 @@ class Answers:
         torn: bytes of a line without an end that were cut off.
     """
 
-    def __init__(self, path: Path, keys: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, keys: Sequence[str], ids: Sequence[str | int | None] | None = None
+    ) -> None:
         """
         Args:
             path: made if it is not there.
             keys: of all prompts, by index.
+            ids: of all prompts, by index: what lines name them by for whoever reads the file; None:
+                lines have none.
 
         Raises:
             OffloadError: it cannot be written, another process writes it, or it holds something
                 else than answers to these prompts.
         """
         self._path = path
+        self._ids = ids
         self.done: set[int] = set()
         self.torn = 0
         try:
@@ -190,7 +198,18 @@ class Answers:
             # Which prompt a line behind the input's end has answered does not matter.
             why = _difference(key, keys[min(max(index, 0), len(keys) - 1)])
             raise OffloadError(f"--output {self._path} line {number} {why}")
+        self._check_id(found, index, number)
         return index
+
+    def _check_id(self, found: Mapping[str, Any], index: int, number: int) -> None:
+        """An id decides no answer and is in no hash, but answers are looked up by it."""
+        if self._ids is None or ID not in found or found[ID] == self._ids[index]:
+            return
+        theirs, ours = (json.dumps(one) for one in (found[ID], self._ids[index]))
+        raise OffloadError(
+            f"--output {self._path} line {number} answers prompt {index} with the id {theirs}, and "
+            f"--batch has {ours} there; give it back its id, or give another file"
+        )
 
     def _foreign(self, number: int) -> str:
         return (
@@ -199,4 +218,4 @@ class Answers:
         )
 
 
-__all__ = ["KEY", "TIME", "Answers", "job_key", "key_of", "prompt_time"]
+__all__ = ["ID", "KEY", "TIME", "Answers", "job_key", "key_of", "prompt_time"]

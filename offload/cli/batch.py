@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.batch.answers import TIME, Answers, prompt_time
+from offload.batch.answers import ID, TIME, Answers, prompt_time
 from offload.batch.choose import Choice, choose
 from offload.batch.generation import Generation, OnToken
 from offload.batch.generation import Sampling as TokenSampling
@@ -68,7 +68,7 @@ def run(files: Files, wish: Wish) -> None:
     check_settings(wish.template, tokenizer, directory)
     with stopped_at(prompt_time(files.output)) as clock:
         tasks, keys, context = make_tasks(jobs, wish, tokenizer, directory, config)
-    with Answers(files.output, keys) as answers:
+    with Answers(files.output, keys, [job.id for job in jobs]) as answers:
         todo = [task for task in tasks if task.index not in answers.done]
         _say_found(answers, len(tasks), clock.text)
         if not todo:
@@ -150,7 +150,7 @@ def _answer(
     def on_answer(task: Task, found: Generation) -> None:
         text = texts.pop(task.index)
         answer = {
-            "id": jobs[task.index].id,
+            ID: jobs[task.index].id,
             "text": text.finish(),
             "prompt_tokens": len(task.ids),
             "new_tokens": len(found.tokens),

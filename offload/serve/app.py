@@ -122,7 +122,7 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
                 ),
                 sampling=body.sampling(engine.temperature),
                 stops=body.stops,
-                ignore_eos=body.ignore_eos,
+                ignore_eos=bool(body.ignore_eos),
             ),
             mailbox.post,
         )

@@ -118,6 +118,14 @@ class Guard:
                 f"Content-Type: application/json",
                 code="unsupported_media_type",
             )
+        coding = headers.get(b"content-encoding", b"").strip().lower()
+        if coding not in (b"", b"identity"):  # unpacked, its size would be known too late
+            raise Problem(
+                415,
+                f"the body is packed ({coding.decode('latin-1')}); send it as it is, without "
+                f"Content-Encoding",
+                code="unsupported_media_type",
+            )
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._limit:
             raise self._too_large(int(length))

@@ -122,7 +122,7 @@ class Body(_Strict):
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Stops | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None

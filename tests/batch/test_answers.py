@@ -61,6 +61,26 @@ def test_what_is_not_its_own_stays_as_it_is(tmp_path: Path, content: bytes, says
     assert path.read_bytes() == content
 
 
+def test_an_id_that_is_another_one_now_is_told_of(tmp_path: Path) -> None:
+    """It decides no answer, but by it answers are found: those of exchanged ids were mixed up."""
+    path = tmp_path / "out"
+    with Answers(path, KEYS, ["a", None, 3]) as answers:
+        answers.add(0, A, {"id": "a"})
+        answers.add(1, B, {"id": None})
+        answers.add(2, C, {"id": 3})
+    whole = path.read_bytes()
+    for ids, says in (
+        (["b", None, 3], 'line 1 answers prompt 0 with the id "a", and --batch has "b"'),
+        (["a", "b", 3], 'line 2 answers prompt 1 with the id null, and --batch has "b"'),
+        (["a", None, "3"], 'line 3 answers prompt 2 with the id 3, and --batch has "3"'),
+    ):
+        with pytest.raises(OffloadError, match=says):
+            Answers(path, KEYS, ids)
+    assert path.read_bytes() == whole
+    with Answers(path, KEYS, ["a", None, 3]) as answers:
+        assert answers.done == {0, 1, 2}
+
+
 def test_a_device_is_no_output() -> None:
     with pytest.raises(OffloadError, match="/dev/null is no file that can be continued"):
         Answers(Path("/dev/null"), KEYS)

@@ -161,6 +161,9 @@ def test_answers_of_other_attention_are_not_continued(
     assert "other flags or settings" in capsys.readouterr().err
     assert main(words(model, source, target, *flags)) == 0
     assert "nothing to do" in capsys.readouterr().err
+    renamed = write(tmp_path / "renamed", [{**LINES[0], "id": "another"}])
+    assert main(words(model, renamed, target, *flags)) == 2
+    assert '--batch has "another"' in capsys.readouterr().err
     assert target.read_bytes() == written
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from serve_support import (
 )
 
 from offload.serve.engine import Engine
-from offload.serve.schema import CompletionBody
+from offload.serve.schema import ChatBody, CompletionBody
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -240,6 +241,9 @@ def test_a_null_asks_for_nothing(served: Any) -> None:
         "verbosity": "medium", "reasoning_effort": None,
     }  # fmt: skip
     assert post(app, CHAT, body).status_code == 200
+    for kind, least in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "x"})):
+        known = dict.fromkeys(kind.model_fields.keys() - least.keys())
+        assert kind.model_validate(known | least) == kind.model_validate(least)
 
 
 def test_settings_of_the_chat_template(
@@ -346,6 +350,9 @@ def test_other_refusals(served: Any) -> None:
     refused(post(app, "/v1/completions", huge), 413, str(2**18))
     plain = lambda http: http.post(CHAT, content=b"{}", headers={"Content-Type": "text/plain"})  # noqa: E731
     refused(run(app, plain), 415, "text/plain")
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    body = gzip.compress(json.dumps({"messages": MESSAGES}).encode())
+    refused(run(app, lambda http: http.post(CHAT, content=body, headers=packed)), 415, "gzip")
     assert run(app, lambda http: http.head("/health")).status_code == 200
     refused(get(app, "/health", base="http://rebound.example"), 403, "rebound.example")
 
