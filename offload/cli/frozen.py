@@ -78,5 +78,6 @@ class Frozen:
 
     def apply(self, prepared: Prepared) -> None:
         """Have a run obey the plan. Raises PlanError: it is not this run's."""
-        prepared.plan = restore(self._data, prepared.plan, whose(prepared), self.where)
+        plan = restore(self._data, prepared.plan, whose(prepared), self.where)
+        prepared.plan = prepared.aligned(plan)  # it may pin others than this run would have
         prepared.notes.append(f"the plan is that of {self.where.removeprefix('--plan ')}")

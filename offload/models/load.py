@@ -139,7 +139,7 @@ class Prepared:
         if self.team is not None:  # of a pass with one token of one sequence
             self.notes = [note for note in self.notes if note != self.team.note]
             self.team = None
-        self.plan, self.kv = self._aligned(plan), kv
+        self.plan, self.kv = self.aligned(plan), kv
 
     def kv_json(self) -> dict[str, Any] | None:
         """Of keys and values that are kept otherwise than by transformers, sizes in bytes."""
@@ -149,7 +149,8 @@ class Prepared:
         """With what going over keys and values takes, where they are in one piece."""
         return plan
 
-    def _aligned(self, plan: Plan) -> Plan:
+    def aligned(self, plan: Plan) -> Plan:
+        """With what it pins laid where products read it best, see ``align_pins``."""
         return align_pins(plan, self.cut, self.recipes)
 
     def open(self, progress: Progress | None = None, wrap_store: Any = None) -> Any:

@@ -107,7 +107,7 @@ class PackedPrepared(Prepared):
 
         return open_packed(self, progress, wrap_store)
 
-    def _aligned(self, plan: Plan) -> Plan:
+    def aligned(self, plan: Plan) -> Plan:
         return plan  # bundles are as the kernels take them
 
     def kv_json(self) -> dict[str, Any] | None:

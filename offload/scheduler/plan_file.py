@@ -21,7 +21,7 @@ from offload.scheduler.split import SplitCosts
 from offload.scheduler.trace import Step, Trace
 from offload.units import format_bytes
 
-VERSION = 1
+VERSION = 2
 WHAT = "offload plan"
 
 _FLAG = {Tier.RAM: "--ram", Tier.DEVICE: "--gpu"}
@@ -46,11 +46,12 @@ class Identity:
 
 
 def fingerprint(plan: Plan) -> str:
-    """Of what the plan is about: its blocks, to the tensor, and the steps that use them."""
+    """Of what the plan is about: its blocks, to the tensor, and the steps that use them. Not where
+    in its block a tensor starts: that of a pinned one is chosen when pins are."""
     digest = hashlib.sha256()
     for name in sorted(plan.blocks):
         spec = plan.blocks[name]
-        tensors = [(t.name, t.dtype, t.shape, t.offset) for t in spec.tensors]
+        tensors = [(t.name, t.dtype, t.shape) for t in spec.tensors]
         digest.update(repr((name, spec.kind.value, spec.group, spec.nbytes, tensors)).encode())
     for step in plan.trace:
         digest.update(repr((step.unit, step.blocks, step.group)).encode())

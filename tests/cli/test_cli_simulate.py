@@ -209,6 +209,22 @@ def test_a_plan_is_written_and_obeyed(cli: Cli, moe: Path, tmp_path: Path) -> No
     assert "is no plan" in refused(cli(*words, "--ram", "24MiB", "--plan", moe / "config.json"))
 
 
+def test_a_plan_is_obeyed_that_pins_less_than_the_run_would(
+    cli: Cli, dense: Path, tmp_path: Path
+) -> None:
+    """As all do whose weights do not fit: room is set aside in what is written. What a plan pins is
+    laid on cache lines, so the blocks that a run would lay for itself are not those of the plan."""
+    plan, words = tmp_path / "plan.json", ("-m", dense, "--ram", "14MiB", "--no-predict")
+    assert cli("plan", *words, "-c", "64", "--plan-out", plan).code == 0
+    generate = ("generate", *words, "--prompt-ids", "5,6,7", "-n", "4", "--json", tmp_path / "j")
+    runs = [cli(*generate, *more) for more in (("-c", "64"), ("--plan", plan))]
+    assert [r.code for r in runs] == [0, 0], runs[-1].err
+    assert runs[0].out == runs[1].out
+    homes = json.loads((tmp_path / "j").read_text())["plan"]["homes"]
+    pinned = json.loads(plan.read_text())["tiers"]["RAM"]["pinned"]
+    assert sum(v["blocks"] for k, v in homes.items() if "pinned" in k) == len(pinned), homes
+
+
 def test_a_run_leaves_a_private_trace_and_a_picture(cli: Cli, moe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace, picture = tmp_path / "t.json", tmp_path / "t.png"
