@@ -116,6 +116,7 @@ class DirectFile:
             if not stat.S_ISREG(info.st_mode):
                 raise StoreError(f"{path} is not a regular file")
             self.size = info.st_size
+            self._mtime_ns = info.st_mtime_ns
             if refused is None:
                 refused = self._turn_on()
             if refused is not None:
@@ -305,6 +306,13 @@ class DirectFile:
             self._users -= 1
             if self._closed:
                 self._idle.notify_all()
+
+    def changed(self) -> bool:
+        """Whether others have written to it, or touched it, since it was opened; of a file that is
+        only read. One that was put in its place does not count: this one is still read."""
+        with self._use() as fd:
+            now = os.fstat(fd)
+        return (now.st_size, now.st_mtime_ns) != (self.size, self._mtime_ns)
 
     def truncate(self, nbytes: int) -> None:
         """Cut the file to at most ``nbytes``."""

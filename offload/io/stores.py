@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from offload.io.pack import PackStore
 from offload.io.ranges import Piece
 from offload.io.store import DEMAND, Receipt, Span
 from offload.io.transfer import FileStore, check_room, check_spans, check_target, failed
+
+log = logging.getLogger(__name__)
 
 __all__ = ["MemoryStore", "PackStore", "Piece", "RangeStore"]
 
@@ -96,6 +99,19 @@ class RangeStore(FileStore):
     def write_from(self, block_id: str, src: memoryview) -> Future[Receipt]:
         _ = self._specs[block_id], src
         return failed(StoreError(f"block {block_id}: the checkpoint's own files are never written"))
+
+    def close(self) -> None:
+        """As every store; warns of files that others have written to in the meantime. Nothing in
+        them tells which of the bytes that were read are of which version."""
+        if not self._closed:
+            for file in self._files:
+                if file.changed():
+                    log.warning(
+                        "%s was written to while it was in use: what was computed with it may be "
+                        "of neither version; do it again with a file that stays as it is",
+                        file.path,
+                    )
+        super().close()
 
 
 def _check_recipe(spec: BlockSpec, pieces: Sequence[Piece], files: int) -> None:

@@ -64,3 +64,26 @@ def test_a_checkpoint_that_is_saved_again_after_it_was_planned(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"was replaced while the model was planned .* start"):
         plan.open()
     assert not threads_left(before)
+
+
+def test_a_checkpoint_that_is_written_to_while_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its bytes have no sums, so that is said at the end. A file in its place leaves the old one to
+    those who have it open."""
+    directory = tmp_path / "m"
+    write("llama", directory)
+    file = directory / "model.safetensors"
+    for in_place in (False, True):
+        caplog.clear()
+        model = offload.load(directory, ram=2**30, context=32)
+        if in_place:
+            with file.open("r+b") as f:
+                f.seek(-8, os.SEEK_END)
+                f.write(b"\1" * 8)
+            os.utime(file, (0, 0))  # however coarse the clock of the filesystem is
+        else:
+            (tmp_path / "copy").write_bytes(file.read_bytes())
+            (tmp_path / "copy").replace(file)
+        model.offload.close()
+        assert ("was written to while it was in use" in caplog.text) == in_place
