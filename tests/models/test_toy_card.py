@@ -12,7 +12,7 @@ from fake_card import FakeCard
 from families import tiny_config, write
 from test_packed_run import packed
 
-from offload.models import load, packed_card, packed_load, toy
+from offload.models import baseline, load, packed_card, packed_load, toy
 from offload.models.load import prepare
 from offload.models.meta import model_class
 from offload.models.options import Options
@@ -47,9 +47,9 @@ def test_a_toy_runs_on_the_card(card: FakeCard, family: str, monkeypatch: Any) -
     monkeypatch.setattr(kind, "forward", watched)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    toy.warm_card(choose("cuda", None), config, kind, torch.bfloat16)
+    baseline.warm_card(choose("cuda", None), config, kind, torch.bfloat16)
     # A prompt, a few tokens, and one: each greedily and drawn, and no draw is the user's.
-    assert seen == 2 * [(1, toy.PROMPT), (1, 1)] + 2 * [(1, 4), (1, 1)]
+    assert seen == 2 * [(1, baseline.PROMPT), (1, 1)] + 2 * [(1, 4), (1, 1)]
     assert torch.equal(torch.get_rng_state(), before)
     assert card.calls == ["warm_up", "release_cached"]
 
@@ -61,13 +61,13 @@ def test_a_toy_that_does_not_run_stops_nothing(card: FakeCard) -> None:
     class Broken:
         _from_config = refuse
 
-    toy.warm_card(choose("cuda", None), tiny_config("llama"), Broken, torch.bfloat16)
+    baseline.warm_card(choose("cuda", None), tiny_config("llama"), Broken, torch.bfloat16)
     assert card.calls == ["warm_up", "release_cached"]
 
 
 def test_there_is_nothing_to_do_on_the_cpu() -> None:
     for name in ("cpu", "sim"):
-        toy.warm_card(choose(name, None), tiny_config("llama"), None, torch.bfloat16)
+        baseline.warm_card(choose(name, None), tiny_config("llama"), None, torch.bfloat16)
 
 
 def test_a_checkpoints_process_is_weighed_behind_it(

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = {"blocks", "errors", "units"}
+BASE = {"blocks", "errors", "units", "version"}
 LOWER = BASE | {"scheduler", "io", "cpu_ops"}
 MAY_IMPORT = {  # package of offload -> other packages of offload it may import
     "blocks": BASE,
     "errors": set[str](),
     "units": BASE,
+    "version": set[str](),
     "scheduler": BASE,
     "io": BASE,
     "cpu_ops": BASE,
@@ -51,6 +52,20 @@ def test_dependencies_go_one_way(package: str) -> None:
     for path in files:
         ours = {n.split(".")[1] for n in imports(path) if n.startswith("offload.")}
         assert ours <= MAY_IMPORT[package] | {package}, path
+
+
+@pytest.mark.parametrize("package", ["scheduler", "io", "cpu_ops", "gpu_ops", "runtime", "kv"])
+def test_no_file_needs_itself(package: str) -> None:
+    """By way of others of its package, a late import or one for its types included."""
+    files = {f"offload.{package}.{p.stem}": p for p in (ROOT / "offload" / package).glob("*.py")}
+    needs = {
+        name: {m for n in imports(path) for m in (n, n.rpartition(".")[0])} & files.keys()
+        for name, path in files.items()
+    }
+    while ready := [name for name, others in needs.items() if not others & needs.keys()]:
+        for name in ready:
+            del needs[name]
+    assert not needs
 
 
 def test_the_scheduler_is_pure() -> None:
