@@ -6,6 +6,8 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 
+from offload.errors import OffloadError
+from offload.io.whole_file import expanded
 from offload.io.workers import NO_THREAD, is_no_thread
 
 _TORCH = "DefaultCPUAllocator: "
@@ -55,12 +57,9 @@ def path_refused(error: BaseException, words: Sequence[str]) -> str | None:
         given = word.partition("=")[2] if word.startswith("-") else word
         if given.startswith("~"):
             try:
-                Path(given).expanduser()
-            except RuntimeError:
-                return (
-                    f"{given}: there is no home directory {Path(given).parts[0]}; give the whole "
-                    f"path"
-                )
+                expanded(Path(given))
+            except OffloadError as nobody:
+                return str(nobody)
     return "there is no home directory; set HOME"
 
 

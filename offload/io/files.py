@@ -309,9 +309,17 @@ class DirectFile:
 
     def changed(self) -> bool:
         """Whether others have written to it, or touched it, since it was opened; of a file that is
-        only read. One that was put in its place does not count: this one is still read."""
-        with self._use() as fd:
-            now = os.fstat(fd)
+        only read. One that was put in its place does not count: this one is still read. Raises
+        nothing, as it is asked on the way to ``close``: False of what is closed, or whose
+        filesystem does not answer."""
+        with self._idle:
+            if self._closed:
+                return False
+            try:
+                now = os.fstat(self._fd)
+            except OSError as e:
+                log.debug("%s: fstat: %s", self.path, e.strerror)
+                return False
         return (now.st_size, now.st_mtime_ns) != (self.size, self._mtime_ns)
 
     def truncate(self, nbytes: int) -> None:

@@ -103,14 +103,13 @@ class RangeStore(FileStore):
     def close(self) -> None:
         """As every store; warns of files that others have written to in the meantime. Nothing in
         them tells which of the bytes that were read are of which version."""
-        if not self._closed:
-            for file in self._files:
-                if file.changed():
-                    log.warning(
-                        "%s was written to while it was in use: what was computed with it may be "
-                        "of neither version; do it again with a file that stays as it is",
-                        file.path,
-                    )
+        for file in self._files:
+            if file.changed():
+                log.warning(
+                    "%s was written to while it was in use: what was computed with it may be of "
+                    "neither version; do it again with a file that stays as it is",
+                    file.path,
+                )
         super().close()
 
 

@@ -15,6 +15,16 @@ from offload.errors import OffloadError
 PRIVATE = 0o600
 
 
+def expanded(path: Path) -> Path:
+    """``path`` without its ``~``. Raises OffloadError: it is the home of nobody."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise OffloadError(
+            f"{path}: there is no home directory {path.parts[0]}; give the whole path"
+        ) from error
+
+
 def check_name(path: Path, flag: str) -> Path:
     """``path`` without its ``~``; nothing has to be there. ``pathlib`` answers the names that are
     refused here with errors of its own, whatever it is asked about them.
@@ -24,11 +34,9 @@ def check_name(path: Path, flag: str) -> Path:
             links in a circle, a directory that may not be entered, the home of nobody.
     """
     try:
-        path = path.expanduser()
-    except RuntimeError as error:
-        raise OffloadError(
-            f"{flag} {path}: there is no home directory {path.parts[0]}; give the whole path"
-        ) from error
+        path = expanded(path)
+    except OffloadError as error:
+        raise OffloadError(f"{flag} {error}") from error
     try:
         # Whoever needs it to be there says so.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -75,4 +83,4 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         stack.pop_all()
 
 
-__all__ = ["PRIVATE", "check_name", "takes_bytes", "whole_file"]
+__all__ = ["PRIVATE", "check_name", "expanded", "takes_bytes", "whole_file"]

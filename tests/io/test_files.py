@@ -286,3 +286,14 @@ def test_close_waits_for_a_read_and_keeps_others_out(big_file: Path) -> None:
     file.close()
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(file.fileno())
+
+
+def test_what_others_did_to_a_file_can_be_asked_until_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(ALIGN))
+    file = DirectFile.open(path)
+    assert not file.changed()
+    os.utime(path, (0, 0))
+    assert file.changed()
+    file.close()
+    assert not file.changed()  # two may close a store at once, and either asks first
