@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from io_support import failing, filled
 
+from offload.blocks import ALIGN
 from offload.errors import ClosedError, StoreError
 from offload.io.files import DirectFile, Syscalls, TransferError
 from offload.io.memory import AlignedBuffer
