@@ -8,19 +8,27 @@ from the same run: a pass cannot take less than its reads at the disk's rate (it
 they are when streaming), nor less than its multiplications: at the rate of torch's product of many
 rows in the model's dtype, or of a pack at that of its own kernel with 512 rows. What a pass would
 compute if every sequence multiplied by itself (a single token's computing, beside waiting, times
-their number) is recorded, too: no bound, because sequences are joined. The peer is the loop over
-single prompts: one at a time, the same model, budget and code.
+their number) is recorded, too: no bound, because sequences are joined.
+
+Peers, in the same run: the loop over single prompts (one at a time, the same model, budget and
+code); transformers with as many rows in a batch and all weights in RAM, which may take what memory
+it wants; with ``--folder`` (written by peers/accelerate_disk.py) accelerate's ``disk_offload`` in a
+memory group of the budget and half a gibibyte; llama.cpp (``--llama-python``, ``--gguf``: a file of
+the same shape) with as many sequences, in RAM.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import facts, record, settings
+from common import ROOT, facts, record, run_limited, settings
 
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
@@ -34,8 +42,6 @@ def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
 def product_rate(model_dir: Path, dtype: Any) -> tuple[float, int]:
     """Flop/s of torch's product of 256 rows with a feed-forward matrix of the model's shape, and
     the multiplied weights of the model."""
-    import json
-
     import torch
 
     config = json.loads((model_dir / "config.json").read_text())
@@ -140,6 +146,36 @@ def measure(args: argparse.Namespace, size: int, ram: str, hardware: Any) -> dic
         gc.collect()
 
 
+def peers(args: argparse.Namespace) -> dict[str, Any]:
+    """What others reach, by name: ``rows`` as ours, or an ``error`` that says why not."""
+    from offload.units import parse_bytes
+
+    folder = ROOT / "benchmarks" / "peers"
+    batched = [sys.executable, str(folder / "transformers_batch.py"), str(args.model)]
+    commands: dict[str, tuple[list[str], int | None]] = {"transformers": (batched, None)}
+    if args.folder is not None:
+        limit = parse_bytes(args.ram) + (1 << 29)
+        commands["disk_offload"] = ([*batched, "--folder", str(args.folder)], limit)
+    if args.llama_python is not None and args.gguf is not None:
+        script = str(folder / "llama_cpp_batch.py")
+        commands["llama_cpp"] = ([str(args.llama_python), script, str(args.gguf)], None)
+    found = {}
+    for name, (command, limit) in commands.items():
+        with tempfile.TemporaryDirectory() as place:
+            out = Path(place) / "rows.json"
+            more = (
+                "--sizes", args.sizes, "--prompt", str(args.prompt), "--new", str(args.new),
+                "--threads", str(args.threads or 2), "--json", str(out),
+            )  # fmt: skip
+            code, err, limited = run_limited([*command, *more], limit, args.timeout)
+            if code or not out.exists():
+                found[name] = {"error": f"exit {code}: {err.strip()[-300:]}"}
+            else:
+                found[name] = {**json.loads(out.read_text()), "limited": limited}
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
@@ -149,6 +185,10 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--disk", type=Path)
+    parser.add_argument("--folder", type=Path, help="weights as disk_offload reads them")
+    parser.add_argument("--llama-python", type=Path, help="an interpreter that has llama_cpp")
+    parser.add_argument("--gguf", type=Path, help="a file of the same shape, for llama.cpp")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for a peer")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
@@ -172,7 +212,14 @@ def main() -> None:
     # A disk is no slower than what it has just done; the probe reads beside a busy memory.
     read_rate = max(found.read.high, *(row["read_bytes_per_pass"] / row["pass_s"] for row in rows))
     rate, multiplied = product_rate(args.model, torch.bfloat16)
+    others = peers(args)
     for row in rows:
+        row["peers"] = {
+            name: theirs["tok_s"]
+            for name, found in others.items()
+            for theirs in found.get("rows", ())
+            if theirs["sequences"] == row["sequences"]
+        }
         read_s = row["read_bytes_per_pass"] / read_rate
         compute_s = row["sequences"] * 2 * multiplied / rate
         bound_s = max(read_s, compute_s)
@@ -186,7 +233,8 @@ def main() -> None:
         print(
             f"{row['sequences']:4d} at once: {row['tok_s']:8.2f} tok/s, {row['of_bound']:.0%} of "
             f"the bound ({row['bound']}), {row['of_peer']:.1f} x one by one, "
-            f"{row['read_bytes_per_pass'] / 2**20:.0f} MiB a pass"
+            f"{row['read_bytes_per_pass'] / 2**20:.0f} MiB a pass; "
+            + (", ".join(f"{n} {v:.2f}" for n, v in row["peers"].items()) or "no peer")
         )
     for row in rows:
         del row["tokens"]
@@ -198,6 +246,7 @@ def main() -> None:
         "read_bytes_per_s": read_rate,
         "token_s_alone": token_s,
         "product_flops": rate,
+        "peers": others,
         "rows": rows,
     }
     print(record("batch", result, args.output))
