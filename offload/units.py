@@ -42,7 +42,7 @@ def parse_bytes(text: str | int | float) -> int:
             raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB', '1500MiB'")
         value = float(found.group(1)) * _UNITS[unit]
         if math.isinf(value):
-            raise OffloadError(f"{text!r:.40} is not a size: no machine has so many bytes")
+            raise OffloadError(f"{text[:37]!r}... is not a size: no machine has so many bytes")
         n = int(value)
     if n <= 0:
         raise OffloadError(f"a size must be positive, got {text!r}")
