@@ -21,7 +21,7 @@ _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _v16i, _v16f = ir.VectorType(_i32, LANES), ir.VectorType(ir.FloatType(), LANES)
 _v8i = ir.VectorType(_i32, 8)
 _v16h, _v32h = ir.VectorType(_i16, 16), ir.VectorType(_i16, 32)
-_v16b, _v32b, _v64b = (ir.VectorType(ir.IntType(8), n) for n in (16, 32, 64))
+_v32b, _v64b = (ir.VectorType(ir.IntType(8), n) for n in (32, 64))
 _I, _F = types.int64, types.float32
 
 

@@ -228,11 +228,6 @@ class TileStore:
         return self._file.reads.busy_s
 
     @property
-    def write_busy_s(self) -> float:
-        """Seconds in which at least one write of the file was under way."""
-        return self._file.writes.busy_s
-
-    @property
     def busy_s(self) -> float:
         """Seconds in which the file was read or written."""
         return self._file.both.busy_s
