@@ -240,8 +240,8 @@ def parse_options(
     """Options from sizes as people write them.
 
     Raises:
-        OffloadError: a size that is none, an option that is unknown or of another type, no token or
-            no sequence.
+        OffloadError: a size that is none, an option that is unknown, of another type or without
+            effect beside the others, no token or no sequence.
     """
     unknown = sorted(others.keys() - Options.__dataclass_fields__.keys())
     if unknown:
@@ -255,6 +255,9 @@ def parse_options(
             raise OffloadError(f"{name} is {value}; give 1 or more")
     if prompt_cache_limit is not None:
         others["prompt_cache_limit"] = parse_bytes(prompt_cache_limit)
+    for name in ("prompt_cache_limit", "prompt_cache_chunk"):
+        if name in others and others.get("prompt_cache") is None:
+            raise OffloadError(f"{name} needs a prompt cache; give prompt_cache=DIR or drop it")
     return Options(
         ram=None if ram is None else parse_bytes(ram),
         gpu=None if gpu is None else parse_bytes(gpu),
