@@ -266,6 +266,15 @@ def parse_options(
     )
 
 
+def safe_share(ram: int | None) -> list[str]:
+    """A note where no budget is given: what is taken then."""
+    if ram is not None:
+        return []
+    return [
+        f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
+    ]
+
+
 def beyond_free(nbytes: int) -> list[str]:
     """A note where a plan takes more RAM than is free: a budget is the user's word, and what a
     system does when it is wrong (its own limit, or that of a container) is to end the process."""
