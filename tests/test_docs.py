@@ -42,7 +42,7 @@ def test_files_are_there(document: Path) -> None:
     assert [
         name
         for name in sorted(named - NOT_OURS)
-        if not any(fnmatch(path, f"*/{name}") or path == name for path in FILES)
+        if not any(fnmatch(path, name) or fnmatch(path, f"*/{name}") for path in FILES)
     ] == []
 
 
