@@ -18,6 +18,12 @@ from offload.models.wrap import unwrap as _unwrap
 from offload.models.wrap import wrap as _wrap
 from offload.units import parse_bytes
 
+_OF_WRAP = (
+    "expert_policy", "guess", "queue_depth", "record_routing", "request_bytes", "routing", "seed",
+)  # fmt: skip
+"""Options that ``wrap`` heeds besides its own arguments: others are of keys and values, of what is
+read from a checkpoint, or of plans for generation."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -144,7 +150,8 @@ def load(
     if train is not False:
         asked: dict[str, Any] = {"quant": quant, "kernels": kernels, "gpu": gpu, "kv_ram": kv_ram}
         asked |= {"attention": attention, "kv": kv, "kv_keep": kv_keep}
-        asked |= {"prompt_cache": prompt_cache}
+        asked |= {"prompt_cache": prompt_cache, "prompt_cache_limit": prompt_cache_limit}
+        asked |= {"guess": None if guess is True else guess}
         given = [name for name, value in asked.items() if value is not None]
         if given or device not in ("auto", "cpu"):
             raise OffloadError(
@@ -213,13 +220,27 @@ def wrap(
         ram: bytes, or e.g. ``"2GiB"``, for weights, staging and ``activations``. None: half of
             what is free.
         disk: directory for the private file; None: the user's cache directory.
-        activations: how much of ``ram`` the model's own activations need.
+        gpu: bytes, or e.g. ``"1GiB"``, of the simulated accelerator's memory.
+        device: ``"auto"`` or ``"cpu"``: the CPU; ``"sim"``: a simulated accelerator. A card takes
+            models that ``load`` opens.
+        activations: bytes, or e.g. ``"100MiB"``, of the budget (``gpu`` where there is one, else
+            ``ram``) that the model's own activations need.
+        progress: called as ``progress(what, done_bytes, total_bytes)``, ``what`` being ``"spill"``
+            and then ``"load"``.
+        options: of ``offload.models.options.Options`` those that concern a model in memory:
+            ``guess``, ``expert_policy``, ``routing``, ``record_routing`` (see ``load``),
+            ``queue_depth`` and ``request_bytes`` (of the disk), ``seed`` (of the simulated device).
 
     Raises:
         OffloadError: with one clear message; the model is then as it was.
     """
     check_progress(progress)
     chosen = parse_options(ram=ram, gpu=gpu, disk=disk, device=device, **options)
+    if idle := sorted(options.keys() - set(_OF_WRAP)):
+        raise OffloadError(
+            f"{idle[0]} changes nothing for a model that is in memory already; drop it "
+            f"(offload.wrap takes ram, disk, gpu, device, activations, {', '.join(_OF_WRAP)})"
+        )
     spare = parse_bytes(activations) if activations else 0
     return _wrap(model, chosen, spare, progress)
 

@@ -136,7 +136,7 @@ Data = Annotated[
     typer.Option(
         metavar="FILE",
         help="JSONL or Parquet with text, prompt and completion, or messages; a plain text file; "
-        "or a directory that 'datasets' saved.",
+        "or a directory of such files, or one that 'datasets' saved.",
         show_default=False,
     ),
 ]

@@ -241,14 +241,15 @@ Context = Annotated[
     int | None,
     typer.Option(
         "-c", "--context", min=2, metavar="N",
-        help="Tokens of prompt and answer together that memory is set aside for.",
+        help="Tokens of prompt and answer together that memory is set aside for. Default: what a "
+        "prompt and -n take, or 1024 where there is no prompt yet.",
     ),
 ]  # fmt: skip
 Threads = Annotated[
     int | None,
     typer.Option(
         "-t", "--threads", min=1, metavar="N", callback=few_threads,
-        help="Threads that compute. Default: torch's.",
+        help="Threads that compute. Default: torch's, or what a CPU quota pays for.",
     ),
 ]  # fmt: skip
 Predict = Annotated[

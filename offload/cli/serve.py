@@ -30,7 +30,17 @@ def serve(
             "not in the environment.",
         ),
     ] = None,
-    context: flags.Context = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "-c",
+            "--context",
+            min=2,
+            metavar="N",
+            help="Tokens of prompt and answer together that memory is set aside for. Default: "
+            "4096, or the model's limit if that is less.",
+        ),
+    ] = None,
     parallel: Annotated[
         int,
         typer.Option(

@@ -22,7 +22,7 @@ from typing import Any
 
 from numba import float32
 
-from offload.cpu_ops.functions import exp
+from offload.cpu_ops.functions import capped, exp
 from offload.cpu_ops.lanes import (
     first_lanes,
     fmax,
@@ -37,7 +37,6 @@ from offload.cpu_ops.tags import by_format, inline, outline
 from offload.cpu_ops.vectors import (
     as_float,
     fadd,
-    fdiv,
     fence,
     fma,
     fmul,
@@ -121,15 +120,6 @@ def _four_tokens(
 
 
 @inline
-def _capped(scores: Any, cap: Any) -> Any:
-    """cap * tanh(scores / cap), tanh as 1 - 2 / (1 + exp(2 x))"""
-    power = exp(fmul(scores, splat(float32(2.0) / cap)))
-    one = splat(float32(1.0))
-    tanh = fsub(one, fdiv(splat(float32(2.0)), fadd(one, power)))
-    return fmul(tanh, splat(cap))
-
-
-@inline
 def _scores(
     kind: Any, q: int, row: int, last: int, k: int, n: int, dim: int, cap: Any, out: int,
     later: int, each: int,
@@ -148,7 +138,7 @@ def _scores(
             dim // 16,
         )  # fmt: skip
         if cap > float32(0.0):
-            v = _capped(v, cap)
+            v = capped(v, cap)
         store_f32(out + 16 * t, first_lanes(v, 4 * (n - t), float32(_LOWEST)))
 
 

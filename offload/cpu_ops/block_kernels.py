@@ -50,7 +50,7 @@ from offload.cpu_ops.block_vectors import (
     unless_lowest,
     visible,
 )
-from offload.cpu_ops.functions import exp
+from offload.cpu_ops.functions import capped, exp
 from offload.cpu_ops.lanes import fmax, fsub, store_i32, turn_4, turn_8
 from offload.cpu_ops.tags import by_format, inline, outline
 from offload.cpu_ops.vectors import (
@@ -91,15 +91,6 @@ _offset_room = stack(2 * ROWS * 4 + 64)
 
 
 @inline
-def _capped(scores: Any, cap: Any) -> Any:
-    """cap * tanh(scores / cap), tanh as 1 - 2 / (1 + exp(2 x))"""
-    power = exp(fmul(scores, splat(float32(2.0) / cap)))
-    one = splat(float32(1.0))
-    tanh = fsub(one, fdiv(splat(float32(2.0)), fadd(one, power)))
-    return fmul(tanh, splat(cap))
-
-
-@inline
 def _scaled(mode: Any, v: Any, scale: Any, cap: Any, offsets: int) -> Any:
     if integer(mode):
         v = fma(v, row_floats(offsets + 4 * ROWS), row_floats(offsets))
@@ -107,7 +98,7 @@ def _scaled(mode: Any, v: Any, scale: Any, cap: Any, offsets: int) -> Any:
         v = fadd(v, row_floats(offsets))
     v = fmul(v, splat(scale))
     if cap > float32(0.0):
-        v = _capped(v, cap)
+        v = capped(v, cap)
     return v
 
 
@@ -183,8 +174,8 @@ def _weight(mode: Any, x: Any) -> Any:
 
 @inline
 def _softmax(
-    mode: Any, scores: int, t0: int, t1: int, end: int, v: int, out: int, row: int, last: int,
-    dim: int, offsets: int, span: int,
+    mode: Any, scores: int, t0: int, t1: int, v: int, out: int, row: int, last: int, dim: int,
+    offsets: int, span: int,
 ) -> None:  # fmt: skip
     """Scores of four rows to weights in place, as ``_values`` reads them; largest scores and sums
     go to the partial results."""
@@ -291,7 +282,7 @@ def attend(
     for h in range(0, rows, 4):
         last = min(3, rows - 1 - h)
         _softmax(
-            mode, scores + h * BLOCK * 4, t0, t1, end, v, out + h * row, row, last, dim,
+            mode, scores + h * BLOCK * 4, t0, t1, v, out + h * row, row, last, dim,
             offsets + 4 * h, span,
         )  # fmt: skip
         for i in range(h, h + last + 1):

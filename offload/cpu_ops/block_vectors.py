@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import types
 
+from offload.cpu_ops.byte_vectors import dot_words_vnni
 from offload.cpu_ops.isa import Isa, features
 from offload.cpu_ops.prefill_vectors import _convert
 from offload.cpu_ops.vectors import F32X16, I32X16, LANES, _call, _operation
@@ -21,7 +21,7 @@ _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _v16i, _v16f = ir.VectorType(_i32, LANES), ir.VectorType(ir.FloatType(), LANES)
 _v8i = ir.VectorType(_i32, 8)
 _v16h, _v32h = ir.VectorType(_i16, 16), ir.VectorType(_i16, 32)
-_v16b, _v32b, _v64b = (ir.VectorType(ir.IntType(8), n) for n in (16, 32, 64))
+_v32b, _v64b = (ir.VectorType(ir.IntType(8), n) for n in (32, 64))
 _I, _F = types.int64, types.float32
 
 
@@ -119,9 +119,7 @@ def token_pairs(b: Any, v: Any, w: Any) -> Any:
 @_operation(I32X16, I32X16, I32X16, I32X16)
 def dot_words(b: Any, total: Any, v: Any, w: Any) -> Any:
     """total + the sum of two products of signed words per lane."""
-    if llvm.llvm_version_info[0] >= 22:  # operands typed as what they are; before, as int32
-        v, w = b.bitcast(v, _v32h), b.bitcast(w, _v32h)
-    return _call(b, "llvm.x86.avx512.vpdpwssd.512", _v16i, total, v, w)
+    return dot_words_vnni(b, total, v, w)
 
 
 @_operation(I32X16, _I)

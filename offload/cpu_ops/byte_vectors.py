@@ -29,12 +29,14 @@ from offload.cpu_ops.vectors import (
 
 
 def dot_vnni(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    """``acc`` plus the sum of four products per lane, of unsigned bytes with signed ones."""
     if llvm.llvm_version_info[0] >= 22:  # operands typed as what they are; before, as int32
         w, x = b.bitcast(w, _v64b), b.bitcast(x, _v64b)
     return _call(b, "llvm.x86.avx512.vpdpbusd.512", _v16i, acc, w, x)
 
 
 def dot_words_vnni(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    """``acc`` plus the sum of two products of signed words per lane."""
     if llvm.llvm_version_info[0] >= 22:  # as above
         w, x = b.bitcast(w, _v32h), b.bitcast(x, _v32h)
     return _call(b, "llvm.x86.avx512.vpdpwssd.512", _v16i, acc, w, x)

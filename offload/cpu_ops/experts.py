@@ -33,6 +33,7 @@ from offload.cpu_ops.kernels import (
 )
 from offload.cpu_ops.kv_cache import aligned
 from offload.cpu_ops.packing import packed_bytes
+from offload.cpu_ops.prefill_kernels import Sum, accumulate_entry
 from offload.cpu_ops.program import Step
 from offload.errors import OffloadError
 
@@ -162,6 +163,31 @@ def expert_ffn(
     threads.run(entry.call, entry.address, a)
     del keep
     return out
+
+
+def add_weighted(
+    values_nH: Floats, tokens: npt.NDArray[np.int64], weights: Floats, out_TH: Floats
+) -> None:
+    """``out[tokens[i]] = fma(weights[i], values[i], out[tokens[i]])``: the end of ``expert_ffn``,
+    for one expert. ``tokens``: int64 [n], distinct; float32 [n, H], [n], [T, H].
+
+    Raises:
+        OffloadError: a shape or dtype does not fit.
+    """
+    count, columns = values_nH.shape
+    check_floats("weights", weights, (count,))
+    check_floats("out", out_TH, (len(out_TH), columns), written=True)
+    # The kernel reads 16 columns at a time.
+    padded = np.zeros((count, align_up(columns, 16)), np.float32)
+    padded[:, :columns] = values_nH
+    tokens = np.ascontiguousarray(tokens, np.int64)
+    a = np.zeros(Sum.SIZE, np.int64)
+    a[Sum.VALUES : Sum.OUT_STRIDE + 1] = (
+        address_of(padded), 4 * padded.shape[1], columns, address_of(tokens),
+        address_of(weights), count, address_of(out_TH), 4 * columns,
+    )  # fmt: skip
+    entry = accumulate_entry()
+    threads.run(entry.call, entry.address, a)
 
 
 class TokenExperts:

@@ -1,4 +1,4 @@
-"""Activation functions of feed-forward layers on 16 float32 lanes.
+"""Activation functions of feed-forward layers, and the cap of scores, on 16 float32 lanes.
 
 Written out with one ``exp`` so that results do not depend on a machine's libm. ``exp`` is the
 degree-6 polynomial of the Cephes library (``expf``), within 2 ulp on [-87, 88] and clamped
@@ -12,6 +12,7 @@ from typing import Any
 
 from numba import float32
 
+from offload.cpu_ops.lanes import fsub
 from offload.cpu_ops.tags import inline
 from offload.cpu_ops.vectors import (
     as_float,
@@ -63,6 +64,15 @@ def exp(x: Any) -> Any:
     bits = as_int(fadd(n, splat(float32(12582912.0))))
     power = as_float(iadd(left(bits, 23), int_splat(127 << 23)))
     return fmul(p, power)
+
+
+@inline
+def capped(scores: Any, cap: Any) -> Any:
+    """cap * tanh(scores / cap), tanh as 1 - 2 / (1 + exp(2 x))"""
+    power = exp(fmul(scores, splat(float32(2.0) / cap)))
+    one = splat(float32(1.0))
+    tanh = fsub(one, fdiv(splat(float32(2.0)), fadd(one, power)))
+    return fmul(tanh, splat(cap))
 
 
 @inline

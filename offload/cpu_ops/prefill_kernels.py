@@ -1,7 +1,7 @@
 """Compiled parts of prefill: dequantising tiles, the gated activation, and the weighted sum.
 
-The product between them is torch's. As elsewhere in this package a kernel takes one array of
-int64, its threads take tasks from a counter, and no value depends on which thread made it.
+Products between them are torch's or ``gemm``'s. As elsewhere in this package a kernel takes one
+array of int64, its threads take tasks from a counter, and no value depends on which thread made it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from offload.cpu_ops.formats import TILE_ROWS, get_format
 from offload.cpu_ops.functions import glu
 from offload.cpu_ops.isa import Isa
 from offload.cpu_ops.prefill_blocks import kind_bytes, step_bytes, step_columns, write_block
-from offload.cpu_ops.prefill_vectors import rounding, store_bf16
-from offload.cpu_ops.tags import by_format, inline, tag
+from offload.cpu_ops.prefill_vectors import rounding
+from offload.cpu_ops.tags import inline, tag
 from offload.cpu_ops.tiles import field, load_rows, store_rows
 from offload.cpu_ops.vectors import (
-    as_float,
     bits_float,
     fadd,
     fetch_add,
     fma,
-    left,
     load_f32,
     load_float,
     load_int,
-    load_u16,
     splat,
     stack,
     store_f32,
@@ -77,38 +74,8 @@ def dequantize_tiles(fmt: Any, kind: Any, how: Any, isa: Any, a: int) -> None:
         tile = fetch_add(a + 8 * Tiles.NEXT, 1)
 
 
-def load_values(kind: Any, address: int) -> Any:
-    """16 values as float32; only inside kernels."""
-    raise NotImplementedError
-
-
-def _load_bf16(kind: Any, address: int) -> Any:
-    return as_float(left(load_u16(address), 16))
-
-
-def _load_f32(kind: Any, address: int) -> Any:
-    return load_f32(address)
-
-
-def store_values(kind: Any, how: Any, address: int, v: Any) -> None:
-    """16 values; only inside kernels."""
-    raise NotImplementedError
-
-
-def _store_bf16(kind: Any, how: Any, address: int, v: Any) -> None:
-    store_bf16(address, how, v)
-
-
-def _store_f32(kind: Any, how: Any, address: int, v: Any) -> None:
-    store_f32(address, v)
-
-
-by_format(load_values)({"bf16": _load_bf16, "f32": _load_f32}.__getitem__)
-by_format(store_values)({"bf16": _store_bf16, "f32": _store_f32}.__getitem__)
-
-
 class Gate(enum.IntEnum):
-    """Arguments of ``activate``: gate and up of some tokens, for inner rows of one slab."""
+    """Arguments of ``activate``: gate and up of some tokens."""
 
     BARRIER = 0
     GATE = 1
@@ -116,7 +83,7 @@ class Gate(enum.IntEnum):
     STRIDE = 3
     """Bytes from one token to the next in both."""
     GATE_BIAS = 4
-    """Address of the slab's float32 biases, 0: none."""
+    """Address of float32 biases, 0: none."""
     UP_BIAS = 5
     COLUMNS = 6
     OUT = 7
@@ -138,9 +105,9 @@ def _plus(v: Any, bias: int, column: int, n: int) -> Any:
 
 
 @inline
-def activate(kind: Any, how: Any, a: int) -> None:
-    """glu(gate + bias, up + bias); whole registers are read and written, so rows must be padded
-    to multiples of 16."""
+def activate(a: int) -> None:
+    """glu(gate + bias, up + bias) of float32; whole registers are read and written, so rows must be
+    padded to multiples of 16."""
     alpha, limit = bits_float(field(a, Gate.ALPHA)), bits_float(field(a, Gate.LIMIT))
     columns = field(a, Gate.COLUMNS)
     token = fetch_add(a + 8 * Gate.NEXT, 1)
@@ -148,12 +115,12 @@ def activate(kind: Any, how: Any, a: int) -> None:
         at = token * field(a, Gate.STRIDE)
         out = field(a, Gate.OUT) + token * field(a, Gate.OUT_STRIDE)
         for c in range(0, columns, 16):
-            g = load_values(kind, field(a, Gate.GATE) + at + kind_bytes(kind) * c)
-            u = load_values(kind, field(a, Gate.UP) + at + kind_bytes(kind) * c)
+            g = load_f32(field(a, Gate.GATE) + at + 4 * c)
+            u = load_f32(field(a, Gate.UP) + at + 4 * c)
             g = _plus(g, field(a, Gate.GATE_BIAS), c, columns - c)
             u = _plus(u, field(a, Gate.UP_BIAS), c, columns - c)
             h = glu(field(a, Gate.GLU), g, u, alpha, limit)
-            store_values(kind, how, out + kind_bytes(kind) * c, h)
+            store_f32(out + 4 * c, h)
         token = fetch_add(a + 8 * Gate.NEXT, 1)
 
 
@@ -163,23 +130,22 @@ class Sum(enum.IntEnum):
     BARRIER = 0
     VALUES = 1
     STRIDE = 2
-    BIAS = 3
-    """Address of float32 biases, 0: none."""
-    COLUMNS = 4
-    TOKENS = 5
+    COLUMNS = 3
+    TOKENS = 4
     """int64 [n]: the rows of ``out``, distinct."""
-    WEIGHTS = 6
+    WEIGHTS = 5
     """float32 [n]"""
-    COUNT = 7
-    OUT = 8
-    OUT_STRIDE = 9
+    COUNT = 6
+    OUT = 7
+    OUT_STRIDE = 8
     NEXT = 16
     SIZE = 24
 
 
 @inline
-def accumulate(kind: Any, a: int) -> None:
-    """out[tokens[i]] = fma(weights[i], values[i] + bias, out[tokens[i]]), as ``ffn._down`` adds."""
+def accumulate(a: int) -> None:
+    """out[tokens[i]] = fma(weights[i], values[i], out[tokens[i]]) of float32, as ``ffn._down``
+    adds; whole registers of values are read."""
     columns = field(a, Sum.COLUMNS)
     i = fetch_add(a + 8 * Sum.NEXT, 1)
     while i < field(a, Sum.COUNT):
@@ -188,8 +154,7 @@ def accumulate(kind: Any, a: int) -> None:
         out = field(a, Sum.OUT) + token * field(a, Sum.OUT_STRIDE)
         weight = splat(load_float(field(a, Sum.WEIGHTS) + 4 * i))
         for c in range(0, columns, 16):
-            v = load_values(kind, at + kind_bytes(kind) * c)
-            v = _plus(v, field(a, Sum.BIAS), c, columns - c)
+            v = load_f32(at + 4 * c)
             v = fma(weight, v, load_rows(out + 4 * c, columns - c))
             store_rows(out + 4 * c, v, columns - c)
         i = fetch_add(a + 8 * Sum.NEXT, 1)
@@ -214,31 +179,30 @@ def dequantize_entry(format_name: str, kind_name: str, isa: Isa) -> Entry:
 
 
 @functools.cache
-def activate_kernel(kind_name: str, isa: Isa) -> Kernel:
-    kind, how = tag("kind", kind_name), tag("rounding", rounding(isa))
+def activate_kernel() -> Kernel:
+    """``activate``."""
 
     def activate_body(arguments: int) -> None:
-        activate(kind, how, arguments)
+        activate(arguments)
 
-    what = f"gated activation in {kind_name}"
-    return Kernel(activate_body, what, 0.4)
-
-
-@functools.cache
-def activate_entry(kind_name: str, isa: Isa) -> Entry:
-    return activate_kernel(kind_name, isa).entry()
+    return Kernel(activate_body, "gated activation", 0.4)
 
 
 @functools.cache
-def accumulate_kernel(kind_name: str) -> Kernel:
-    kind = tag("kind", kind_name)
+def activate_entry() -> Entry:
+    return activate_kernel().entry()
+
+
+@functools.cache
+def accumulate_kernel() -> Kernel:
+    """``accumulate``."""
 
     def accumulate_body(arguments: int) -> None:
-        accumulate(kind, arguments)
+        accumulate(arguments)
 
-    return Kernel(accumulate_body, f"weighted sum of {kind_name}", 0.3)
+    return Kernel(accumulate_body, "weighted sum", 0.3)
 
 
 @functools.cache
-def accumulate_entry(kind_name: str) -> Entry:
-    return accumulate_kernel(kind_name).entry()
+def accumulate_entry() -> Entry:
+    return accumulate_kernel().entry()

@@ -28,7 +28,6 @@ from offload.cpu_ops import threads
 from offload.cpu_ops.attention import BLOCK, GROUP, PARTIAL_EXTRA
 from offload.cpu_ops.decode import AttentionHalf, DenseMlp, Region, TokenRouter
 from offload.cpu_ops.entries import Entry, Kernel
-from offload.cpu_ops.isa import choose
 from offload.cpu_ops.kernels import Floats, address_of, check_floats, gemm
 from offload.cpu_ops.kv_cache import KvCache, KvType, aligned
 from offload.cpu_ops.layer_bodies import Attention, Common, Matrix, Mlp, Router
@@ -317,7 +316,7 @@ class PromptMlp(_Rows):
 
     def _activate(self, gate: Floats, up: Floats) -> None:
         """In place of the gate."""
-        a, entry = self._a, activate_entry("f32", choose(self._isa))
+        a, entry = self._a, activate_entry()
         g = np.zeros(Gate.SIZE, np.int64)
         stride, at = 4 * gate.shape[1], address_of(gate)
         g[Gate.GATE : Gate.LIMIT + 1] = (
@@ -397,7 +396,7 @@ def prompt_kernels(kv: KvType) -> list[Kernel]:
         attend = [_kernel("heads", kv.value), _kernel("attend", kv.value)]
     return [
         _kernel("norm"), *attend, _kernel("add"), _kernel("choose"),
-        activate_kernel("f32", choose()),
+        activate_kernel(),
     ]  # fmt: skip
 
 

@@ -206,11 +206,6 @@ def load_int(b: Any, address: Any) -> Any:
     return _load(b, address, _i64)
 
 
-@_operation(_I, _I)
-def load_int32(b: Any, address: Any) -> Any:
-    return b.sext(_load(b, address, _i32), _i64)
-
-
 @_operation(_F, _I)
 def load_float(b: Any, address: Any) -> Any:
     return _load(b, address, _f32)
@@ -431,12 +426,6 @@ def to_float(b: Any, v: Any) -> Any:
 def to_int(b: Any, v: Any) -> Any:
     """Of integers in range."""
     return b.fptosi(v, _v16i)
-
-
-@_operation(I32X16, F32X16)
-def to_int_any(b: Any, v: Any) -> Any:
-    """Of any floats: beyond int32 its ends, NaN is 0."""
-    return _call(b, "llvm.fptosi.sat.v16i32.v16f32", _v16i, v)
 
 
 @_operation(F32X16, I32X16)

@@ -169,10 +169,9 @@ def every_kernel() -> list[Kernel]:
     isa = choose()
     pairs = [*((name, name) for name in FORMATS), *MIXES]
     attention = [*((name,) * 4 for name in FORMATS), *ATTENTION_MIXES]
-    slabs = sorted({slab_kind(fmt) for fmt in FORMATS.values()})
     found = [
-        *(activate_kernel(kind, isa) for kind in slabs),
-        *(accumulate_kernel(kind) for kind in slabs),
+        activate_kernel(),
+        accumulate_kernel(),
         *matrix_kernels(FORMATS.values()),
         router_kernel("f32", isa),
         *program_kernels(),

@@ -41,6 +41,12 @@ def is_tile_store(directory: str | os.PathLike[str]) -> bool:
     return (Path(directory) / DATA).is_file()
 
 
+def reserved(directory: str | os.PathLike[str]) -> int:
+    """Bytes of the data file of a store; 0 where there is none."""
+    path = Path(directory) / DATA
+    return path.stat().st_size if path.is_file() else 0
+
+
 def has_commits(directory: str | os.PathLike[str]) -> bool:
     """Whether there is a file that is named like a commit."""
     path = Path(directory)

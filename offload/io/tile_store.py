@@ -27,13 +27,13 @@ from offload.io.pack_format import normal_meta
 from offload.io.store import DEMAND, PREFETCH, Receipt
 from offload.io.tile_commit import Committing
 from offload.io.tile_directory import (
-    DATA,
     DoubtfulError,
     TileDirectory,
     TileSyscalls,
     check_directory,
     has_commits,
     is_tile_store,
+    reserved,
     stored_identity,
 )
 from offload.io.tile_file import Checksum, DamagedError, TileFile, UnsyncedError, aligned
@@ -53,12 +53,6 @@ __all__ = [
     "Checksum", "TileStore", "check_directory", "has_commits", "is_tile_store", "manifest_space",
     "reserved", "space_needed", "stored_identity",
 ]  # fmt: skip
-
-
-def reserved(directory: str | os.PathLike[str]) -> int:
-    """Bytes of the data file of a store; 0 where there is none."""
-    path = Path(directory) / DATA
-    return path.stat().st_size if path.is_file() else 0
 
 
 class TileStore:
@@ -226,11 +220,6 @@ class TileStore:
     def read_busy_s(self) -> float:
         """Seconds in which at least one read of the file was under way."""
         return self._file.reads.busy_s
-
-    @property
-    def write_busy_s(self) -> float:
-        """Seconds in which at least one write of the file was under way."""
-        return self._file.writes.busy_s
 
     @property
     def busy_s(self) -> float:

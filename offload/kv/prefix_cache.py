@@ -174,11 +174,7 @@ class PrefixCache:
             damaged=damaged,
         )
         self.last = reuse
-        stats = self.stats
-        stats.reused_tokens += reuse.tokens
-        stats.read_bytes += read
-        stats.read_s += took
-        stats.saved_s += reuse.saved_s
+        self.stats.found(reuse.tokens, read, took, reuse.saved_s)
         return reuse
 
     def restore_end(self, ids: Sequence[int], cache: Any) -> torch.Tensor | None:
@@ -230,7 +226,7 @@ class PrefixCache:
         self._folder.touch(name, self._end_used_ns(at))
         took = time.perf_counter() - began
         saved = max(0.0, group.compute_s - took)
-        before, stats = self.last, self.stats
+        before = self.last
         self.last = dataclasses.replace(
             before,
             tokens=len(ids),
@@ -238,10 +234,7 @@ class PrefixCache:
             read_s=before.read_s + took,
             saved_s=before.saved_s + saved,
         )
-        stats.reused_tokens += len(ids) - at
-        stats.read_bytes += read
-        stats.read_s += took
-        stats.saved_s += saved
+        self.stats.found(len(ids) - at, read, took, saved)
         return logits
 
     def _lost(self, error: DamagedGroupError) -> None:

@@ -32,3 +32,10 @@ class PrefixStats:
     damaged_groups: int = 0
     written_groups: int = 0
     written_bytes: int = 0
+
+    def found(self, tokens: int, read_bytes: int, read_s: float, saved_s: float) -> None:
+        """A prompt has found ``tokens``."""
+        self.reused_tokens += tokens
+        self.read_bytes += read_bytes
+        self.read_s += read_s
+        self.saved_s += saved_s

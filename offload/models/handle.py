@@ -82,7 +82,8 @@ class OffloadHandle:
         tokens are computed with one thread fewer than torch has, which leaves a core to those that
         read; None: that is not tried. ``cpu_experts``, ``cpu_products``: uses of experts, and of
         dense weights, that the CPU computed beside a device. ``device_peak_bytes``: a card's,
-        everything that torch had allocated there; None where its memory is the CPU's.
+        everything that torch had allocated there; None where its memory is the CPU's. ``kv``: of
+        keys and values in blocks or rounded, ``prompt_cache``: of prompts on disk; None without.
         """
         stats = self.executor.stats
         budget = self.plan.budgets.get(Tier.RAM)

@@ -21,10 +21,9 @@ from offload.blocks import Tier
 from offload.errors import OffloadError, PlanError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
-from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models import host_products, kv_plan, kv_speed, prompt_plan
 from offload.models.baseline import warm_card, warm_up
-from offload.models.expert_options import check_recordable, listening_bytes, policy_of
+from offload.models.expert_options import check_recordable, policy_of
 from offload.models.experts import check_expert_loop, other_than_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
@@ -43,14 +42,12 @@ from offload.models.naming import model_name
 from offload.models.opening import open_prepared
 from offload.models.options import (
     DEFAULT_CONTEXT,
-    LEAST_SLACK,
-    MOST_SLACK,
     SAFE_SHARE,
-    SLACK_SHARE,
     Options,
     Progress,
     beyond_free,
     check_device,
+    safe_share,
 )
 from offload.models.params import parameters
 from offload.models.pieces import learn_pieces
@@ -62,7 +59,14 @@ from offload.models.recipes import (
     placed_and_made,
     spill_directory,
 )
-from offload.models.request import expert_top_k, matrices, request_of, reserves_of
+from offload.models.request import (
+    expert_top_k,
+    grown_bytes,
+    matrices,
+    overhead_bytes,
+    request_of,
+    reserves_of,
+)
 from offload.models.split import fine_units
 from offload.models.team_check import products_of
 from offload.models.teams import TeamPlan, plan_team
@@ -255,11 +259,7 @@ def plan_model(
     if kv is not None and kv.need.in_place:
         baseline += compiled_bytes(kv.need.kernels(), compiling)
     prompts = plan_prompts(options, meta, footprint, prompt, kv_plan.rounded(kv, options))
-    notes: list[str] = []
-    if options.ram is None:
-        notes.append(
-            f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
-        )
+    notes = safe_share(options.ram)
     modules = fine_units(meta.model)
     if device != "cuda" and not options.elsewhere and (slow := slowness(meta.dtype)):
         notes.append(f"{slow}: prompts are several times slower than with --dtype float32, {TWICE}")
@@ -276,10 +276,7 @@ def plan_model(
     recipes = make_recipes(chosen, meta.mapping, card=device == "cuda")
     # Before what the process has grown by is read. A card's is CARD_BYTES.
     workspace = WHOLE if device == "cuda" else workspace_for(matrices(chosen))
-    grown = 0
-    if options.overhead_bytes is None:
-        gc.collect()
-        grown = max(0, current_rss() - baseline - options.tokenizer_bytes)
+    grown = grown_bytes(options, baseline)
     budgets = {Tier.RAM: ram}
     if (on_device := choice.budget(options.choice, options.gpu, ram)) is not None:
         budgets[Tier.DEVICE] = on_device
@@ -290,12 +287,7 @@ def plan_model(
         notes.append(choice.STAGED.format(why=refused))
 
     def set_aside(chosen: Cut, ram: int, staged: bool) -> dict[Tier, dict[str, int]]:
-        overhead = options.overhead_bytes
-        if overhead is None:
-            overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
-            overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
-        overhead += listening_bytes(options, chosen, prompt * options.batch)
-        overhead += options.beside_bytes
+        overhead = overhead_bytes(options, chosen, grown=grown, ram=ram, prompt=prompt)
         found = reserves_of(
             meta,
             chosen,

@@ -240,8 +240,8 @@ def parse_options(
     """Options from sizes as people write them.
 
     Raises:
-        OffloadError: a size that is none, an option that is unknown or of another type, no token or
-            no sequence.
+        OffloadError: a size that is none, an option that is unknown, of another type or without
+            effect beside the others, no token or no sequence.
     """
     unknown = sorted(others.keys() - Options.__dataclass_fields__.keys())
     if unknown:
@@ -255,12 +255,24 @@ def parse_options(
             raise OffloadError(f"{name} is {value}; give 1 or more")
     if prompt_cache_limit is not None:
         others["prompt_cache_limit"] = parse_bytes(prompt_cache_limit)
+    for name in ("prompt_cache_limit", "prompt_cache_chunk"):
+        if name in others and others.get("prompt_cache") is None:
+            raise OffloadError(f"{name} needs a prompt cache; give prompt_cache=DIR or drop it")
     return Options(
         ram=None if ram is None else parse_bytes(ram),
         gpu=None if gpu is None else parse_bytes(gpu),
         kv_ram=None if kv_ram is None else parse_bytes(kv_ram),
         **others,
     )
+
+
+def safe_share(ram: int | None) -> list[str]:
+    """A note where no budget is given: what is taken then."""
+    if ram is not None:
+        return []
+    return [
+        f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
+    ]
 
 
 def beyond_free(nbytes: int) -> list[str]:

@@ -20,9 +20,8 @@ import numpy.typing as npt
 import torch
 
 from offload.blocks import TENSOR_ALIGN, align_up
-from offload.cpu_ops.experts import ExpertLayout, expert_ffn
+from offload.cpu_ops.experts import ExpertLayout, add_weighted, expert_ffn
 from offload.cpu_ops.kernels import Floats
-from offload.cpu_ops.prefill_experts import add_weighted
 from offload.models.expert_groups import ExpertGroup
 from offload.models.hybrid import ROWS, Rows
 from offload.models.packed_modules import PackedSession

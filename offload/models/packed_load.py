@@ -7,7 +7,6 @@ not packed (norms, routers, biases) is small, float32 and resident.
 
 from __future__ import annotations
 
-import gc
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +24,10 @@ from offload.cpu_ops.kv_quantised import quantised_layout
 from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
 from offload.errors import OffloadError, PlanError
-from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.kv.coarse import rounded_bytes
 from offload.models import card_attention, fast_check, host_products, kv_plan, kv_speed
 from offload.models.baseline import warm_card, warm_up
-from offload.models.expert_options import check_recordable, listening_bytes, policy_of
+from offload.models.expert_options import check_recordable, policy_of
 from offload.models.footprint import measure
 from offload.models.hybrid import ROWS, check_shareable
 from offload.models.lean_run import (
@@ -43,14 +41,11 @@ from offload.models.load import Prepared, compiled_bytes, plan_within, ram_budge
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
 from offload.models.options import (
-    LEAST_SLACK,
-    MOST_SLACK,
-    SAFE_SHARE,
-    SLACK_SHARE,
     Options,
     Progress,
     beyond_free,
     check_device,
+    safe_share,
 )
 from offload.models.pack_reader import PackedModel
 from offload.models.packed_card import check_options, compile_for
@@ -62,19 +57,18 @@ from offload.models.params import Param
 from offload.models.pieces import learn_pieces
 from offload.models.prompt_plan import Rounded, plan_prompts
 from offload.models.recipes import Recipes
-from offload.models.request import expert_top_k, request_of
+from offload.models.request import expert_top_k, grown_bytes, overhead_bytes, request_of
 from offload.models.teams import plan_team
 from offload.models.toy import Warm
 from offload.models.units import unit_modules
 from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import return_large_blocks
-from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.runtime.rss import reset_peak_rss
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
 from offload.scheduler.planner import PlanRequest, minimum_budgets
 from offload.scheduler.policy import SCORED
-from offload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -253,11 +247,8 @@ def plan_packed(
     notes = [
         "weights are packed and activations float32: results differ from the unquantised model's",
         *pack.manifest.notes(),
+        *safe_share(options.ram),
     ]
-    if options.ram is None:
-        notes.append(
-            f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
-        )
     # Before the cut: what takes the linear layers' place computes on bytes, and not on meta.
     apart = (
         host_products.apart_layers(model, unit_modules(model)) if options.hybrid else frozenset()
@@ -266,10 +257,7 @@ def plan_packed(
     check_shareable(options, chosen, apart)
     rows_shared = ROWS if options.hybrid and chosen.groups else 0
     kept = sum(4 * p.tensor.numel() for p in resident.values())
-    grown = 0
-    if options.overhead_bytes is None:
-        gc.collect()
-        grown = max(0, current_rss() - baseline - options.tokenizer_bytes)
+    grown = grown_bytes(options, baseline)
     meta = MetaModel(
         model,
         None,  # type: ignore[arg-type]  # no safetensors index: the pack is the checkpoint
@@ -297,12 +285,7 @@ def plan_packed(
         return cache // (2 if decoder.kv is KvType.BF16 else 1)
 
     def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
-        overhead = options.overhead_bytes
-        if overhead is None:
-            overhead = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
-            overhead += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
-        overhead += listening_bytes(options, chosen, prompt * options.batch)
-        overhead += options.beside_bytes
+        overhead = overhead_bytes(options, chosen, grown=grown, ram=ram, prompt=prompt)
         if due:
             overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
         found = {

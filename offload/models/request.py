@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 from typing import Any
 
 from offload.blocks import ALIGN, BlockSpec, TensorSpec, Tier, align_up
+from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
+from offload.models.expert_options import listening_bytes
 from offload.models.footprint import Footprint
 from offload.models.host_cost import product_overhead_s
 from offload.models.kv_plan import KvPlan
 from offload.models.meta import MetaModel
-from offload.models.options import ROW_SHARE, Options
+from offload.models.options import LEAST_SLACK, MOST_SLACK, ROW_SHARE, SLACK_SHARE, Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
 from offload.models.workspace import CARD_BYTES, Workspace, kernel_bytes, workspace_bytes
+from offload.runtime.rss import current_rss
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
 from offload.scheduler.policy import DEFAULT
@@ -33,6 +37,26 @@ def staging_shape(options: Options, largest: int, ram: int, staged: bool = True)
     if not staged:
         chunk = min(chunk, BOUNCE_BYTES)
     return options.queue_depth, max(4 * ALIGN, chunk)
+
+
+def grown_bytes(options: Options, baseline: int) -> int:
+    """What this process weighs by now above ``baseline``: the model's Python objects. 0 if the
+    options say what to set aside."""
+    if options.overhead_bytes is not None:
+        return 0
+    gc.collect()
+    return max(0, current_rss() - baseline - options.tokenizer_bytes)
+
+
+def overhead_bytes(options: Options, chosen: Cut, *, grown: int, ram: int, prompt: int) -> int:
+    """What is set aside beside what the model computes with: Python's objects (``grown``, and of
+    reads yet to come), slack, the routings of a pass that are listened to, and sequences."""
+    found = options.overhead_bytes
+    if found is None:
+        found = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
+        found += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
+    found += listening_bytes(options, chosen, prompt * options.batch)
+    return found + options.beside_bytes
 
 
 def matrices(chosen: Cut) -> list[TensorSpec]:

@@ -212,7 +212,7 @@ def cut(
 
     part = max(4096, min(PART_BYTES, int(mean / PARTS)))
     result = Cut(list(units.values()), {}, {}, [], groups, None, None, notes, part)
-    _cut_embedding_and_head(model, params, users, inside_all, stream_head, result)
+    _cut_embedding_and_head(model, params, inside_all, stream_head, result)
     taken = {id(p.tensor) for ps in result.params.values() for p in ps}
 
     resident: list[Param] = []
@@ -275,7 +275,6 @@ def demote(result: Cut, bad: list[ExpertGroup]) -> None:
 def _cut_embedding_and_head(
     model: Any,
     params: dict[int, Param],
-    users: dict[int, list[str]],
     inside: set[int],
     stream_head: bool,
     result: Cut,

@@ -1,0 +1,1 @@
+"""Memory, devices and threads: what carries out the instructions of ``offload.scheduler``."""

@@ -64,7 +64,6 @@ class CudaDevice:
     """
 
     kind = "cuda"
-    has_memory = True
     runs_ahead = True
 
     def __init__(

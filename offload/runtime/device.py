@@ -96,8 +96,6 @@ class Device(Protocol):
     """``null``, ``sim`` or ``cuda``."""
     torch_device: torch.device
     """Where tensors of the compute tier live, as torch names it."""
-    has_memory: bool
-    """True if there is a device tier above RAM."""
     runs_ahead: bool
     """Whether compute waits for events on its own stream, and not the host for it."""
     notes: list[str]

@@ -55,7 +55,6 @@ class NullDevice:
     """A ``Device`` without memory of its own: copies run at once, events are done at record."""
 
     kind = "null"
-    has_memory = False
     runs_ahead = False
 
     def __init__(self) -> None:

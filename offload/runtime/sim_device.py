@@ -76,7 +76,6 @@ class SimDevice:
     """
 
     kind = "sim"
-    has_memory = True
     runs_ahead = False
 
     def __init__(

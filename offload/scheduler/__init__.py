@@ -1,0 +1,1 @@
+"""Decisions without torch, Numba or I/O: plans, residency, eviction, simulation."""

@@ -105,10 +105,6 @@ class CostModel:
         lives in RAM) a copy is a memcpy."""
         return nbytes / self._of(self.hardware.h2d or self.hardware.memcpy)
 
-    def copy_down_s(self, nbytes: int) -> float:
-        """One copy of ``nbytes`` from the device to RAM."""
-        return self.copy_latency_s + nbytes / self._of(self.hardware.d2h or self.hardware.memcpy)
-
     def memcpy_s(self, nbytes: float) -> float:
         """A copy of ``nbytes`` inside RAM."""
         return nbytes / self._of(self.hardware.memcpy)

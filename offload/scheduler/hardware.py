@@ -62,7 +62,7 @@ class Rate:
     @classmethod
     def from_json(cls, data: object) -> Rate:
         """Inverse of ``to_json``. Raises ValueError that names what is wrong."""
-        d = _mapping(data, "a rate")
+        d = as_object(data, "a rate")
         return cls(
             median=_field(d, "median", float),
             low=_field(d, "low", float),
@@ -118,7 +118,7 @@ class Card:
     @classmethod
     def from_json(cls, data: object) -> Card:
         """Inverse of ``to_json``. Raises ValueError that names what is wrong."""
-        d = _mapping(data, "card")
+        d = as_object(data, "card")
         return cls(
             name=_field(d, "name", str),
             memory_bytes=_field(d, "memory_bytes", int),
@@ -214,7 +214,7 @@ class Hardware:
     @classmethod
     def from_json(cls, data: object) -> Hardware:
         """Inverse of ``to_json``. Raises ValueError that names what is wrong."""
-        d = _mapping(data, "hardware")
+        d = as_object(data, "hardware")
         return cls(
             ssd_read=_rate(d, "ssd_read"),
             ssd_write=_rate(d, "ssd_write"),
@@ -256,7 +256,8 @@ def _table_rates(owner: Card | Hardware) -> Iterable[tuple[str, Rate]]:
             yield f"{table}[{dtype}]", rate
 
 
-def _mapping(data: object, what: str) -> Mapping[str, object]:
+def as_object(data: object, what: str) -> Mapping[str, object]:
+    """``data`` of a JSON document, where an object has to be. Raises ValueError: it is none."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} must be an object, got {type(data).__name__}")
     return data
@@ -270,7 +271,7 @@ def _rate(data: Mapping[str, object], key: str) -> Rate:
 
 
 def _rates_by_dtype(data: Mapping[str, object], key: str) -> dict[str, Rate]:
-    table = _mapping(data.get(key), key)
+    table = as_object(data.get(key), key)
     return {dtype: _rate(table, dtype) for dtype in table}
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Mapping
 
 from offload.errors import OffloadError
-from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware
+from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware, as_object
 
 VERSION = 1
 
@@ -41,7 +41,7 @@ def parse(data: object, where: str) -> Hardware:
             the field.
     """
     try:
-        d = _object(data, "the document")
+        d = as_object(data, "the document")
         version = d.get("version")
         if version != VERSION or isinstance(version, bool):
             raise ValueError(f"version is {version!r}, and this program reads {VERSION}")
@@ -58,7 +58,7 @@ def parse(data: object, where: str) -> Hardware:
             _check_size(d[name], name)
         _check_tables(d, "")
         if d.get("card") is not None:
-            card = _object(d["card"], "card")
+            card = as_object(d["card"], "card")
             _check_fields(card, "card.", need=_CARD, may=("launch_s",))
             _check_rate(card["read"], "card.read", BYTES_PER_S)
             _check_tables(card, "card.")
@@ -86,7 +86,7 @@ def _check_fields(
 
 def _check_tables(data: Mapping[str, object], prefix: str) -> None:
     for name, unit in zip(_TABLES, (FLOP_PER_S, BYTES_PER_S), strict=True):
-        table = _object(data[name], f"{prefix}{name}")
+        table = as_object(data[name], f"{prefix}{name}")
         if not table:
             raise ValueError(f"{prefix}{name} has no rate for any dtype")
         for dtype, rate in table.items():
@@ -94,7 +94,7 @@ def _check_tables(data: Mapping[str, object], prefix: str) -> None:
 
 
 def _check_rate(data: object, name: str, unit: str) -> None:
-    rate = _object(data, name)
+    rate = as_object(data, name)
     _check_fields(rate, f"{name}.", need=("median", "low", "high", "n", "unit"), may=())
     for key in ("low", "median", "high"):
         value = rate[key]
@@ -109,9 +109,3 @@ def _check_rate(data: object, name: str, unit: str) -> None:
 def _check_size(value: object, name: str) -> None:
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError(f"{name} must be below 2**63, got {reprlib.repr(value)}")
-
-
-def _object(data: object, name: str) -> Mapping[str, object]:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{name} must be an object, got {type(data).__name__}")
-    return data

@@ -61,15 +61,6 @@ class Ring:
         self._next = end
         self.used += nbytes
 
-    def alloc(self, nbytes: int) -> int | None:
-        """The offset of a new range (next fit), or None if no gap is wide enough now."""
-        if nbytes > self.capacity - self.used:
-            return None
-        for offset in self.gaps(nbytes)[:1]:
-            self.take(offset, nbytes)
-            return offset
-        return None
-
     def free(self, offset: int) -> None:
         """Give a range back. Raises KeyError if it is not allocated."""
         i = bisect_left(self._live, (offset, 0))

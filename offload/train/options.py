@@ -24,9 +24,10 @@ class TrainOptions:
     ram: int | None = None
     """None: a safe share of what is free."""
     gpu: int | None = None
-    """Of the device that layers run on; None: of a simulated one as much as ``ram``."""
+    """Of the device that layers run on; None: of a card most of what is free
+    there, of a simulated one as much as ``ram``."""
     device: str = "auto"
-    """As of ``runtime.choice``: "auto", "cpu" or "sim"; "auto" is the CPU unless ``gpu`` is set."""
+    """A name of ``runtime.choice``; "auto" is the CPU unless ``gpu`` is set, then the card."""
     head: str = "auto"
     """Where the LM head and the loss are computed if layers run on a device: there ("gpu"), in RAM
     ("cpu"), or where a step is predicted to be faster ("auto")."""

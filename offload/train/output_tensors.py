@@ -138,7 +138,7 @@ class OutputTensors:
         for part in sorted(parts, key=lambda p: (p.start, p.at)):
             if part.start > end:
                 out.append(Part(end, part.start - end, None, end))
-            elif part.start < end and not self._same(name, out, part):
+            elif part.start < end and not self._same(out, part):
                 raise UnsupportedModelError(
                     f"{name} is both in {out[-1].target} and in {part.target}, which are trained "
                     f"apart; their values have no single place in a checkpoint like the source's"
@@ -151,7 +151,7 @@ class OutputTensors:
             out.append(Part(end, total - end, None, end))
         return out
 
-    def _same(self, name: str, out: list[Part], part: Part) -> bool:
+    def _same(self, out: list[Part], part: Part) -> bool:
         first = next((p for p in out if p.start == part.start and p.count == part.count), None)
         if first is None or first.target is None or part.target is None:
             return False

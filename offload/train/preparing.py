@@ -20,7 +20,7 @@ from offload.io.tile_store import reserved, stored_identity
 from offload.models.expert_groups import expert_groups
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.naming import model_name
-from offload.models.options import SAFE_SHARE, beyond_free
+from offload.models.options import SAFE_SHARE, beyond_free, safe_share
 from offload.models.packed_card import check_card
 from offload.models.prompt_time import read_time
 from offload.models.workspace import limit_kernels
@@ -258,10 +258,7 @@ def _plan(
         gpu=budget(device, options.gpu, ram), rates_of=rates_of,
         card_flash=flash(device) if device.kind == "cuda" else None, keeps_freed=keeps_freed,
     )  # fmt: skip
-    if options.ram is None:
-        notes.append(
-            f"no --ram given: {SAFE_SHARE:.0%} of the {format_bytes(available_ram())} that are free"
-        )
+    notes += safe_share(options.ram)
     notes += beyond_free(chosen.plan.ram_bytes)
     run = Run(
         meta,

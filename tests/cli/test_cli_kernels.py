@@ -41,8 +41,8 @@ def environment(cache: Path) -> dict[str, str]:
 
 def small_kernels() -> list[entries.Kernel]:
     """Two that compile in half a second, as of a fresh process."""
-    made = prefill_kernels.accumulate_kernel.__wrapped__
-    return [made("bf16"), made("f32")]
+    made = prefill_kernels.activate_kernel, prefill_kernels.accumulate_kernel
+    return [kernel.__wrapped__() for kernel in made]
 
 
 @pytest.fixture

@@ -13,7 +13,13 @@ from random_rows import random_rows
 
 from offload.cpu_ops import threads
 from offload.cpu_ops.codecs import decode_rows
-from offload.cpu_ops.experts import ExpertLayout, TokenExperts, expert_ffn, expert_layout
+from offload.cpu_ops.experts import (
+    ExpertLayout,
+    TokenExperts,
+    add_weighted,
+    expert_ffn,
+    expert_layout,
+)
 from offload.cpu_ops.formats import FORMATS
 from offload.cpu_ops.functions import Glu
 from offload.cpu_ops.packing import pack_rows, packed_bytes
@@ -210,6 +216,30 @@ def test_experts_are_added_in_the_given_order() -> None:
         out = np.empty(16, np.float32)
         expert_ffn(layout, bundles.bases[order], x, routing, out)
         assert (out == expected).all()
+
+
+@pytest.mark.parametrize("hidden", [512, 96, 32])
+def test_experts_by_themselves_add_up_to_the_same_bits(hidden: int) -> None:
+    """Each without its weights, computed in any order, then added in theirs."""
+    fmt = FORMATS["q4_0"]
+    layout = expert_layout(fmt, fmt, hidden, 64, biases=True)
+    bundles = Bundles(layout, 6, 0.02)
+    x, routing = inputs(layout, 5, 6)
+    together = np.full(x.shape, np.nan, np.float32)
+    expert_ffn(layout, bundles.bases, x, routing, together)
+    parts: dict[int, Any] = {}
+    for e in (3, 0, 5, 4, 1, 2):
+        tokens = np.flatnonzero(routing[:, e])
+        ones = np.ones((len(tokens), 1), np.float32)
+        mine = np.ascontiguousarray(x[tokens])
+        parts[e] = expert_ffn(layout, bundles.bases[[e]], mine, ones, np.empty_like(mine))
+    apart = np.zeros_like(together)
+    for e in range(6):
+        tokens = np.flatnonzero(routing[:, e])
+        add_weighted(parts[e], tokens, np.ascontiguousarray(routing[tokens, e]), apart)
+    assert np.array_equal(together, apart)
+    with pytest.raises(OffloadError, match="weights"):
+        add_weighted(parts[0], np.zeros(1, np.int64), np.ones(9, np.float32), apart)
 
 
 def test_no_expert_and_no_token() -> None:

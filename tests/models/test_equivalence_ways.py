@@ -286,7 +286,7 @@ def test_wrap_and_unwrap_of_a_mapped_float32_model(checkpoint: Checkpoint, famil
     want = checkpoint(family, torch.float32)
     model = reference(want.directory, torch.float32)
     phases = {n: p.data_ptr() % 64 for n, p in model.named_parameters()}
-    offload.wrap(model, ram="400KiB", overhead_bytes=0)
+    offload.wrap(model, ram="400KiB")
     assert model.offload.plan.streamed_bytes_per_pass > 0
     check_logits(model, want)
     offload.unwrap(model)

@@ -263,6 +263,28 @@ def test_options_that_cannot_be(wrong: dict[str, int], says: str) -> None:
         offload.load("nowhere", ram="2MiB", **wrong)
 
 
+@pytest.mark.parametrize("idle", [{"kv": "q8"}, {"context": 64}, {"hybrid": True, "device": "sim"}])
+def test_options_that_change_nothing_in_a_wrapped_model(idle: dict[str, Any]) -> None:
+    name = next(iter(idle))
+    with pytest.raises(OffloadError, match=f"{name} changes nothing .*drop it .*guess") as caught:
+        offload.wrap(mlp()[0], ram="64MiB", **idle)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("idle", "says"),
+    [
+        ({"prompt_cache_limit": "1GiB"}, "prompt_cache_limit needs a prompt cache"),
+        ({"prompt_cache_chunk": 64}, "prompt_cache_chunk needs a prompt cache"),
+        ({"train": True, "guess": False}, "guess cannot be combined with train"),
+        ({"train": True, "prompt_cache_limit": 1 << 30}, "prompt_cache_limit cannot be combined"),
+    ],
+)
+def test_options_that_change_nothing_in_a_loaded_model(idle: dict[str, Any], says: str) -> None:
+    with pytest.raises(OffloadError, match=says):
+        offload.load("nowhere", **idle)
+
+
 def test_what_is_no_module() -> None:
     not_a_model: Any = "a/checkpoint"
     with pytest.raises(OffloadError, match=r"takes a torch\.nn\.Module, not a str"):
@@ -356,7 +378,7 @@ def test_a_path_that_is_none(path: Any) -> None:
 
 def test_other_kinds_of_numbers_and_paths(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
-    options: dict[str, Any] = {"context": numpy.int64(64), "device": torch.device("cpu")}
+    options: dict[str, Any] = {"queue_depth": numpy.int64(2), "device": torch.device("cpu")}
     model = offload.wrap(mlp()[0], ram=2.0**26, disk=os.fsencode(tmp_path), **options)
     offload.unwrap(model)
 

@@ -44,10 +44,8 @@ def test_staged_reads_run_at_the_slower_of_disk_and_memcpy() -> None:
 
 def test_copies_use_the_device_rates_and_memcpy_without_them() -> None:
     assert COSTS.copy_up_s(4 * 10**6) == pytest.approx(1e-4 + 1e-3)
-    assert COSTS.copy_down_s(4 * 10**6) == pytest.approx(1e-4 + 1e-3)
     card = CostModel(hardware=machine(h2d=8e9), copy_latency_s=1e-4)
     assert card.copy_up_s(8 * 10**6) == pytest.approx(1e-4 + 1e-3)
-    assert card.copy_down_s(8 * 10**6) == pytest.approx(1e-4 + 1e-3)
 
 
 def test_decode_reads_the_weights_once() -> None:
