@@ -128,7 +128,8 @@ class Answers:
         """Append an answer; it is on the disk when this returns.
 
         Raises:
-            OffloadError: the disk is full or failed; the file ends with the last whole line.
+            OffloadError: the disk is full or failed; the file ends with the last whole line. Or
+                somebody has removed it: what is written to it is lost.
         """
         line = json.dumps({"index": index, KEY: key, **answer}, ensure_ascii=False)
         # A lone surrogate (from a broken tokenizer) is no UTF-8; escaped it is still JSON.
@@ -146,6 +147,11 @@ class Answers:
                 f"--output {self._path} cannot be written: {error.strerror}; what is there is "
                 f"whole, and the same command continues it"
             ) from error
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OffloadError(
+                f"--output {self._path} was removed while answers were written to it, and they are "
+                f"gone with it; the same command answers all prompts again"
+            )
         self.done.add(index)
 
     def close(self) -> None:

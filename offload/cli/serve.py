@@ -26,8 +26,8 @@ def serve(
         typer.Option(
             envvar="OFFLOAD_API_KEY",
             metavar="KEY",
-            help="Who asks has to send it; several may be given. Process lists show it here, and "
-            "not in the environment.",
+            help="Who asks has to send it; several may be given (in the environment: with blanks "
+            "between). Process lists show it here, and not in the environment.",
         ),
     ] = None,
     context: Annotated[

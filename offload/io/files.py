@@ -140,7 +140,8 @@ class DirectFile:
         """
         name = os.fspath(path)
         calls = syscalls or Syscalls()
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+        # Without waiting: a FIFO in a file's place would be opened when somebody writes to it.
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
         refused = None
         try:
             try:
@@ -153,7 +154,9 @@ class DirectFile:
         except OSError as e:
             hint = "; raise their limit (ulimit -n)" if e.errno == errno.EMFILE else ""
             raise StoreError(f"cannot open {name}: {e.strerror}{hint}") from e
-        return cls(fd, name, refused=refused, syscalls=calls)
+        file = cls(fd, name, refused=refused, syscalls=calls)
+        os.set_blocking(fd, True)
+        return file
 
     def _turn_on(self) -> OSError | None:
         """Set O_DIRECT, or return why not. A descriptor that has it already is asked again:

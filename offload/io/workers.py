@@ -95,6 +95,12 @@ class Workers(Executor):
             for thread in self._threads:
                 thread.join()
 
+    def leave(self) -> None:
+        """Take nothing more, and wait for nothing, at the interpreter's end either: what runs may
+        never come back."""
+        _FINISHED_LAST.discard(self)
+        self.shutdown(wait=False, cancel_futures=True)
+
     def _serve(self) -> None:
         while True:
             with self._changed:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from offload.errors import ClosedError, OffloadError, StoreError, UnsupportedModelError
-from offload.io.workers import Workers
+from offload.kv import prefix_thread
 from offload.kv.prefix_folder import STEP_NS, PrefixFolder, open_directory
 from offload.kv.prefix_format import (
     DamagedGroupError,
@@ -53,6 +53,7 @@ from offload.kv.prefix_format import (
 from offload.kv.prefix_layers import Restorer, cached_tokens, check_layers, recording
 from offload.kv.prefix_slots import Slot, check_limit, room_in
 from offload.kv.prefix_stats import PrefixStats, Reuse
+from offload.kv.prefix_thread import HungError, PrefixThread
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -62,11 +63,6 @@ SLOTS = 2
 
 LOGITS = "logits"
 """The part of a prompt's end that is no layer's; it is kept with the first."""
-
-WAIT_S = 120.0
-"""So long a disk may take for one group before it is given up."""
-
-_HUNG = f"the prompt cache's disk takes more than {WAIT_S:.0f} s; it is not used"
 
 
 class PrefixCache:
@@ -117,7 +113,7 @@ class PrefixCache:
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
             self._slots.put(Slot(group_bytes))
-        self._thread = Workers(1, "prompt-cache", finish=True)
+        self._thread = PrefixThread()
         self._written: dict[str, Future[None]] = {}
         """By name: on their way to the disk."""
         self._used_ns = 0
@@ -203,7 +199,7 @@ class PrefixCache:
         except DamagedGroupError as error:
             self._lost(error)
             return None
-        except _HungError as error:
+        except HungError as error:
             self._give_up(str(error))
             return None
         try:
@@ -287,7 +283,7 @@ class PrefixCache:
         except DamagedGroupError as error:
             damaged += 1
             self._lost(error)
-        except _HungError as error:
+        except HungError as error:
             self._give_up(str(error))
         finally:
             for future in ahead:
@@ -443,28 +439,29 @@ class PrefixCache:
     def _arrive(self, names: Sequence[str]) -> None:
         """Wait for those that are still being written: a write is sooner done than the passes."""
         for name in names:
-            if (future := self._written.get(name)) is None:
+            if (future := self._written.get(name)) is None or self._thread.hangs:
                 continue
             try:
-                future.result(timeout=WAIT_S)
-            except TimeoutError:
-                self._give_up(_HUNG)
-                return
+                self._thread.wait(future)
+            except HungError as error:
+                self._give_up(str(error))
 
     def _take(self) -> Slot | None:
         """A buffer that nothing uses; None: the disk hangs."""
+        if self._thread.hangs:
+            return None
         try:
-            return self._slots.get(timeout=WAIT_S)
+            return self._slots.get(timeout=prefix_thread.WAIT_S)
         except queue.Empty:
-            self._give_up(_HUNG)
+            self._give_up(str(self._thread.too_late()))
             return None
 
     def _wait(self, future: Future[tuple[Slot, Group | None]]) -> tuple[Slot, Group | None]:
         try:
-            return future.result(timeout=WAIT_S)
-        except TimeoutError:
+            return self._thread.wait(future)
+        except HungError:
             future.add_done_callback(self._return)
-            raise _HungError(_HUNG) from None
+            raise
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk, or was given up."""
@@ -477,11 +474,11 @@ class PrefixCache:
         return {"chunk": self.chunk, "group": self.group, **dataclasses.asdict(self.stats)}
 
     def close(self) -> None:
-        """Finish writing; free thread, memory and folder. Idempotent."""
+        """Finish writing, unless the disk hangs; free thread, memory and folder. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._thread.shutdown(wait=True)
+        self._thread.close()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._slots.get_nowait().memory.close()
@@ -490,7 +487,3 @@ class PrefixCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the prompt cache is closed")
-
-
-class _HungError(StoreError):
-    """A read does not come back."""

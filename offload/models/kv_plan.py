@@ -398,6 +398,7 @@ def asked_for(need: KvNeed | None, options: Options, name: str) -> KvPlan | None
             f"{name} has a cache that cannot be kept in blocks (a kind of its own, or no layer "
             f"that attends to all tokens); drop --kv-ram"
         )
+    of_all(need, options).within(options.kv_ram)  # first: its error names a budget that is enough
     return need.within(options.kv_ram)
 
 
@@ -406,6 +407,15 @@ def rounded(plan: KvPlan | None, options: Options) -> Rounded | None:
     if plan is None or options.kv is None:
         return None
     return Rounded(options.kv, plan.need.block_tokens)
+
+
+def of_all(need: KvNeed, options: Options) -> KvNeed:
+    """What one sequence needs, for as many as run beside each other."""
+    return dataclasses.replace(
+        need,
+        sequences=need.sequences * options.sequences,
+        other_bytes=need.other_bytes * options.sequences,
+    )
 
 
 def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
@@ -419,11 +429,7 @@ def beside(plan: KvPlan | None, options: Options) -> KvPlan | None:
     """
     if plan is None or options.sequences == 1:
         return plan
-    need = dataclasses.replace(
-        plan.need,
-        sequences=plan.need.sequences * options.sequences,
-        other_bytes=plan.need.other_bytes * options.sequences,
-    )
+    need = of_all(plan.need, options)
     if options.kv_ram is not None:
         return need.within(options.kv_ram)
     if not plan.blocks[1] and not options.kv_spill:

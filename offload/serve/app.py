@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -86,6 +87,9 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
     # No pages about the interface: FastAPI's load scripts from elsewhere.
     app = FastAPI(title="offload", docs_url=None, redoc_url=None, openapi_url=None)
     created = int(time.time())
+    # FastAPI takes HEAD for another route; whoever watches a server, or looks before fetching, asks
+    # by it, and HTTP wants it wherever GET is.
+    readable = partial(app.api_route, methods=["GET", "HEAD"])
     described = {"id": model, "object": "model", "created": created, "owned_by": "offload"}
 
     async def answer(http: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:
@@ -104,7 +108,7 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
         chat = isinstance(body, ChatBody)
         if isinstance(body, ChatBody):
             wanted = _agreed(wanted, body.max_completion_tokens)
-            said = [{"role": _role(m.role), "content": m.content} for m in body.messages]
+            said = [message.said for message in body.messages]
             ids = await prompts.of_messages(said, _settings(body))
             del said
         else:
@@ -143,32 +147,32 @@ def make_app(engine: Engine, prompts: Prompts, *, model: str) -> FastAPI:
     async def completions(http: Request) -> Response:
         return await answer(http, CompletionBody)
 
-    @app.get("/v1/models")
+    @readable("/v1/models")
     async def models() -> Response:
         return answers.Reply({"object": "list", "data": [described]})
 
-    @app.get("/v1/models/{name:path}")
+    @readable("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         if name != model:
             raise Problem(404, f"the model {name!r} is not served here", code="model_not_found")
         return answers.Reply(described)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])  # watchers ask either way
+    @readable("/health")
     async def health() -> Response:
         state = engine.state
         return answers.Reply({"status": state}, 200 if state == "ok" else 503)
 
-    @app.get("/stats")
+    @readable("/stats")
     async def stats() -> Response:
         return answers.Reply({"model": model, **engine.stats()})
 
-    @app.get("/metrics")
+    @readable("/metrics")
     async def prometheus() -> Response:
         return PlainTextResponse(
             metrics.render(engine.stats(), engine.counters), media_type=metrics.MEDIA_TYPE
         )
 
-    @app.get("/")
+    @readable("/")
     async def chat_page() -> Response:
         return page.response()
 
@@ -278,10 +282,6 @@ def _settings(body: ChatBody) -> dict[str, Any]:
     return found
 
 
-def _role(role: str) -> str:
-    return "system" if role == "developer" else role  # OpenAI's newer name for the same
-
-
 def _reply(problem: Problem) -> Response:
     return answers.Reply(problem.body, problem.status, problem.headers)
 
@@ -319,11 +319,18 @@ def _as_json(expected: str) -> str:
     return expected.replace("False", "false").replace("'", '"')
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(http: Request, error: Exception) -> Response:
     """No such path, or not by this method."""
     assert isinstance(error, HTTPException)
-    problem = Problem(error.status_code, error.detail, headers=error.headers)
-    return _reply(problem)
+    path = _short(http.url.path)
+    match error.status_code:
+        case 404:
+            said = f"there is no {path} here; clients of OpenAI's want a base URL that ends in /v1"
+        case 405:
+            said = f"{path} takes only {(error.headers or {}).get('Allow')}"
+        case _:
+            said = error.detail
+    return _reply(Problem(error.status_code, said, headers=error.headers))
 
 
 async def _bug(_: Request, error: Exception) -> Response:

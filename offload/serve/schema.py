@@ -36,10 +36,12 @@ def _text_parts(value: Any) -> Any:
         return value
     texts = []
     for part in value:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"}):
-            raise ValueError("a part of the content is not {'type': 'text', 'text': …}")
-        if part["type"] != "text" or not isinstance(part["text"], str):
+        if isinstance(part, dict) and part.get("type", "text") != "text":
             raise ValueError("only text is understood: no images, audio or files")
+        if not (isinstance(part, dict) and part.keys() == {"type", "text"}) or not isinstance(
+            part["text"], str
+        ):
+            raise ValueError("a part of the content is not {'type': 'text', 'text': …}")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -159,12 +161,19 @@ class Body(_Strict):
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
-    name: str | None = None
+    name: Annotated[str, AfterValidator(_readable)] | None = None
     refusal: None = None
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
     tool_calls: Nothing | None = None
+
+    @property
+    def said(self) -> dict[str, str]:
+        """As the chat template gets it. Some write who speaks, too; the others leave it out."""
+        role = "system" if self.role == "developer" else self.role  # OpenAI's newer name for it
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.content, **named}
 
 
 class ChatBody(Body):

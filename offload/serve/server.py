@@ -32,8 +32,15 @@ def check_host(host: str, keys: Sequence[str]) -> bool:
     Raises:
         OffloadError: it is not, and everybody who reaches it could use the model.
     """
-    if any(not key.strip() or not key.isprintable() for key in keys):
-        raise OffloadError("--api-key is empty or has characters that no header can carry")
+    # Other characters clients write in ways of their own, or not at all; blanks around a header's
+    # value are no part of it. Such a key would be asked for and never be right.
+    if any(
+        not key or key != key.strip() or not (key.isascii() and key.isprintable()) for key in keys
+    ):
+        raise OffloadError(
+            "--api-key is empty, begins or ends with a blank, or has characters that not every "
+            "header carries; take printable ASCII"
+        )
     local = all(is_loopback(str(info[4][0])) for info in _addresses(host, 0))
     if not local and not keys:
         raise OffloadError(

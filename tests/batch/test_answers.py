@@ -109,6 +109,17 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
         assert answers.done == {0, 1}
 
 
+def test_an_output_that_is_removed_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with Answers(path, ["a", "b", "c"]) as answers:
+        answers.add(0, "a", {})
+        moved = path.rename(tmp_path / "moved.jsonl")  # which keeps what comes
+        answers.add(1, "b", {})
+        moved.unlink()
+        with pytest.raises(OffloadError, match="was removed while answers were written"):
+            answers.add(2, "c", {})
+
+
 def test_the_hash_is_of_all_that_counts() -> None:
     assert key_of([1, {"b": 1, "a": 2}]) == key_of([1, {"a": 2, "b": 1}])
     assert len({key_of(x) for x in ([1], [2], ["1"], [1.0], [[1]], None)}) == 6

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from offload.errors import OffloadError
+from offload.kv import prefix_thread
 from offload.kv.prefix_cache import PrefixCache
-from offload.kv.prefix_folder import LEFT_S, open_directory
+from offload.kv.prefix_folder import LEFT_S, PrefixFolder, open_directory
 from offload.kv.prefix_format import group_names
 
 CHUNK = 8
@@ -226,6 +228,54 @@ def test_a_full_disk_is_said_once(
     for want in (0, 3 * CHUNK):
         assert read(prompts, ids(3)) == want
     assert len(said) == 1
+
+
+def test_a_disk_that_hangs_is_waited_for_once(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [*range(3 * CHUNK + 1)]
+    prompts = opened(tmp_path / "prompts", say=said.append)
+    read(prompts, ids)
+    prompts.flush()
+    comes_back, whole = threading.Event(), PrefixFolder.read
+
+    def hanging(*args: Any) -> Any:
+        comes_back.wait()
+        return whole(*args)
+
+    monkeypatch.setattr(PrefixFolder, "read", hanging)
+    monkeypatch.setattr(prefix_thread, "WAIT_S", 0.1)
+    try:
+        assert read(prompts, ids) == 0
+        monkeypatch.setattr(prefix_thread, "WAIT_S", 3600.0)
+        assert read(prompts, ids) == 0  # at once
+        assert len(said) == 1
+        assert "not used" in said[0]
+        comes_back.set()
+        prompts.flush()
+        while prompts._thread.hangs:
+            os.sched_yield()
+        assert read(prompts, ids) == 3 * CHUNK
+        comes_back.clear()
+        monkeypatch.setattr(prefix_thread, "WAIT_S", 0.1)
+        assert read(prompts, ids) == 0
+        prompts.close()  # at once
+    finally:
+        comes_back.set()
+        prompts.close()
+
+
+def test_a_pipe_in_the_place_of_a_group_is_not_waited_for(
+    prompts: PrefixCache, said: list[str]
+) -> None:
+    ids = [*range(2 * CHUNK + 1)]
+    read(prompts, ids)
+    prompts.flush()
+    for file in prompts._folder.path.iterdir():
+        file.unlink()
+        os.mkfifo(file)
+    assert read(prompts, ids) == 0
+    assert "not a regular file" in said[0]
 
 
 def test_bad_directories_and_limits(tmp_path: Path) -> None:

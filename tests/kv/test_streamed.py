@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ def _no_toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked(tmp_path: Path, **more: Any) -> Any:
     base = {"context": CONTEXT, "prompt_tokens": 9, "kv_block_tokens": BLOCK, "disk": tmp_path}
     return options("cpu", **{**base, **more})
+
+
+def test_the_budget_that_an_error_names_is_enough(llama: Golden, tmp_path: Path) -> None:
+    how = {"sequences": 4}
+    with pytest.raises(PlanError, match=r"of 4 sequence\(s\).*to \d+KiB or more") as refused:
+        prepare(llama.directory, asked(tmp_path, kv_ram=1, **how))
+    named = re.findall(r"to (\d+)KiB or more", str(refused.value))[0]
+    assert prepare(llama.directory, asked(tmp_path, kv_ram=int(named) * 1024, **how)).kv is not None
 
 
 def test_a_kv_budget_streams_and_changes_no_token(llama: Golden, tmp_path: Path) -> None:

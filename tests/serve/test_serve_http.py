@@ -187,6 +187,8 @@ def test_what_is_wrong_with_a_body_is_named(
          'response_format.type: this server takes only "text" here, not "json_object"'),
         (CHAT, {"tools": [{"type": "function"}]},
          "tools: this server does not do that; leave it out"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
+         "messages.0.content: only text is understood: no images, audio or files"),
         ("/v1/completions", {"logprobs": 2},
          "logprobs: this server does not do that; leave it out"),
         ("/v1/completions", {"service_tier": "x" * 99},
@@ -266,7 +268,8 @@ def test_settings_of_the_chat_template(
         "{{ reasoning_effort | default('') }}{% if not enable_thinking | default(true) %}"
         "<think>{% endif %}"
     )
-    monkeypatch.setattr(alone.tokenizer, "chat_template", str(alone.tokenizer.chat_template) + more)
+    before = str(alone.tokenizer.chat_template)
+    monkeypatch.setattr(alone.tokenizer, "chat_template", before + more)
     plain = prompt_tokens()
     assert plain == len(alone.chat_ids(MESSAGES))
     low = prompt_tokens(reasoning_effort="low")
@@ -276,6 +279,12 @@ def test_settings_of_the_chat_template(
     both = {"messages": MESSAGES, "reasoning_effort": "low",
             "chat_template_kwargs": {"reasoning_effort": "high"}}  # fmt: skip
     refused(post(app, CHAT, both), 400, "contradict")
+    # Some templates write who speaks.
+    own = "{% for m in messages %}{{ m.name | default(m.role) }}: {{ m.content }}{% endfor %}"
+    monkeypatch.setattr(alone.tokenizer, "chat_template", own)
+    named = [message | {"name": "A name of several words"} for message in MESSAGES]
+    assert prompt_tokens(messages=named) == len(alone.chat_ids(named)) > prompt_tokens()
+    monkeypatch.setattr(alone.tokenizer, "chat_template", before + more)
     # The server's own settings hold where a request has none.
     served_so, prompts = make_guarded(engine, alone.tokenizer, settings=kwargs)
     try:
@@ -337,8 +346,9 @@ def test_a_name_that_is_no_text(served: Any, alone: Alone) -> None:
 def test_other_refusals(served: Any) -> None:
     app, _ = served
     refused(post(app, CHAT, {"messages": MESSAGES, "model": "gpt"}), 404, "gpt", "tiny_moe")
-    refused(get(app, "/v1/nothing"), 404)
-    refused(get(app, CHAT), 405)
+    refused(get(app, "/chat/completions"), 404, "/chat/completions", "/v1")
+    refused(get(app, "/" + "x" * 2000), 404, "xx…")
+    assert refused(get(app, CHAT), 405, CHAT, "POST")["message"].count("POST") == 1
     error = refused(
         post(app, "/v1/completions", {"prompt": [7] * (CONTEXT + 3)}),
         400, str(CONTEXT + 3), str(CONTEXT),
@@ -353,7 +363,6 @@ def test_other_refusals(served: Any) -> None:
     packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     body = gzip.compress(json.dumps({"messages": MESSAGES}).encode())
     refused(run(app, lambda http: http.post(CHAT, content=body, headers=packed)), 415, "gzip")
-    assert run(app, lambda http: http.head("/health")).status_code == 200
     refused(get(app, "/health", base="http://rebound.example"), 403, "rebound.example")
 
 
@@ -374,6 +383,17 @@ def test_a_body_without_a_length_is_cut_off(served: Any, monkeypatch: pytest.Mon
 
     refused(run(app, work), 413)
     assert sent < 40  # 256 KiB are taken, 1 MiB thrown away, the rest never asked for
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/stats", "/metrics", "/v1/models", "/v1/models/tiny_moe"]
+)
+def test_what_can_be_read_can_be_asked_after(served: Any, path: str) -> None:
+    app, _ = served
+    head = run(app, lambda http: http.head(path))
+    assert (head.status_code, head.headers["content-type"]) == (
+        200, get(app, path).headers["content-type"],
+    )  # fmt: skip
 
 
 def test_models_figures_and_page(served: Any) -> None:

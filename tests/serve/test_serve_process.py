@@ -19,6 +19,8 @@ from process_support import CONTEXT, Server
 from serve_support import WAIT_S, Alone
 
 from offload.cli import main as entry
+from offload.errors import OffloadError
+from offload.serve.server import check_host
 
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
 ENDLESS = {"prompt": "The list", "max_tokens": CONTEXT - 50, "ignore_eos": True, "stream": True}
@@ -224,6 +226,9 @@ def test_refusals_before_anything_is_loaded(
     assert "--api-key" in refused("--host", "0.0.0.0")
     assert "--api-key" in refused("--host", "::")
     assert "no address" in refused("--host", "no.such.host.invalid")
+    for key in ("", " ", " padded", "schlüssel", "日本", "two\nlines"):
+        with pytest.raises(OffloadError, match="--api-key is empty"):
+            check_host("127.0.0.1", [key])
     assert "--api-key is empty" in refused("--api-key", " ")
     assert "nowhere" in refused("--port", "0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
