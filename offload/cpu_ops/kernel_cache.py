@@ -35,8 +35,9 @@ _LOCK = "offload-kernels.lock"
 
 _NOWHERE = (
     "compiled kernels cannot be kept and are compiled again next time: no directory for them can "
-    "be written ({})"
+    "be written"
 )
+"""Numba's own error names the function: one line for each would be dozens."""
 
 _warned: set[str] = set()
 
@@ -49,8 +50,8 @@ class KernelCache(_FunctionCache):  # type: ignore[misc]
         """None (and, once, a warning) if there is no directory that can be written."""
         try:
             cache = cls(body)
-        except RuntimeError as error:  # Numba's "no locator available"
-            _warn(_NOWHERE.format(error))
+        except RuntimeError:  # Numba's "no locator available"
+            _warn(_NOWHERE)
             return None
         if not cache.as_asked:
             _warn(f"{_config.CACHE_DIR} cannot be written: kernels are kept in {cache.cache_path}")
@@ -98,8 +99,8 @@ def kept(function: Callable[..., Any]) -> Any:
     compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
     try:
         compiled.enable_caching()
-    except RuntimeError as error:  # Numba's "no locator available"
-        _warn(_NOWHERE.format(error))
+    except RuntimeError:  # Numba's "no locator available"
+        _warn(_NOWHERE)
     return compiled
 
 
