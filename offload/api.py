@@ -250,6 +250,6 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Bring a streamed model's weights back into memory, bit for bit; returns the same object.
 
     Raises:
-        OffloadError: the model is not streamed, or has been closed.
+        OffloadError: the model is not streamed, is packed, or has been closed.
     """
     return _unwrap(model)

@@ -42,7 +42,7 @@ def parse_bytes(text: str | int | float) -> int:
             raise OffloadError(f"{text!r} is not a size; write bytes or e.g. '8GiB', '1500MiB'")
         value = float(found.group(1)) * _UNITS[unit]
         if math.isinf(value):
-            raise OffloadError(f"{text[:37]!r}... is not a size: no machine has so many bytes")
+            raise OffloadError(f"{brief(text, 40)} is not a size: no machine has so many bytes")
         n = int(value)
     if n <= 0:
         raise OffloadError(f"a size must be positive, got {text!r}")
@@ -69,3 +69,13 @@ def format_count(n: int) -> str:
         if n >= scale * 0.9995:  # what would round to 1000 of the unit below
             return f"{float(f'{n / scale:.3g}'):,g}{unit}"
     return str(n)
+
+
+def brief(value: object, most: int = 60) -> str:
+    """What ``repr`` makes of ``value``, cut in the middle if it is longer than ``most`` characters:
+    a message's quotes and brackets end where they should."""
+    text = repr(value)
+    if len(text) <= most:
+        return text
+    end = text[-1] if text[-1] in "\"')]}>" else ""
+    return f"{text[: most - 1 - len(end)]}…{end}"

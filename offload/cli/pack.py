@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli import flags
+from offload.io.whole_file import expanded
 
 if TYPE_CHECKING:
     from offload.io.pack_manifest import Manifest
@@ -140,7 +141,7 @@ def _plan_line(source: Source, out: Path, plan: PackPlan) -> str:
 def _free(out: Path) -> int:
     import shutil
 
-    folder = out.absolute()
+    folder = expanded(out).absolute()
     while not os.path.exists(folder):  # Path.exists raises for a name that is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba.core import caching, registry
 from numba.core import config as numba_config
 
@@ -32,6 +33,12 @@ _config: Any = numba_config
 
 _LOCK = "offload-kernels.lock"
 
+_NOWHERE = (
+    "compiled kernels cannot be kept and are compiled again next time: no directory for them can "
+    "be written"
+)
+"""Numba's own error names the function: one line for each would be dozens."""
+
 _warned: set[str] = set()
 
 
@@ -43,11 +50,8 @@ class KernelCache(_FunctionCache):  # type: ignore[misc]
         """None (and, once, a warning) if there is no directory that can be written."""
         try:
             cache = cls(body)
-        except RuntimeError as error:  # Numba's "no locator available"
-            _warn(
-                f"compiled kernels cannot be kept and are compiled again next time: no directory "
-                f"for them can be written ({error})"
-            )
+        except RuntimeError:  # Numba's "no locator available"
+            _warn(_NOWHERE)
             return None
         if not cache.as_asked:
             _warn(f"{_config.CACHE_DIR} cannot be written: kernels are kept in {cache.cache_path}")
@@ -87,6 +91,17 @@ class KernelCache(_FunctionCache):  # type: ignore[misc]
                 f"compiled kernels cannot be kept and are compiled again next time: "
                 f"{self.cache_path}: {error.strerror}"
             )
+
+
+def kept(function: Callable[..., Any]) -> Any:
+    """``function`` compiled by Numba (no lock held, no bounds checked) and stored, if there is a
+    directory that can be written; without one ``njit(cache=True)`` fails where it is imported."""
+    compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+    try:
+        compiled.enable_caching()
+    except RuntimeError:  # Numba's "no locator available"
+        _warn(_NOWHERE)
+    return compiled
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from offload.errors import CheckpointError
 from offload.io.files import open_to_read
 from offload.io.gguf_header import GGUFHeader, GGUFTensor, read_header
+from offload.units import brief
 
 __all__ = ["GGUFFile", "GGUFTensor", "read_gguf"]
 
@@ -171,9 +172,9 @@ def _check_split(files: tuple[Path, ...], headers: tuple[GGUFHeader, ...]) -> No
         if arch not in (None, first):  # most say nothing
             _fail(
                 str(file),
-                f"it is of the architecture {arch!r:.60}, the first part of {first!r:.60}: they "
+                f"it is of the architecture {brief(arch)}, the first part of {brief(first)}: they "
                 "are parts of different models",
             )
         number = header.metadata.get("split.no")
         if number != i:
-            _fail(str(file), f"its split.no is {number!r:.40}, by its name it is {i}")
+            _fail(str(file), f"its split.no is {brief(number, 40)}, by its name it is {i}")

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 from offload.errors import CheckpointError
 from offload.io.files import LFS_MAGIC, LFS_POINTER, open_to_read
 from offload.io.gguf_types import REMOVED, TYPES
+from offload.units import brief
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -297,7 +298,9 @@ def _version(cursor: _Cursor) -> int:
 def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
     n = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(n) is not int or not 0 < n <= MAX_ALIGNMENT or n & (n - 1):
-        cursor.fail(f"general.alignment is {n!r:.40}, not a power of two up to {MAX_ALIGNMENT}")
+        cursor.fail(
+            f"general.alignment is {brief(n, 40)}, not a power of two up to {MAX_ALIGNMENT}"
+        )
     return n
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from math import isfinite, prod
 from typing import Any
 
+from offload.units import brief
+
 _LARGEST = 2**63
 """Offsets and sizes are below it, as those of files are."""
 
@@ -17,42 +19,42 @@ _LARGEST = 2**63
 def count(value: Any, what: str) -> int:
     """An integer from 0 on that a file's size could be."""
     if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ValueError(f"{what} is {value!r:.60}, not a count")
+        raise ValueError(f"{what} is {brief(value)}, not a count")
     return value
 
 
 def moment(value: Any, what: str) -> int:
     """A time in nanoseconds, before 1970 too."""
     if type(value) is not int or not -_LARGEST <= value < _LARGEST:
-        raise ValueError(f"{what} is {value!r:.60}, not a time")
+        raise ValueError(f"{what} is {brief(value)}, not a time")
     return value
 
 
 def text(value: Any, what: str) -> str:
     """A string."""
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {value!r:.60}, not text")
+        raise ValueError(f"{what} is {brief(value)}, not text")
     return value
 
 
 def real(value: Any, what: str) -> float:
     """A number, not NaN or infinite."""
     if type(value) not in (int, float) or not isfinite(value):
-        raise ValueError(f"{what} is {value!r:.60}, not a number")
+        raise ValueError(f"{what} is {brief(value)}, not a number")
     return float(value)
 
 
 def rows(value: Any, what: str) -> list[Any]:
     """A list."""
     if not isinstance(value, list):
-        raise ValueError(f"{what} is {value!r:.60}, not a list")
+        raise ValueError(f"{what} is {brief(value)}, not a list")
     return value
 
 
 def table(value: Any, what: str) -> dict[str, Any]:
     """An object."""
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is {value!r:.60}, not an object")
+        raise ValueError(f"{what} is {brief(value)}, not an object")
     return value
 
 

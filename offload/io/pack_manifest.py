@@ -27,6 +27,7 @@ from typing import Any
 from offload.blocks import ALIGN, DTYPE_BYTES, BlockKind, BlockSpec, TensorSpec
 from offload.errors import StoreError
 from offload.io.json_fields import count, moment, real, rows, shape, table, text, texts
+from offload.units import brief
 
 MANIFEST = "pack.json"
 FORMAT = "offload-pack"
@@ -359,11 +360,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     if kind != FORMAT:
         raise StoreError(
             f"{path} is not the manifest of a packed model, or is damaged: its format is "
-            f"{kind!r:.60}, not {FORMAT!r}; {_instead(folder)}"
+            f"{brief(kind)}, not {FORMAT!r}; {_instead(folder)}"
         )
     if type(version) is not int or version != VERSION:  # True is 1
         raise StoreError(
-            f"{path} is of pack format {version!r:.60}, this offload reads format {VERSION}; "
+            f"{path} is of pack format {brief(version)}, this offload reads format {VERSION}; "
             "pack the model again into another directory, or delete this one first"
         )
     try:

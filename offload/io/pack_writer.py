@@ -41,6 +41,7 @@ from offload.io.pack_manifest import (
 )
 from offload.io.pack_sums import PageSums
 from offload.io.private import reserve
+from offload.io.whole_file import expanded
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -116,10 +117,10 @@ class PackDirectory:
             wait: for another process that packs into it; without, that is an error.
 
         Raises:
-            StoreError: it is something else, a pack of another source, in use, or there is too
-                little space. Nothing is deleted or changed then.
+            OffloadError: it is something else, a pack of another source, in use, in the home of
+                nobody, or there is too little space. Nothing is deleted or changed then.
         """
-        self.path = Path(os.path.realpath(path))
+        self.path = Path(os.path.realpath(expanded(Path(path))))
         self._job = job
         self._syscalls = syscalls
         self._sync_bytes = sync_bytes
@@ -304,7 +305,10 @@ class PackDirectory:
                 try:
                     info = os.fstat(fd)
                     if info.st_size != nbytes or info.st_blocks * 512 < nbytes:
-                        reserve(fd, nbytes, os.fspath(self.path))
+                        reserve(
+                            fd, nbytes, os.fspath(self.path),
+                            smaller="smaller files (offload pack --bundle-size)",
+                        )  # fmt: skip
                         os.ftruncate(fd, nbytes)
                 finally:
                     os.close(fd)

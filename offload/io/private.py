@@ -40,8 +40,16 @@ def nameless_file(directory: str | os.PathLike[str]) -> tuple[int, bool]:
     return fd, False
 
 
-def reserve(fd: int, nbytes: int, directory: str, *, start: int = 0) -> None:
-    """Check the free space and take it: for a file of ``nbytes`` that has ``start`` already."""
+def reserve(fd: int, nbytes: int, directory: str, *, start: int = 0, smaller: str = "") -> None:
+    """Check the free space and take it: for a file of ``nbytes`` that has ``start`` already.
+
+    Args:
+        smaller: what makes smaller files of the same content, for the error where this one is
+            larger than any may be. Empty: nothing does.
+
+    Raises:
+        StoreError: there is too little space, or no file may be so large.
+    """
     disk = os.fstatvfs(fd)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and nbytes - start > free:
@@ -55,8 +63,8 @@ def reserve(fd: int, nbytes: int, directory: str, *, start: int = 0) -> None:
         if code == errno.EFBIG:
             raise StoreError(
                 f"{directory} takes no file of {format_bytes(nbytes)} ({nbytes} bytes): its "
-                "filesystem, or this process's limit (ulimit -f), allows only smaller ones; choose "
-                "another directory, or smaller files (offload pack --bundle-size)"
+                "filesystem, or this process's limit (ulimit -f), allows only smaller ones; raise "
+                f"the limit, or choose another directory{smaller and f', or {smaller}'}"
             )
         if code in (errno.ENOSPC, errno.EDQUOT):
             raise _too_small(nbytes, free, directory)

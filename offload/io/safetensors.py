@@ -25,6 +25,7 @@ from offload.blocks import DTYPE_BYTES
 from offload.errors import CheckpointError
 from offload.io.files import LFS_MAGIC, LFS_POINTER, open_to_read
 from offload.io.pack_manifest import JOURNAL, MANIFEST, again, bundle_name, no_pack
+from offload.units import brief
 
 log = logging.getLogger(__name__)
 
@@ -161,17 +162,19 @@ def _tensor(file: str, name: str, entry: Any, data_start: int) -> TensorRange:
     try:
         code, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        _fail(file, f"tensor {name}: needs dtype, shape and two data_offsets, has {entry!r:.200}")
+        has = brief(entry, 200)
+        _fail(file, f"tensor {name}: needs dtype, shape and two data_offsets, has {has}")
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         if isinstance(code, str) and code in _SUB_BYTE:
             _fail(file, f"tensor {name}: dtype {code} has less than a byte per element, which is "
                         "not supported; use a checkpoint in 8 bits or more")  # fmt: skip
-        _fail(file, f"tensor {name}: unknown dtype {code!r:.60}; known are {', '.join(DTYPES)}")
+        _fail(file, f"tensor {name}: unknown dtype {brief(code)}; known are {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        _fail(file, f"tensor {name}: shape {shape!r:.200} is not a list of sizes")
+        _fail(file, f"tensor {name}: shape {brief(shape, 200)} is not a list of sizes")
     if not (_is_size(start) and _is_size(end)) or start > end:
-        _fail(file, f"tensor {name}: data_offsets {start!r:.40} to {end!r:.40} are not a range")
+        given = f"{brief(start, 40)} to {brief(end, 40)}"
+        _fail(file, f"tensor {name}: data_offsets {given} are not a range")
     nbytes = prod(shape) * DTYPE_BYTES[dtype]
     if nbytes != end - start:
         _fail(

@@ -17,6 +17,7 @@ from offload.io.gguf import GGUFFile
 from offload.models.gguf_metadata import Metadata
 from offload.models.gguf_rope import rope_parameters
 from offload.models.gguf_unread import check_unread
+from offload.units import brief
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def config_from_gguf(gguf: GGUFFile) -> Any:
     make = _ARCHITECTURES.get(meta.arch)
     if make is None:
         meta.refuse(
-            f"the architecture {meta.arch!r:.60} is not supported; supported are "
+            f"the architecture {brief(meta.arch)} is not supported; supported are "
             f"{', '.join(sorted(_ARCHITECTURES))}"
         )
     kind, fields = make(meta)

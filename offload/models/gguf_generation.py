@@ -9,6 +9,7 @@ from typing import Any
 from offload.io.gguf import GGUFFile
 from offload.models.gguf_metadata import shortest
 from offload.models.gguf_tokenizer import TokenType, Vocabulary
+from offload.units import brief
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def generation_defaults(gguf: GGUFFile) -> dict[str, Any]:
     }
     for field, value in sampling.items():
         if type(value) not in (int, float) or not math.isfinite(value):
-            vocabulary.meta.fail(f"general.sampling for {field} is {value!r:.40}, not a number")
+            found = brief(value, 40)
+            vocabulary.meta.fail(f"general.sampling for {field} is {found}, not a number")
         if (value < 0 and field == "temperature") or (value <= 0 and field == "repetition_penalty"):
             vocabulary.meta.fail(f"general.sampling for {field} is {value:g}, which is too small")
         out[field] = _in_bounds(vocabulary, field, value)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from offload.errors import CheckpointError, UnsupportedModelError
 from offload.io.gguf import GGUFFile
+from offload.units import brief
 
 
 class Metadata:
@@ -49,7 +50,7 @@ class Metadata:
         """A size or a count: an integer that is not negative."""
         value = self._value(key, default)
         if type(value) is not int or value < 0:
-            self.fail(f"{self.arch}.{key} is {value!r:.60}, not a count")
+            self.fail(f"{self.arch}.{key} is {brief(value)}, not a count")
         return value
 
     def optional(self, key: str) -> int | None:
@@ -60,7 +61,7 @@ class Metadata:
         """A number; one stored as float32 gives the shortest decimal that rounds to it."""
         value = self._value(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
-            self.fail(f"{self.arch}.{key} is {value!r:.60}, not a number")
+            self.fail(f"{self.arch}.{key} is {brief(value)}, not a number")
         return shortest(float(value))
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -73,13 +74,13 @@ class Metadata:
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
         if type(value) is not bool:
-            self.fail(f"{self.arch}.{key} is {value!r:.60}, not true or false")
+            self.fail(f"{self.arch}.{key} is {brief(value)}, not true or false")
         return value
 
     def text(self, key: str, default: str = "") -> str:
         value = self._value(key, default)
         if not isinstance(value, str):
-            self.fail(f"{self.arch}.{key} is {value!r:.60}, not text")
+            self.fail(f"{self.arch}.{key} is {brief(value)}, not text")
         return value
 
     def array(self, key: str, length: int) -> list[Any] | None:
@@ -102,7 +103,7 @@ class Metadata:
             if not value:
                 self.fail(f"{full} is an empty list")
             if any(v != value[0] for v in value):
-                self.refuse(f"{full} differs from layer to layer ({value!r:.60}): not supported")
+                self.refuse(f"{full} differs from layer to layer ({brief(value)}): not supported")
             return value[0]
         return value
 

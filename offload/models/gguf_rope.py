@@ -11,6 +11,7 @@ import struct
 from typing import Any
 
 from offload.models.gguf_metadata import Metadata, shortest
+from offload.units import brief
 
 FREQS = "rope_freqs.weight"
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -58,7 +59,9 @@ def rope_parameters(
         return out | {"rope_type": "linear", "factor": meta.positive(factor_key)}
     if kind == "yarn":
         return out | _yarn(meta)
-    meta.refuse(f"RoPE scaling of type {kind!r:.60} is not supported; known are none, linear, yarn")
+    meta.refuse(
+        f"RoPE scaling of type {brief(kind)} is not supported; known are none, linear, yarn"
+    )
 
 
 def _plain() -> dict[str, Any]:

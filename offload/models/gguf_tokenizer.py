@@ -14,6 +14,7 @@ from typing import Any
 from offload.io.gguf import GGUFFile
 from offload.models.gguf_metadata import Metadata
 from offload.models.gguf_splits import BY_ARCHITECTURE, SPLITS
+from offload.units import brief
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Vocabulary:
     def _flag(self, key: str, default: bool) -> bool:
         value = self.all.get(_PREFIX + key, default)
         if type(value) is not bool:
-            self.meta.fail(f"{_PREFIX}{key} is {value!r:.40}, not true or false")
+            self.meta.fail(f"{_PREFIX}{key} is {brief(value, 40)}, not true or false")
         return value
 
     def special(self, key: str) -> int | None:
@@ -101,7 +102,8 @@ class Vocabulary:
             return None
         if type(value) is not int or not 0 <= value < len(self.tokens):
             self.meta.fail(
-                f"{_PREFIX}{key}_token_id is {value!r:.40}, there are {len(self.tokens)} tokens"
+                f"{_PREFIX}{key}_token_id is {brief(value, 40)}, "
+                f"there are {len(self.tokens)} tokens"
             )
         return value
 
@@ -114,7 +116,7 @@ class Vocabulary:
             tokenizer, adds_bos = self._sentencepiece()
         else:
             self.meta.refuse(
-                f"a tokenizer of the kind {self.model!r:.60} ({_PREFIX}model) is not supported; "
+                f"a tokenizer of the kind {brief(self.model)} ({_PREFIX}model) is not supported; "
                 "supported are gpt2 (byte-level BPE) and llama (SentencePiece BPE)"
             )
         self._add_tokens(tokenizer)
@@ -147,7 +149,7 @@ class Vocabulary:
         split = SPLITS.get(kind) if isinstance(kind, str) else None
         if split is None:
             self.meta.refuse(
-                f"splitting text as {kind!r:.60} ({_PREFIX}pre) is not supported; supported are "
+                f"splitting text as {brief(kind)} ({_PREFIX}pre) is not supported; supported are "
                 f"{', '.join(sorted(SPLITS))}"
             )
         model = self._bpe(BPE, self._merges(), ignore_merges=split.ignore_merges)
@@ -169,7 +171,7 @@ class Vocabulary:
         for i, merge in enumerate(value):
             at = merge.find(" ", 1) if isinstance(merge, str) else -1
             if at < 0 or not _is_text(merge):
-                self.meta.fail(f"{_PREFIX}merges: number {i} is {merge!r:.60}, not two tokens")
+                self.meta.fail(f"{_PREFIX}merges: number {i} is {brief(merge)}, not two tokens")
             merges.append((merge[:at], merge[at + 1 :]))
         return merges
 
@@ -281,7 +283,7 @@ def chat_template(gguf: GGUFFile) -> str | dict[str, str] | None:
     }
     default = gguf.metadata.get(_TEMPLATE)
     if default is not None and not isinstance(default, str):
-        Metadata(gguf).fail(f"{_TEMPLATE} is {default!r:.40}, not text")
+        Metadata(gguf).fail(f"{_TEMPLATE} is {brief(default, 40)}, not text")
     for text in (default or "", *found.values()):
         if not _is_text(text):
             Metadata(gguf).fail(f"{_TEMPLATE} is not UTF-8 text; the file is damaged")

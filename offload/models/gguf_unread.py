@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from offload.models.gguf_metadata import Metadata
+from offload.units import brief
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,6 @@ def check_unread(meta: Metadata) -> None:
             unknown.append(full)
             continue
         if any(v not in known for v in (value if isinstance(value, list) else [value])):
-            meta.refuse(f"{full} is {value!r:.40}, which is not supported for it")
+            meta.refuse(f"{full} is {brief(value, 40)}, which is not supported for it")
     if unknown:
         log.warning("%s: not known, and without effect: %s", meta.gguf.name, ", ".join(unknown))

@@ -41,6 +41,8 @@ class OffloadHandle:
     notes: tuple[str, ...] = ()
     originals: Any = None
     """After ``wrap``: the model's own parameters, waiting for their data."""
+    packed: bool = False
+    """Whether modules compute on packed bytes, which nothing makes parameters of again."""
     closed: bool = False
     make_cache: Callable[[], Any] | None = None
     end_cache: Callable[[Any], None] | None = None

@@ -10,10 +10,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from offload.cpu_ops import kernel_cache
 from offload.cpu_ops.formats import TILE_ROWS, Format, get_format
 from offload.cpu_ops.packing import pack_rows, packed_bytes
 from offload.models.pack_source import Bytes
@@ -22,7 +22,7 @@ _BY_NUMPY = ("f32", "f16", "bf16", "q5_0", "q5_1")
 """Left to ``pack_rows``: floats, which have nothing but words (2.5 GB/s there, 1.5 here, where 16
 rows of a power of two bytes meet in one set of the cache), and bits that move within a word."""
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+_jit = kernel_cache.kept
 
 
 @_jit

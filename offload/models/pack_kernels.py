@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from offload.cpu_ops import kernel_cache
 from offload.cpu_ops.codecs import Q4_0_EXTREMES
 from offload.cpu_ops.formats import Format
 from offload.errors import CheckpointError
@@ -28,7 +28,7 @@ _LANES = 64
 """Blocks that are quantised to q4_0 side by side: 8 KiB of floats."""
 _EXTREMES = np.array(Q4_0_EXTREMES, np.float32)
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+_jit = kernel_cache.kept
 
 
 @_jit

@@ -212,6 +212,7 @@ def open_packed(prepared: PackedPrepared, progress: Progress | None, wrap_store:
         make_cache=make_cache,
         end_cache=end_cache,
         lean=run,
+        packed=True,
     )
     serve_caches(prepared, model, handle)
     serve_team(prepared.team, model, handle, kernels=True)

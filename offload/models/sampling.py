@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.errors import OffloadError
+from offload.units import brief
 
 LEAST_TEMPERATURE = 1e-20
 """What smaller ones become: one token has all the probability by then, and logits that are divided
@@ -25,6 +26,12 @@ class FiniteLogits:
         """
         # A NaN wins every comparison of max(), and so does an infinity.
         largest = float(scores.max())
+        if largest == -math.inf:
+            raise OffloadError(
+                f"no token can follow the {input_ids.shape[1]} that are there: the logits of all "
+                f"are -inf; allow some in the checkpoint's generation_config.json, if it forbids "
+                f"them (suppress_tokens, bad_words_ids, sequence_bias), or check the download"
+            )
         if not math.isfinite(largest):
             raise OffloadError(
                 f"the logits of the token after {input_ids.shape[1]} are {largest}: weights "
@@ -178,7 +185,7 @@ def own_stops(settings: Any) -> tuple[str, ...]:
 
 
 def _refuse(name: str, value: Any, why: str) -> NoReturn:
-    raise OffloadError(f"generation_config.json says {name} {value!r:.60}, {why}; correct it")
+    raise OffloadError(f"generation_config.json says {name} {brief(value)}, {why}; correct it")
 
 
 def check_settings(settings: Any) -> None:

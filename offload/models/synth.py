@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import OffloadError, StoreError
+from offload.io.whole_file import expanded
 from offload.units import parse_bytes
 
 _PROGRESS_STEP = 16 * 2**20
@@ -117,7 +118,7 @@ def synth(
 
     started = time.monotonic()
     most = parse_bytes(shard_bytes)
-    out = Path(os.path.realpath(out))
+    out = Path(os.path.realpath(expanded(Path(out))))
     check_replaceable(out, overwrite=overwrite)
     source = read_source(config_path, dtype=dtype, layers=layers)
     if source.folder is not None and source.folder.resolve() == out:

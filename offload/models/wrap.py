@@ -155,13 +155,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     ties that refer to them stay valid); after ``load`` the model gets new ones.
 
     Raises:
-        OffloadError: the model is not streamed. ClosedError: it has been closed.
+        OffloadError: the model is not streamed, or is packed. ClosedError: it has been closed.
     """
     handle = getattr(model, "offload", None)
     if not isinstance(handle, OffloadHandle):
         raise OffloadError("this model is not streamed: there is nothing to unwrap")
     if handle.closed:
         raise ClosedError("this model has been closed: its weights are gone; load it again")
+    if handle.packed:
+        raise OffloadError(
+            "a packed model cannot be unwrapped: its weights are bytes for our kernels; load the "
+            "checkpoint that it was made from, without quant= and kernels="
+        )
     chosen = handle.attachment.cut
     originals = handle.originals or _Originals(chosen)
     with handle.attachment.turn:  # not while another thread runs it

@@ -149,9 +149,11 @@ def restore(data: Mapping[str, Any], fresh: Plan, who: Identity, where: str) -> 
         before, now = data["budgets"].get(tier.name), fresh.budgets.get(tier)
         if before != now:
             said = "none" if now is None else f"{now} bytes ({format_bytes(now)})"
-            asked = "without" if before is None else f"with {before} bytes ({format_bytes(before)})"
+            asked = "without"
+            if before is not None:
+                asked = f"with {before} bytes ({format_bytes(before)}) of"
             raise PlanError(
-                f"{where} was made {asked} of {_FLAG[tier]}, and this run has {said}: give the "
+                f"{where} was made {asked} {_FLAG[tier]}, and this run has {said}: give the "
                 "same, or replan"
             )
     if data["compute"] != fresh.compute_tier.name:

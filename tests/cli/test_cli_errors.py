@@ -390,11 +390,32 @@ def test_limits_of_the_system_are_no_bugs(
         ("plan", "-m", "~no-such-user/m"),
         ("generate", "-m", "~no-such-user/m", "-p", "~"),
         ("generate", "--model=~no-such-user/m", "-p", "x"),
+        ("pack", "MODEL", "~no-such-user/m"),
+        ("synth", "MODEL", "~no-such-user/m"),
     ],
 )
-def test_the_home_of_nobody(cli: Cli, words: tuple[str, ...]) -> None:
+def test_the_home_of_nobody(
+    cli: Cli, bare: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its shell leaves the word as it is, and pathlib's error does not say which one it was."""
-    refused(cli(*words), "~no-such-user/m: there is no home directory ~no-such-user; give")
+    monkeypatch.chdir(bare)
+    given = (bare if word == "MODEL" else word for word in words)
+    refused(cli(*given), "~no-such-user/m: there is no home directory ~no-such-user; give")
+    assert not any(name.startswith("~") for name in os.listdir(bare))
+
+
+@pytest.mark.parametrize("command", ["pack", "synth"])
+def test_a_home_that_no_shell_has_put_in(
+    cli: Cli, bare: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = bare / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(bare)
+    run = cli(command, bare, "~/made")
+    assert run.code == 0, run.err
+    assert os.listdir(home) == ["made"]
+    assert not (bare / "~").exists()
 
 
 @pytest.mark.parametrize("flag", ["--json", "--prompt-file", "--disk", "--prompt-cache", "--plan"])

@@ -95,6 +95,15 @@ def test_generation_settings_that_transformers_cannot_read(
     refused(cli("generate", "-m", bare, *IDS), "generation_config.json of bare")
 
 
+@pytest.mark.parametrize("flags", [(), ("--temp", 1)])
+def test_no_token_is_allowed(cli: Cli, bare: Path, flags: tuple[Any, ...]) -> None:
+    size = json.loads((bare / "config.json").read_text())["vocab_size"]
+    every = {"suppress_tokens": list(range(size))}
+    (bare / "generation_config.json").write_text(json.dumps(every))
+    said = refused(cli("generate", "-m", bare, *IDS, *flags), "no token can follow", "suppress_")
+    assert "damaged" not in said
+
+
 @pytest.mark.parametrize(
     "fine",
     [

@@ -342,7 +342,13 @@ def test_a_limit_of_the_file_size_is_not_called_a_full_disk(
 
     monkeypatch.setattr(private._libc, "fallocate", refuse)
     with pytest.raises(
-        StoreError, match=r"takes no file of .* \(\d+ bytes\): .*ulimit -f.*smaller"
+        StoreError, match=r"takes no file of .* \(\d+ bytes\): .*ulimit -f.*smaller.*--bundle-size"
     ):
         PackDirectory(tmp_path / "p", job())
     assert not (tmp_path / "p").exists()
+    fd = private.nameless_file(tmp_path)[0]
+    try:  # what is no pack has no bundles
+        with pytest.raises(StoreError, match=r"ulimit -f.*or choose another directory$"):
+            private.reserve(fd, 4096, str(tmp_path))
+    finally:
+        os.close(fd)

@@ -161,7 +161,7 @@ def test_a_disk_that_fills_while_space_is_taken(
 ) -> None:
     calls: list[int] = []
 
-    def reserve(fd: int, nbytes: int, directory: str) -> None:
+    def reserve(fd: int, nbytes: int, directory: str, **_: object) -> None:
         calls.append(nbytes)
         if len(calls) == 2:
             raise private._too_small(nbytes, 0, directory)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numba.core import dispatcher
 
+from offload.cpu_ops import kernel_cache
 from offload.cpu_ops.formats import FORMATS, get_format
 from offload.cpu_ops.packing import pack_rows, packed_bytes
 from offload.errors import OffloadError
@@ -39,3 +41,17 @@ def test_shapes_that_do_not_fit() -> None:
         interleave(format, rows, 64, np.empty(576, np.uint8))
     with pytest.raises(OffloadError, match="16 x 32 weights"):
         interleave(format, rows, 32, np.empty(287, np.uint8))
+
+
+def test_compiled_code_that_cannot_be_kept_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody without a home, beside an installation that only root may write to."""
+
+    def nowhere(*_: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(dispatcher, "FunctionCache", nowhere)
+
+    def twice(x: int) -> int:
+        return 2 * x
+
+    assert kernel_cache.kept(twice)(21) == 42

@@ -349,6 +349,16 @@ def test_experts_without_a_gate_are_refused(tmp_path: Path) -> None:
         load(pack_dir)
 
 
+def test_packed_weights_are_not_unwrapped(tmp_path: Path) -> None:
+    """Said before anything is done: the model runs on."""
+    _, small = packed("qwen3_moe", tmp_path, "q4")
+    with closing_model(load(small)) as model, torch.no_grad():
+        want = model(IDS).logits
+        with pytest.raises(OffloadError, match="packed model cannot be unwrapped"):
+            offload.unwrap(model)
+        assert torch.equal(model(IDS).logits, want)
+
+
 def test_packed_weights_are_not_moved_and_not_compiled(tmp_path: Path) -> None:
     """Bytes have no dtype: the model's is that of what it computes in. torch's compiler would trace
     another compiler's kernels, to no end."""
