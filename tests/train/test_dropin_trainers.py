@@ -318,6 +318,22 @@ def test_adapters_beside_biases_that_stream(tiny: Any, tmp_path: Path) -> None:
             assert torch.allclose(adapters(ours)[name], value, atol=1e-5), name
 
 
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("mixtral", {"target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}),
+    ],
+)
+def test_adapters_of_fused_experts(tiny: Any, family: str, how: dict[str, Any]) -> None:
+    """PEFT makes the one of the other, and the error only spoke of what nobody had changed."""
+    peft = pytest.importorskip("peft")
+    ids = next(batches(1))
+    refused = pytest.raises(OffloadError, match=r"all-linear.*other target_mod.*--lora-targets")
+    with streamed(tiny(family), train="adapters") as model, refused:
+        peft.get_peft_model(model, peft.LoraConfig(r=4, **how))(input_ids=ids, labels=ids)
+
+
 def test_adapters_of_embeddings_are_saved_without_these(tiny: Any, tmp_path: Path) -> None:
     """PEFT wants to write the embeddings themselves beside them, unless told not to."""
     peft = pytest.importorskip("peft")
