@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.io.whole_file import check_name, takes_bytes, whole_file
+from offload.io.whole_file import check_name, check_temporary, takes_bytes, whole_file
 
 
 def check_json_target(path: Path | None) -> None:
@@ -52,6 +52,7 @@ def check_target(path: Path | None, flag: str, *, reads: Iterable[Path | None] =
         if not os.access(path, os.W_OK):
             raise OffloadError(f"{flag} {path} is not writable; give a file")
         return
+    check_temporary(path, f"{flag} {path}")
     folder = path.resolve().parent
     if is_of_a_model(path):
         raise OffloadError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -46,6 +47,45 @@ def check_name(path: Path, flag: str) -> Path:
     return path
 
 
+def temporary_of(target: Path) -> Path:
+    """A new name beside ``target``, for what is to take its place when it is complete."""
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+
+
+def check_temporary(path: Path, what: str, inside: str = "") -> None:
+    """Refuse a name that is not too long itself, but is while the file is written: said before the
+    work, not behind it.
+
+    Args:
+        path: the result; nothing has to be there.
+        what: the result, as an error names it.
+        inside: where the result is a directory, a file in it.
+
+    Raises:
+        OffloadError: with how much shorter it must be.
+    """
+    target = path.expanduser().resolve()
+    temporary = temporary_of(target)
+    try:
+        os.lstat(temporary / inside)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return  # nothing is there, as it should be; whoever makes it says what else is wrong
+        more = len(os.fsencode(temporary.name)) - len(os.fsencode(target.name))
+        raise OffloadError(
+            f"{what}: its name is {len(os.fsencode(target.name))} bytes long, and while it is "
+            f"written another {more} ({error.strerror}); give one of "
+            f"{_longest(target.parent) - more} or fewer, and a shorter path if that is not enough"
+        ) from error
+
+
+def _longest(folder: Path) -> int:
+    """Bytes of the longest name that a directory can have in it, which may not be there yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return os.pathconf(folder, "PC_NAME_MAX")
+
+
 def takes_bytes(path: Path) -> bool:
     """Whether ``path`` is there and neither a file nor a directory: a pipe, a device, a shell's
     ``>(command)``. A file put in its place would be of use to nobody, and as root the end of
@@ -70,7 +110,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         return
     target = path.resolve()
     # Not mkstemp: its files are 0600 whatever the user's umask says.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = temporary_of(target)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
         fd = os.open(temporary, flags, mode)
@@ -83,4 +123,12 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         stack.pop_all()
 
 
-__all__ = ["PRIVATE", "check_name", "expanded", "takes_bytes", "whole_file"]
+__all__ = [
+    "PRIVATE",
+    "check_name",
+    "check_temporary",
+    "expanded",
+    "takes_bytes",
+    "temporary_of",
+    "whole_file",
+]

@@ -215,8 +215,10 @@ class ExpertProxy:
     def _refuse(self, what: str) -> Any:
         raise UnsupportedModelError(
             f"{self._name} is streamed expert by expert and {what} needs all experts at once; "
-            f'leave the model\'s experts implementation "eager" (adapters of experts: offload '
-            f"finetune --method lora --lora-targets {self._name.rpartition('.')[2]})"
+            f"leave the model's experts implementation \"eager\". PEFT's adapters of experts are "
+            f"such a use, and in MoE models all-linear, gate_proj, up_proj and down_proj may mean "
+            f"these: name other target_modules (q_proj), or train them with offload finetune "
+            f"--method lora --lora-targets {self._name.rpartition('.')[2]}"
         )
 
 

@@ -92,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
         if not isinstance(param, StreamedParameter):
             raise OffloadError(
                 f"a parameter of shape {tuple(param.shape)} is in memory, not streamed; give it to "
-                f"an optimizer of its own (torch.optim.AdamW)"
+                f"an optimizer of its own (torch.optim.AdamW){_ONE_OF_TWO}"
             )
         source: Any = param._source
         if self._loop is None:
@@ -304,16 +304,30 @@ _refusing = False
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, AdamW):
         return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, StreamedParameter) and param.requires_grad:
-                raise OffloadError(
-                    f"{type(optimizer).__name__} cannot train {param._name}, whose weights are "
-                    f"streamed: use offload.AdamW(model.parameters(), ...); with a Trainer, "
-                    f"optimizer_cls_and_kwargs=offload.trainer_optimizer(args), or where that is "
-                    f"no argument of it (Seq2SeqTrainer), "
-                    f"trainer.optimizer_cls_and_kwargs = offload.trainer_optimizer(args)"
-                )
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    streamed = [p for p in trained if isinstance(p, StreamedParameter)]
+    if not streamed:
+        return
+    kind, name = type(optimizer).__name__, streamed[0]._name
+    if len(streamed) < len(trained):
+        raise OffloadError(
+            f"{kind} cannot train {name} and what else of its {len(trained)} parameters is "
+            f"streamed ({len(streamed)}); the others are in memory: offload.AdamW trains those, "
+            f"and {kind} these{_ONE_OF_TWO}"
+        )
+    raise OffloadError(
+        f"{kind} cannot train {name}, whose weights are streamed: use "
+        f"offload.AdamW(model.parameters(), ...); with a Trainer, "
+        f"optimizer_cls_and_kwargs=offload.trainer_optimizer(args), or where that is no argument "
+        f"of it (Seq2SeqTrainer), trainer.optimizer_cls_and_kwargs = "
+        f"offload.trainer_optimizer(args)"
+    )
+
+
+_ONE_OF_TWO = (
+    ". A loop of your own takes steps of both; a Trainer has one optimizer: freeze there what is "
+    "streamed, or what is not (PEFT's adapters: bias='none')"
+)
 
 
 __all__ = ["AdamW", "refuse_others", "trainer_optimizer"]

@@ -35,12 +35,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import CheckpointError, OffloadError, StoreError
+from offload.io.whole_file import check_temporary, temporary_of
 
 log = logging.getLogger(__name__)
 
 MARKER = "offload_training.json"
 FORMAT = "offload training output"
 VERSION = 1
+_LONG_NAME = "model-00001-of-00001.safetensors"
+"""As long as names of an output's files are."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -81,7 +84,8 @@ def check_target(target: Path, source: Path | None = None) -> str | None:
 
     Raises:
         OffloadError: ``target`` is something else than an absent or empty directory or an earlier
-            output; is ``source``, the model that is trained; is a mount point.
+            output; is ``source``, the model that is trained; is a mount point; has a name that is
+            too long while it is written.
         StoreError: its parent cannot be written.
     """
     real = target.expanduser().resolve()
@@ -94,6 +98,7 @@ def check_target(target: Path, source: Path | None = None) -> str | None:
         raise OffloadError(
             f"{target} is a mount point and cannot be replaced as a whole; choose a directory in it"
         )
+    check_temporary(real, os.fspath(target), _LONG_NAME)
     parent = real.parent
     while not os.path.lexists(parent):
         parent = parent.parent
@@ -231,7 +236,7 @@ def _try_lock(directory: Path) -> Iterator[bool]:
 def _make_locked(target: Path) -> tuple[Path, int]:
     """A new hidden sibling of ``target`` and the descriptor that locks it."""
     while True:
-        partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
+        partial = temporary_of(target)
         os.mkdir(partial)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

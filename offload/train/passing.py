@@ -53,7 +53,8 @@ def refuse_filled(args: Any, kwargs: Any) -> None:
             raise OffloadError(
                 f"a {type(value).__name__} that holds keys and values cannot be passed to a model "
                 f"that trains: its layers run again in backward, without it. Leave past_key_values "
-                f"out; instead of prefix tuning, train LoRA or prompt tuning"
+                f"out, or give use_cache=False where the model makes one itself; instead of prefix "
+                f"tuning, train LoRA or prompt tuning"
             )
         _UNFILLED.add(value)
 
@@ -70,6 +71,24 @@ def refuse_unfilled(model: Any, args: Any, kwargs: Any) -> None:
                 f"pass all tokens; to decode, run all of it (the forward that makes the cache, too)"
                 f" under torch.no_grad()"
             )
+
+
+def saved_inputs(ctx: Any, kind: str) -> Iterator[torch.Tensor]:
+    """What a unit, a ``kind``, has saved for backward of the tensors it was given.
+
+    Raises:
+        OffloadError: one of them was changed in place since: the unit would run again with it.
+    """
+    try:
+        return iter(ctx.saved_tensors)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise OffloadError(
+            f"a tensor that a streamed {kind} was given has been changed in place since, and "
+            f"backward runs it again with what it was given: give use_cache=False if it is a state "
+            f"that the model keeps (xLSTM's), else change a copy (x = x + y, not x += y)"
+        ) from error
 
 
 def _is_cache(value: Any) -> bool:
@@ -129,5 +148,6 @@ __all__ = [
     "mappings",
     "refuse_filled",
     "refuse_unfilled",
+    "saved_inputs",
     "without_caches",
 ]

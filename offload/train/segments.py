@@ -27,7 +27,7 @@ from offload.train.as_called import Autocast, Buffer, changeable_buffers
 from offload.train.captured import Capture, hand_over_captured
 from offload.train.inputs import Waits
 from offload.train.landing import Landing
-from offload.train.passing import Watch, hand_over, refuse_filled, without_caches
+from offload.train.passing import Watch, hand_over, refuse_filled, saved_inputs, without_caches
 from offload.train.same_again import Sums, check_same
 from offload.train.ties import tied
 from offload.train.visit import AT_HOME, Tensors, Visit
@@ -383,7 +383,7 @@ class _Run(torch.autograd.Function):
         call.segment.check_backward()
         if ctx.graph is not None:
             return None, None, *_backward_of_graph(ctx, call, grads)
-        saved = iter(ctx.saved_tensors)
+        saved = saved_inputs(ctx, type(call.segment.module).__name__)
         needs = ctx.needs_input_grad[2:]
         with runtime.running(unit, backward=True), runtime.visiting(unit) as visit:
             tensors: list[torch.Tensor | None] = []

@@ -190,7 +190,8 @@ def _check_trainable(tensor: Any) -> None:
     if not tensor._source.trained(tensor._name):
         raise StreamedAccessError(
             f"{tensor._name} was frozen when the model was loaded, so its gradients and states "
-            f"have no place; load the model with train=... that includes it"
+            f"have no place; leave it frozen (of PEFT's adapters with bias='none'), or load the "
+            f"model with a train= that includes it, and have it trained by offload.AdamW"
         )
 
 

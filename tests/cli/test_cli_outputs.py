@@ -45,6 +45,7 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     for given, why in (
         (tmp_path / ("x" * 300), "name too long"),
+        (tmp_path / ("x" * 242), "242 bytes long, and while it is written another 14"),
         (tmp_path / "circle", "levels of symbolic links"),
         (Path("~no-such-user/x"), "no home directory ~no-such-user"),
     ):

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from dropin_support import PLACES, Rows, close, resident, streamed
+from dropin_support import PLACES, Rows, batches, close, resident, streamed
 from engine_support import every_pair
 from families import tiny_config, write
 
 from offload.errors import OffloadError
-from offload.train.optimizer import trainer_optimizer
+from offload.train.optimizer import AdamW, trainer_optimizer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -270,6 +270,68 @@ def test_more_than_adapters_of_peft(tiny: Any, tmp_path: Path, how: dict[str, An
         assert adapters(ours).keys() == adapters(wanted).keys()
         for name, value in adapters(wanted).items():
             assert torch.allclose(adapters(ours)[name], value, atol=1e-5), name
+
+
+def test_adapters_beside_biases_that_stream(tiny: Any, tmp_path: Path) -> None:
+    """Each of the three errors named another one as the way out."""
+    peft = pytest.importorskip("peft")
+
+    def more(model: Any) -> Any:
+        torch.manual_seed(11)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only")
+        )
+
+    def run(model: Any, *optimizers: Any) -> list[float]:
+        found = []
+        for ids in batches(3):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            found += [loss.item(), norm.item()]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    wanted = more(resident(tiny("qwen2")))
+    of_all = [p for p in wanted.parameters() if p.requires_grad]
+    expected = run(wanted, torch.optim.AdamW(of_all, lr=1e-2, eps=1e-3))
+    frozen = pytest.raises(OffloadError, match=r"q_proj.bias was frozen.*bias='none'")
+    with streamed(tiny("qwen2"), train="adapters") as model, frozen:
+        more(model)
+    with streamed(tiny("qwen2"), train=lambda name: name.endswith("bias")) as model:
+        ours = more(model)
+        with pytest.raises(OffloadError, match=r"\(8\); the others.* one optimizer.*bias='none'"):
+            train(ours, arguments(tmp_path), ours=False)
+        ours.zero_grad()
+        with pytest.raises(OffloadError, match=r"in memory.* one optimizer.*bias='none'"):
+            train(ours, arguments(tmp_path), ours=True)
+        names = {n: p for n, p in ours.named_parameters() if p.requires_grad}
+        found = run(
+            ours,
+            AdamW([p for n, p in names.items() if "lora" not in n], 1e-2, eps=1e-3),
+            torch.optim.AdamW([p for n, p in names.items() if "lora" in n], lr=1e-2, eps=1e-3),
+        )
+        assert found == pytest.approx(expected, rel=5e-5)
+        for name, value in adapters(wanted).items():
+            assert torch.allclose(adapters(ours)[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("mixtral", {"target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}),
+    ],
+)
+def test_adapters_of_fused_experts(tiny: Any, family: str, how: dict[str, Any]) -> None:
+    """PEFT makes the one of the other, and the error only spoke of what nobody had changed."""
+    peft = pytest.importorskip("peft")
+    ids = next(batches(1))
+    refused = pytest.raises(OffloadError, match=r"all-linear.*other target_mod.*--lora-targets")
+    with streamed(tiny(family), train="adapters") as model, refused:
+        peft.get_peft_model(model, peft.LoraConfig(r=4, **how))(input_ids=ids, labels=ids)
 
 
 def test_adapters_of_embeddings_are_saved_without_these(tiny: Any, tmp_path: Path) -> None:

@@ -82,6 +82,21 @@ def test_what_is_not_ours_is_refused(tmp_path: Path, base: Path) -> None:
     assert (other / "thesis.tex").read_text() == "years"
 
 
+def test_a_name_that_is_too_long_while_it_is_written(tmp_path: Path, base: Path) -> None:
+    """Said before the work: it was the last thing that a training of days found out."""
+    longest = tmp_path / ("x" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 14))
+    put(longest, base, 1)
+    put(longest, base, 2)
+    assert whole(longest, 2)
+    for name in (longest.name + "x", "ö" * 125):
+        with pytest.raises(OffloadError, match=r"2[45]\d bytes.* another 14 .*one of 241"):
+            check_target(tmp_path / name)
+    left = os.pathconf(tmp_path, "PC_PATH_MAX") - len(os.fsencode(tmp_path))
+    deep = Path(*["y" * 200] * (left // 201))
+    with pytest.raises(OffloadError, match="shorter path"):
+        check_target(tmp_path / deep)
+
+
 def test_files_of_others_in_an_output_are_kept(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

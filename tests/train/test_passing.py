@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dropin_support import streamed
 from engine_support import (
     assert_equal_weights,
     batch,
@@ -94,7 +95,7 @@ def test_a_cache_that_holds_something_is_no_cache_to_train_with(tiny: Any) -> No
         keys = torch.zeros((2, 2, 3, 16), dtype=torch.bfloat16)
         cache.update(keys, keys, 0)
         engine.begin_forward()
-        with pytest.raises(OffloadError, match="instead of prefix tuning"):
+        with pytest.raises(OffloadError, match=r"use_cache=False.* instead of prefix tuning"):
             engine.model(input_ids=batch(0, 0), past_key_values=cache)
 
 
@@ -110,6 +111,19 @@ def test_a_cache_that_was_left_empty_is_not_gone_on_with(tiny: Any, after: Any) 
         with torch.no_grad():
             out = engine.model(input_ids=batch(0, 0), use_cache=True)
             engine.model(input_ids=batch(0, 0), past_key_values=out.past_key_values)
+
+
+def test_an_input_that_is_changed_in_place(tiny: Any) -> None:
+    """torch's error named a shape and two versions. xLSTM changes its states in this way."""
+    with streamed(tiny("gemma4_text"), "ram") as model:
+        ids = batch(0, 0)
+        change = model.model.layers[1].register_forward_hook(lambda _, given, __: given[0].mul_(2))
+        loss = model(input_ids=ids, labels=ids).loss
+        change.remove()
+        with pytest.raises(OffloadError, match=r"DecoderLayer.*in place.*use_cache=False.*x \+ y"):
+            loss.backward()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
 
 
 def test_only_what_a_unit_puts_there_is_a_result() -> None:
