@@ -154,7 +154,7 @@ def prepare_packed(
     if kind != "cpu":
         lean = LeanModel({}, ON_DEVICE)
     if kind != "cuda" or options.hybrid:
-        more = [accumulate_kernel("f32")] if options.hybrid and pack.experts else []
+        more = [accumulate_kernel()] if options.hybrid and pack.experts else []
         compile_ahead([*pack_kernels(pack), *lean_kernels(lean), *more], compiling)
         if kind != "cuda" and options.sample is not None and options.hardware is not None:
             options.hardware, options.fewer = options.sample(options.hardware, pack)
