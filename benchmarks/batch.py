@@ -14,7 +14,8 @@ Peers, in the same run: the loop over single prompts (one at a time, the same mo
 code); transformers with as many rows in a batch and all weights in RAM, which may take what memory
 it wants; with ``--folder`` (written by peers/accelerate_disk.py) accelerate's ``disk_offload`` in a
 memory group of the budget and half a gibibyte; llama.cpp (``--llama-python``, ``--gguf``: a file of
-the same shape) with as many sequences, in RAM.
+the same shape) with as many sequences, in RAM or, with ``--limit-llama``, in a memory group of the
+budget and 128 MiB, in which the pages of its file count.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, facts, record, run_limited, settings
+from common import ROOT, drop_page_cache, facts, record, run_limited, settings
 
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
@@ -153,12 +154,13 @@ def peers(args: argparse.Namespace) -> dict[str, Any]:
     folder = ROOT / "benchmarks" / "peers"
     batched = [sys.executable, str(folder / "transformers_batch.py"), str(args.model)]
     commands: dict[str, tuple[list[str], int | None]] = {"transformers": (batched, None)}
-    if args.folder is not None:
-        limit = parse_bytes(args.ram) + (1 << 29)
-        commands["disk_offload"] = ([*batched, "--folder", str(args.folder)], limit)
+    ram = parse_bytes(args.ram)
+    if args.folder is not None:  # torch and transformers weigh 400 MiB
+        commands["disk_offload"] = ([*batched, "--folder", str(args.folder)], ram + (1 << 29))
     if args.llama_python is not None and args.gguf is not None:
-        script = str(folder / "llama_cpp_batch.py")
-        commands["llama_cpp"] = ([str(args.llama_python), script, str(args.gguf)], None)
+        llama = [str(args.llama_python), str(folder / "llama_cpp_batch.py"), str(args.gguf)]
+        limited = ([*llama, "--mmap-only"], ram + (1 << 27))
+        commands["llama_cpp"] = limited if args.limit_llama else (llama, None)
     found = {}
     for name, (command, limit) in commands.items():
         with tempfile.TemporaryDirectory() as place:
@@ -167,11 +169,13 @@ def peers(args: argparse.Namespace) -> dict[str, Any]:
                 "--sizes", args.sizes, "--prompt", str(args.prompt), "--new", str(args.new),
                 "--threads", str(args.threads or 2), "--json", str(out),
             )  # fmt: skip
-            code, err, limited = run_limited([*command, *more], limit, args.timeout)
+            if limit is not None:
+                drop_page_cache()  # what is cached counts for whoever has read it
+            code, err, within = run_limited([*command, *more], limit, args.timeout)
             if code or not out.exists():
                 found[name] = {"error": f"exit {code}: {err.strip()[-300:]}"}
             else:
-                found[name] = {**json.loads(out.read_text()), "limited": limited}
+                found[name] = {**json.loads(out.read_text()), "limited": within}
         print(f"{name}: {found[name]}", flush=True)
     return found
 
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="weights as disk_offload reads them")
     parser.add_argument("--llama-python", type=Path, help="an interpreter that has llama_cpp")
     parser.add_argument("--gguf", type=Path, help="a file of the same shape, for llama.cpp")
+    parser.add_argument("--limit-llama", action="store_true", help="in a group of the budget")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a peer")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

@@ -25,12 +25,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mmap-only", action="store_true", help="no repacked copy of the weights")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     silent = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(silent, ctypes.c_void_p(0))
     api.llama_backend_init()
-    model = api.llama_model_load_from_file(args.model.encode(), api.llama_model_default_params())
+    chosen = api.llama_model_default_params()
+    chosen.use_extra_bufts = not args.mmap_only
+    model = api.llama_model_load_from_file(args.model.encode(), chosen)
     if not model:
         raise SystemExit(f"llama.cpp does not open {args.model}")
     rows = [measure(model, args, int(size)) for size in args.sizes.split(",")]

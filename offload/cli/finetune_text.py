@@ -106,7 +106,8 @@ def stats_line(end: EndReport, loss: float | None = None) -> str:
         parts.append(f"smoothed loss {loss:.4f}")
     if end.seconds > 0 and end.tokens:
         parts.append(rate(end.tokens / end.seconds))
-    parts.append(memory_text(end.peak_rss_bytes, end.budget_bytes))
+    simulated = 0 if end.device_peak_bytes is not None else end.device_budget_bytes or 0
+    parts.append(memory_text(end.peak_rss_bytes, end.budget_bytes, simulated))
     if end.device_budget_bytes is not None and end.device_peak_bytes is not None:
         parts.append(
             f"{format_bytes(end.device_peak_bytes)} of the card's "
@@ -127,12 +128,15 @@ def stats_line(end: EndReport, loss: float | None = None) -> str:
     return DOT.join(parts)
 
 
-def memory_text(peak: int, budget: int) -> str:
-    """The peak against the budget."""
+def memory_text(peak: int, budget: int, simulated: int = 0) -> str:
+    """The peak against the budget; ``simulated``: bytes of a device's budget that are RAM, too."""
     said = f"peak RSS {format_bytes(peak)} above the process"
     if budget > 0:
-        said += f", {peak / budget:.1%} of the budget {format_bytes(budget)}"
-    return said + (f" (over by {format_bytes(peak - budget)})" if peak > budget else "")
+        said += f", {peak / (budget + simulated):.1%} of the budget {format_bytes(budget)}"
+        if simulated:
+            said += f" and {format_bytes(simulated)} of the simulated device"
+    over = peak - budget - simulated
+    return said + (f" (over by {format_bytes(over)})" if over > 0 else "")
 
 
 def use_lines(end: EndReport, options: TrainOptions) -> list[str]:

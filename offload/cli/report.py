@@ -151,10 +151,20 @@ def reuse_parts(run: Run) -> list[str]:
 def memory_text(end: Mapping[str, Any]) -> str:
     """The peak against the budget, from the counters at the end."""
     above = end["peak_rss_bytes"] - end["baseline_rss_bytes"]
-    budget = end["ram_budget_bytes"]
-    return f"peak RSS {format_bytes(above)} above the process, budget {format_bytes(budget)}" + (
-        f" (over by {format_bytes(above - budget)})" if above > budget else ""
-    )
+    budget, simulated = end["ram_budget_bytes"], simulated_bytes(end)
+    said = f"peak RSS {format_bytes(above)} above the process, budget {format_bytes(budget)}"
+    if simulated:
+        said += f" and {format_bytes(simulated)} of the simulated device, which are RAM, too"
+    over = above - budget - simulated
+    return said + (f" (over by {format_bytes(over)})" if over > 0 else "")
+
+
+def simulated_bytes(end: Mapping[str, Any]) -> int:
+    """Of the budget of a device whose memory is the process's own, and so a part of its peak; 0
+    where there is none, or a card."""
+    if end.get("device_peak_bytes") is not None:
+        return 0
+    return end.get("device_budget_bytes") or 0
 
 
 def run_json(
@@ -222,6 +232,8 @@ def surroundings(
         "baseline_rss_bytes": end["baseline_rss_bytes"],
         "peak_rss_bytes": end["peak_rss_bytes"],
         "ram_budget_bytes": end["ram_budget_bytes"],
+        "device_peak_bytes": end.get("device_peak_bytes"),
+        "device_budget_bytes": end.get("device_budget_bytes"),
         "predicted_decode_tok_s": 1 / predicted.mid if predicted and predicted.mid else None,
         "bound_decode_tok_s": 1 / plan.bound_pass_s if plan.bound_pass_s else None,
         "sampling": dict(sampling),

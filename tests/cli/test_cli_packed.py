@@ -66,6 +66,8 @@ def test_a_device_takes_packed_weights(
     for run, gpu in ((wide, 24 * MIB), (small, 4 * MIB)):
         grown = run["peak_rss_bytes"] - run["baseline_rss_bytes"]
         assert grown <= 1.05 * (run["ram_budget_bytes"] + gpu)
+        assert run["device_budget_bytes"] == gpu
+        assert "of the simulated device, which are RAM, too" in run["stderr"]
 
 
 @pytest.mark.usefixtures("tiny_probe")

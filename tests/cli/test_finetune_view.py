@@ -113,3 +113,8 @@ def test_a_peak_over_the_budget_is_said() -> None:
     assert say.memory_text(5 * 2**30, 4 * 2**30) == (
         "peak RSS 5.0 GiB above the process, 125.0% of the budget 4.0 GiB (over by 1.0 GiB)"
     )
+    # What a simulated device may take is RAM as well.
+    assert say.memory_text(5 * 2**30, 4 * 2**30, 2**30) == (
+        "peak RSS 5.0 GiB above the process, 100.0% of the budget 4.0 GiB and 1.0 GiB of the "
+        "simulated device"
+    )
