@@ -141,10 +141,10 @@ def plan(
         raise OffloadError(
             f"--prompt-tokens {prompt_tokens} is more than the context of {room}; raise --context"
         )
-    beside = 0
+    # Of the run that will follow: without it "the smallest that works" would not.
+    beside = session.measured_tokenizer(directory)[1]
     if plan_out is not None:
-        # Of the run that will obey it; what only shows a plan has no tokenizer.
-        beside = session.measured_tokenizer(directory)[1] + REPLAY_ROOM
+        beside += REPLAY_ROOM
     prepared = make_plan(
         directory,
         wanted,

@@ -43,7 +43,7 @@ def tight(cli: Cli, path: Path, target: Path, context: int, *words: object) -> i
     plan = ("plan", "-m", path, "--no-predict", "-c", context, "--json", report, *words)
     assert cli(*plan).code == 0
     # The least counts the process's heap, which differs a little from one moment to the next.
-    ram = int(json.loads(report.read_text())["minimum_bytes"]["ram"]) + 5 * MIB
+    ram = int(json.loads(report.read_text())["minimum_bytes"]["ram"]) + 4 * MIB
     return ram
 
 

@@ -71,6 +71,14 @@ def test_plan_shows_everything_and_loads_nothing(
     assert plan["bottleneck"] in plan["lane_s"]
 
 
+def test_a_plan_counts_the_tokenizer_of_the_run(cli: Cli, tmp_path: Path) -> None:
+    """Or the smallest budget that works by the plan would not."""
+    tiny, report = Path(__file__).parents[2] / "examples" / "tiny_moe", tmp_path / "plan.json"
+    done = cli("plan", "-m", tiny, "-c", 32, "--no-predict", "--json", report)
+    assert done.code == 0, done.err
+    assert "tokenizer" in json.loads(report.read_text())["tiers"]["ram"]["reserved_bytes"]
+
+
 def test_a_disk_that_is_not_needed_is_said(cli: Cli, dense: Path, tmp_path: Path) -> None:
     done = cli("plan", "-m", dense, "--no-predict", "--disk", tmp_path)
     assert "is not needed" in done.out
