@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -42,6 +43,33 @@ def _past_default_device(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
+_OPTIONS = Options.__dataclass_fields__.keys() | {"activations", "quant", "resume", "states"}
+_FLAG = re.compile(r"offload [a-z]+(?: --[a-z-]+(?: \w+)?)*|--([a-z][a-z-]*)")
+"""A command with its flags, which stays as it is, or a flag."""
+
+
+def _in_python(function: Callable[P, T]) -> Callable[P, T]:
+    """Errors name options as the caller of a function gives them (``kv_ram``), not as a command's
+    flags (``--kv-ram``)."""
+
+    def option(found: re.Match[str]) -> str:
+        name = (found[1] or "").replace("-", "_")
+        return name if name in _OPTIONS else found[0]
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except OffloadError as error:
+            error.args = tuple(
+                _FLAG.sub(option, said) if isinstance(said, str) else said for said in error.args
+            )
+            raise
+
+    return called
+
+
+@_in_python
 @_past_default_device
 def load(
     path: str | Path,
@@ -195,6 +223,7 @@ def load(
     return _load(model_directory(path, quant, kernels=kernels), chosen, progress)
 
 
+@_in_python
 @_past_default_device
 def wrap(
     model: torch.nn.Module,
@@ -245,6 +274,7 @@ def wrap(
     return _wrap(model, chosen, spare, progress)
 
 
+@_in_python
 @_past_default_device
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Bring a streamed model's weights back into memory, bit for bit; returns the same object.

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from offload.errors import OffloadError
+from offload.io.whole_file import expanded
 from offload.models.prompt_time import read_time
 
 KEY = "job"
@@ -75,8 +76,8 @@ def prompt_time(path: Path) -> datetime | None:
     What is no output has none, and is refused when it is opened.
     """
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        if path.expanduser().is_file():
-            with path.expanduser().open("rb") as file:
+        if expanded(path).is_file():
+            with expanded(path).open("rb") as file:
                 first = json.loads(file.readline())
             return read_time(first.get(TIME)) if isinstance(first, dict) else None
     return None
@@ -109,7 +110,7 @@ class Answers:
         self.done: set[int] = set()
         self.torn = 0
         try:
-            target = path.expanduser()
+            target = expanded(path)
             self._file: BinaryIO = open(  # noqa: SIM115  held until close
                 os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), "r+b", buffering=0
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.batch.generation import Sampling
 from offload.errors import OffloadError
+from offload.io.whole_file import expanded
 
 FIELDS = (
     "prompt", "messages", "id", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop",
@@ -55,7 +56,7 @@ def read_jobs(path: Path, defaults: Defaults) -> list[Job]:
             which one and what is wrong.
     """
     try:
-        data = path.expanduser().read_bytes()
+        data = expanded(path).read_bytes()
     except OSError as error:
         raise OffloadError(f"--batch {path}: {error.strerror}") from error
     jobs: list[Job] = []

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 from offload.errors import CheckpointError
 from offload.io.files import LFS_MAGIC, LFS_POINTER, open_to_read
 from offload.io.gguf_types import REMOVED, TYPES
+from offload.io.whole_file import expanded
 from offload.units import brief
 
 MAGIC = b"GGUF"
@@ -219,7 +220,7 @@ class _Cursor:
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is meant to be a GGUF file: by its name, or by how it begins."""
-    file = Path(path).expanduser()
+    file = expanded(Path(path))
     if file.suffix.lower() == ".gguf":
         return not os.path.isdir(file)
     try:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from offload.errors import OffloadError, StoreError
-from offload.io.whole_file import takes_bytes
+from offload.io.whole_file import expanded, takes_bytes
 
 VERSION = 1
 NO_EXPERT = 0xFFFF
@@ -79,7 +79,7 @@ class RoutingWriter:
 
     def __init__(self, path: str | os.PathLike[str], header: RoutingHeader) -> None:
         """Raises StoreError if the file cannot be made."""
-        self.path = Path(path).expanduser()
+        self.path = expanded(Path(path))
         self._direct = takes_bytes(self.path)
         """Into a pipe or device: nothing takes its place."""
         if not self._direct:

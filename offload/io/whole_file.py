@@ -64,7 +64,7 @@ def check_temporary(path: Path, what: str, inside: str = "") -> None:
     Raises:
         OffloadError: with how much shorter it must be.
     """
-    target = path.expanduser().resolve()
+    target = expanded(path).resolve()
     temporary = temporary_of(target)
     try:
         os.lstat(temporary / inside)
@@ -103,7 +103,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written.
     """
-    path = path.expanduser()
+    path = expanded(path)
     if takes_bytes(path):  # not resolved: /dev/fd/63 leads to no name
         with path.open("wb") as file:
             yield file

@@ -94,7 +94,7 @@ class Life:
         if self.handed is not None and not self.handed.used:
             raise UnsupportedModelError(
                 "this model does not pass its keys to attention as the KV cache returned them, and "
-                "attention 'offload' did not find their blocks; drop --attention offload"
+                "attention 'offload' did not find their blocks; drop that (--attention offload)"
             )
         self.handed = None
 
@@ -147,7 +147,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc,no-untyped-call,unused-
         if key_states.dim() != 4 or value_states.dim() != 4:
             raise UnsupportedModelError(
                 f"the KV cache takes [batch, heads, tokens, size], and a layer of this model "
-                f"caches {list(key_states.shape)} and {list(value_states.shape)}; drop --kv-ram"
+                f"caches {list(key_states.shape)} and {list(value_states.shape)}; drop kv_ram "
+                f"(--kv-ram)"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         self._shape = shape_of(key_states, value_states)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from offload.errors import OffloadError, StoreError
 from offload.io.files import DirectFile
 from offload.io.private import give_name, nameless_file, reserve
+from offload.io.whole_file import expanded
 from offload.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
     Raises:
         OffloadError: it cannot be used; says why.
     """
-    path = Path(directory).expanduser()
+    path = expanded(Path(directory))
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:

@@ -101,7 +101,7 @@ class Spill:
         raise StoreError(
             f"{self.directory} has no room for another {format_bytes(self.slot_bytes)} of the KV "
             f"cache, which has {format_bytes(self._reserved * self.slot_bytes)} there; free some "
-            f"space, choose another directory (--disk) or raise --kv-ram"
+            f"space, choose another directory (--disk) or raise kv_ram (--kv-ram)"
         ) from refused
 
     def close(self) -> None:

@@ -288,7 +288,7 @@ class BlockStore:
         return OffloadError(
             f"the KV cache is full: {self._layers} layers of {self._sequences} sequences write to "
             f"a block each, and its {size} of RAM hold {self._shared} blocks beside the window; "
-            f"raise --kv-ram or use fewer sequences at once"
+            f"raise kv_ram (--kv-ram) or use fewer sequences at once"
         )
 
     def _write(self, block: Block) -> bool:

@@ -276,7 +276,7 @@ class LayerTable:
         if length < self._whole_from * self.layout.tokens:
             raise OffloadError(
                 f"{self.length - length} tokens cannot be taken off the KV cache: tokens before "
-                f"them have been evicted; raise --kv-keep"
+                f"them have been evicted; raise kv_keep (--kv-keep)"
             )
         keep = -(-length // self.layout.tokens)
         for blocks in self._rows:

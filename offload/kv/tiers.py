@@ -146,7 +146,7 @@ class KvTiers:
         if layout is None:
             raise PlanError(
                 f"a token of layer {layer} takes {format_bytes(shape.token_bytes)}, and KV blocks "
-                f"have {format_bytes(self.pool.slot_bytes)}; raise --kv-ram"
+                f"have {format_bytes(self.pool.slot_bytes)}; raise kv_ram (--kv-ram)"
             )
         return LayerTable(self.store, layer, layout)
 

@@ -12,6 +12,16 @@ import torch
 
 from offload.errors import ClosedError, OffloadError
 
+WHOLE_MODEL = (
+    "To get the whole model back call offload.unwrap(model), or load it without a budget (of a "
+    "packed model: load the checkpoint that it was made from, without quant= and kernels=)"
+)
+CHANGE = (
+    "Put the new one into the checkpoint, and load or pack that again; a model that is not packed "
+    "can be changed after offload.unwrap(model), and wrapped again"
+)
+"""Ways out, for messages."""
+
 _SHAPE_ONLY = {
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -57,8 +67,7 @@ class AbsentTensor(torch.Tensor):
             raise ClosedError(f"{name} belongs to a model that has been closed; load it again")
         raise OffloadError(
             f"{name} is streamed and not in memory now ({func}); its data can be read only while "
-            f"its layer runs. To get the whole model back call offload.unwrap(model), or load it "
-            f"without a budget"
+            f"its layer runs. {WHOLE_MODEL}"
         )
 
     def data_ptr(self) -> int:
@@ -77,8 +86,7 @@ class AbsentTensor(torch.Tensor):
     def data(self, value: Any) -> None:
         raise OffloadError(
             f"{self._offload_name} is streamed and cannot be given other data: what comes for its "
-            f"layer is the weight from before. Put the new one into the checkpoint, or call "
-            f"offload.unwrap(model), change it, and wrap the model again"
+            f"layer is the weight from before. {CHANGE}"
         )
 
     @property
@@ -239,8 +247,7 @@ def _is_number(index: Any) -> bool:
 def _refuse_write(name: str) -> NoReturn:
     raise OffloadError(
         f"rows of {name} are read from the disk when they are used: what is written to one would "
-        f"be lost. Put it into the checkpoint, or call offload.unwrap(model), change it, and wrap "
-        f"the model again"
+        f"be lost. {CHANGE}"
     )
 
 

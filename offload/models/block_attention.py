@@ -163,8 +163,8 @@ def offload_attention(
     if (attended := getattr(blocks, "attended", None)) is not None:
         if window or any(firsts or []):
             raise UnsupportedModelError(
-                "--kv-keep takes blocks out of the middle, and neither padding nor a sliding "
-                "window can be told by place then; drop --kv-keep, or give one sequence at a time"
+                "kv_keep (--kv-keep) takes blocks out of the middle, and neither padding nor a "
+                "sliding window can be told by place then; drop it, or give one sequence at a time"
             )
         firsts = None
     watched: Any = getattr(blocks, "watched", False)

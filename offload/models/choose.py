@@ -10,6 +10,7 @@ from offload.errors import OffloadError
 from offload.io.gguf_header import is_gguf
 from offload.io.pack_manifest import is_pack, read_manifest
 from offload.io.safetensors import gguf_hint
+from offload.io.whole_file import expanded
 from offload.models.meta import resolve
 
 # Packing is imported where a pack is made: Numba takes 60 MB that nothing else needs here.
@@ -44,7 +45,7 @@ def model_directory(
             in ``quant``.
         StoreError: the pack cannot be made.
     """
-    file = Path(model).expanduser()
+    file = expanded(Path(model))
     gguf = is_gguf(file)
     if kernels == "exact" and (gguf or quant is not None or is_pack(resolve(model))):
         why = f"--quant {quant}" if quant is not None else f"{file.name} is packed or a GGUF file"

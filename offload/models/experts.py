@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from offload.errors import OffloadError, UnsupportedModelError
+from offload.models.absent import WHOLE_MODEL
 from offload.models.expert_groups import ExpertGroup
 from offload.models.params import Param
 from offload.models.streamed_forward import refuse_recorders
@@ -129,8 +130,7 @@ class ExpertSession:
         if not self.runs():
             raise OffloadError(
                 f"{name} is streamed expert by expert; its data can be read only while its layer "
-                f"runs. To get the whole model back call offload.unwrap(model), or load it without "
-                f"a budget"
+                f"runs. {WHOLE_MODEL}"
             )
         block = self.group.blocks[expert]
         road, at = self._at()

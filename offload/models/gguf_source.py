@@ -25,6 +25,7 @@ from offload.errors import CheckpointError, StoreError
 from offload.io.gguf import GGUFFile, read_gguf
 from offload.io.pack_manifest import SourceId
 from offload.io.safetensors import CheckpointIndex, TensorRange
+from offload.io.whole_file import expanded
 from offload.models.gguf_config import config_from_gguf
 from offload.models.gguf_entries import GGUFEntry
 from offload.models.gguf_generation import generation_defaults
@@ -70,7 +71,7 @@ class GgufSource:
             UnsupportedModelError: an architecture that is not supported.
             OffloadError: types without kernels.
         """
-        return cls(read_gguf(Path(path).expanduser()), allow_requant=allow_requant)
+        return cls(read_gguf(expanded(Path(path))), allow_requant=allow_requant)
 
     @cached_property
     def id(self) -> SourceId:

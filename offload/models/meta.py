@@ -20,6 +20,7 @@ import torch
 from offload.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload.io.pack_manifest import JOURNAL, MANIFEST, again
 from offload.io.safetensors import ADAPTER, CheckpointIndex, adapter_hint, gguf_hint
+from offload.io.whole_file import expanded
 from offload.models.sources import CheckpointMap, SourceMap
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def resolve(path: str | Path) -> Path:
     Raises:
         OffloadError: neither exists. Nothing is ever downloaded here.
     """
-    directory = Path(path).expanduser()
+    directory = expanded(Path(path))
     try:
         if directory.is_dir():
             os.stat(os.path.join(directory, "."))  # a closed folder is a directory, too

@@ -25,6 +25,7 @@ from offload.io.ranges import Piece
 from offload.io.safetensors import CheckpointIndex
 from offload.io.store import DEMAND, Receipt, Span, Store
 from offload.io.stores import RangeStore, Recipe
+from offload.io.whole_file import expanded
 from offload.models.layouts import lay_as_in_file, lay_for_card, lay_on_lines
 from offload.models.params import Param
 from offload.models.sources import CheckpointMap, Ranges, Run, Source
@@ -331,7 +332,7 @@ def spill_directory(disk: str | Path | None) -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = base / "offload" / "spill"
     else:
-        directory = Path(disk).expanduser()
+        directory = expanded(Path(disk))
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

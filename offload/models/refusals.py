@@ -20,6 +20,13 @@ from offload.models.units import Cut
 
 Undo = Callable[[], Any]
 
+_CHECKPOINT = "load the checkpoint that it was made from, without quant= and kernels="
+
+
+def _packed(model: nn.Module) -> bool:
+    """Whether ``offload.unwrap`` is no way out: weights are bytes for our kernels."""
+    return bool(getattr(model.__dict__.get("offload"), "packed", False))
+
 
 def held(module: nn.Module) -> bool:
     """Whether it is a streamed model, or a part of one with weights in it."""
@@ -50,13 +57,20 @@ def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Un
             probe = torch.empty(0, dtype=dtype, device=device)
             moved = fn(probe)
             if moved.dtype != dtype or moved.device != probe.device:
-                raise OffloadError(
-                    f"a streamed model stays on {device} and in {dtype}; give dtype= and "
-                    f"device= when you load it, or call offload.unwrap(model) first"
+                way = (
+                    "give dtype= and device= when you load it, or call offload.unwrap(model) first"
                 )
+                if _packed(model):
+                    way = f"give device= when you load it; for another dtype {_CHECKPOINT}"
+                raise OffloadError(f"a streamed model stays on {device} and in {dtype}; {way}")
         return self
 
     def save_pretrained(*_: Any, **__: Any) -> None:
+        if _packed(model):
+            raise OffloadError(
+                f"a packed model cannot be saved: its weights are bytes for our kernels; copy the "
+                f"directory that it was packed into, or {_CHECKPOINT}, and save that"
+            )
         raise OffloadError(
             "a streamed model cannot be saved: its weights are those of its checkpoint; call "
             "offload.unwrap(model) first if you have changed it"
@@ -98,10 +112,11 @@ def _refuse_to_load(model: nn.Module, cut: Cut) -> list[Undo]:
             for attr in inner._parameters:
                 name = f"{path}.{attr}" if path else attr
                 if (id(inner), attr) in places and name in state:
+                    way = "load that, or call offload.unwrap(model) first"
                     raise OffloadError(
                         f"load_state_dict would change {name}, which is streamed: a streamed "
                         f"model's weights are those of its checkpoint; write the new ones as a "
-                        f"checkpoint and load that, or call offload.unwrap(model) first"
+                        f"checkpoint and {'pack that' if _packed(model) else way}"
                     )
 
     return [model.register_load_state_dict_pre_hook(refuse).remove]

@@ -27,6 +27,9 @@ from offload.io.safetensors import CheckpointIndex
 _MAX_RUNS = 1_000_000
 """A finer placement than this is a permutation: cheaper to convert than to gather."""
 
+PHASED = (torch.float32, torch.float64)
+"""Dtypes in which results depend on where within 64 bytes a tensor starts."""
+
 
 class NotAPlacement(Exception):
     """The operation does more than place whole runs of bytes."""
@@ -256,6 +259,7 @@ class _Conversion:
         self.converter = converter
         self.first_target = first_target
         self.inputs: list[tuple[str, str, str]] = []  # (target, tensor, source pattern)
+        self.cuts: dict[str, tuple[str, int]] | None = None  # see ``CheckpointMap._cuts``
 
     def run(self, model: Any, make: Callable[[str], Any]) -> dict[str, Any]:
         """Convert ``make(name)`` of every input; returns target -> result."""
@@ -393,12 +397,45 @@ class CheckpointMap:
         """Where transformers' own tensor starts within 64 bytes.
 
         What it neither casts nor converts is a view of the mapped file: wherever the file has it.
-        Everything else is allocated, and aligned.
+        What it converts by cutting alone (a fused projection in two) is a view of the tensor it was
+        cut from. Everything else is allocated, and aligned.
         """
         source = self.map.sources[target]
-        if source.placed is None or target in self._conversion_of or not source.placed.runs:
+        conversion = self._conversion_of.get(target)
+        if conversion is None:
+            name, start = source.tensors[0], 0
+            if source.placed is None or not source.placed.runs:
+                return 0
+        elif source.dtype not in PHASED or (cut := self._cuts(conversion).get(target)) is None:
             return 0
-        return self.index.tensors[source.tensors[0]][1].offset % TENSOR_ALIGN
+        else:
+            name, start = cut
+        tensor = self.index.tensors[name][1]
+        mapped = getattr(torch, tensor.dtype) == source.dtype  # a cast one is allocated
+        return ((tensor.offset if mapped else 0) + start) % TENSOR_ALIGN
+
+    def _cuts(self, conversion: _Conversion) -> dict[str, tuple[str, int]]:
+        """Of what a conversion makes: which results are views of a tensor it takes, of which, and
+        from which byte of it. Tensors without data say so, in transformers' own code."""
+        if conversion.cuts is None:
+            made: dict[int, str] = {}
+            taken: list[torch.Tensor] = []  # alive until compared: storages are told apart by id
+
+            def make(name: str) -> torch.Tensor:
+                taken.append(self._meta(name))
+                made[taken[-1].untyped_storage()._cdata] = name
+                return taken[-1]
+
+            try:
+                results = conversion.run(self.model, make)
+            except Exception:  # noqa: BLE001 - computed from values: nothing of it is a view
+                results = {}
+            conversion.cuts = {
+                target: (name, result.storage_offset() * result.element_size())
+                for target, result in results.items()
+                if (name := made.get(result.untyped_storage()._cdata)) is not None
+            }
+        return conversion.cuts
 
     def convert(self, target: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The value of ``target``, made by transformers' own conversion, in its final dtype.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.errors import OffloadError, UnsupportedModelError
+from offload.models.absent import CHANGE
 from offload.models.host_products import HostProducts, tokens_of
 from offload.models.params import Param
 from offload.models.streamed_forward import apart, as_trained, refuse_recorders
@@ -276,8 +277,7 @@ def replaced(name: str) -> str:
     """What to say of a parameter that is not the stand-in that was left in its place."""
     return (
         f"{name} is streamed and has been replaced: what comes for its layer is the weight from "
-        f"before, so the new one would not be used. Put the new one into the checkpoint, or call "
-        f"offload.unwrap(model), change it, and wrap the model again"
+        f"before, so the new one would not be used. {CHANGE}"
     )
 
 

@@ -21,6 +21,7 @@ from offload.blocks import TENSOR_ALIGN, BlockKind, BlockSpec, align_up, layout
 from offload.models.expert_groups import ExpertGroup, expert_groups, find_gate
 from offload.models.params import Param, parameters
 from offload.models.row_tables import rows_readable
+from offload.models.sources import PHASED
 
 PART_BYTES = 16 * 2**20
 """Parameters of a unit are packed into blocks of at most about this size: large enough for the
@@ -379,7 +380,7 @@ def _phase(tensor: torch.Tensor, address: int) -> int:
 
     Half precision goes through oneDNN, which copies operands into its own layout first.
     """
-    return address % TENSOR_ALIGN if tensor.dtype in (torch.float32, torch.float64) else 0
+    return address % TENSOR_ALIGN if tensor.dtype in PHASED else 0
 
 
 def _call(model: Any, accessor: str) -> Any:

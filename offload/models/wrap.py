@@ -387,7 +387,11 @@ class _Originals:
             for spec in chosen.blocks.values():
                 if (here := lasting(spec.id)) is not None:
                     for param, value in zip(chosen.params[spec.id], here, strict=True):
-                        values[index[param.name]].copy_(value)
+                        at = index[param.name]
+                        if value.shape == values[at].shape:
+                            values[at].copy_(value)
+                        else:  # as a program has sized it since: resize_token_embeddings
+                            values[at] = value.clone()
                     continue
                 store.read_into(spec.id, scratch.view()[: spec.slot_nbytes]).result()
                 for tensor, param in zip(spec.tensors, chosen.params[spec.id], strict=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import OffloadError, PlanError
+from offload.io.whole_file import expanded
 from offload.runtime import cuda_api
 from offload.runtime.cuda_device import CudaDevice, pinning_refused
 from offload.runtime.cuda_memory import check_budget
@@ -83,7 +84,7 @@ def _parse(name: str, gpu: int | None) -> Choice:
     if name in ("cpu", "sim", "cuda"):
         return Choice(kind=name)
     if name.startswith("sim:") and name != "sim:":
-        return Choice(kind="sim", rates=Path(name.removeprefix("sim:")).expanduser())
+        return Choice(kind="sim", rates=expanded(Path(name.removeprefix("sim:"))))
     found = re.fullmatch(r"cuda:(\d{1,3})", name)
     if found is None:
         raise OffloadError(f"device {name!r} is not one of {NAMES}")

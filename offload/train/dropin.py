@@ -24,6 +24,7 @@ from torch import nn
 
 from offload.errors import ClosedError, OffloadError
 from offload.io.tile_store import check_directory, is_tile_store
+from offload.io.whole_file import expanded
 from offload.models.meta import MetaModel
 from offload.models.streamed_forward import not_compiled
 from offload.train.engine import Engine
@@ -422,7 +423,7 @@ def _commit_number(resume: bool | int | str | Path) -> int | None:
         return None
     if isinstance(resume, int):
         return resume
-    file = Path(resume).expanduser() / "optimizer.pt"
+    file = expanded(Path(resume)) / "optimizer.pt"
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         return int(saved[REFERENCE]["commit"])

@@ -16,6 +16,7 @@ import torch
 
 from offload.errors import OffloadError, PlanError
 from offload.io.safetensors import CheckpointIndex
+from offload.io.whole_file import expanded
 from offload.models.meta import MetaModel, build, pick_dtype, read_config, resolve
 from offload.models.options import SAFE_SHARE
 from offload.models.workspace import limit_kernels
@@ -62,7 +63,7 @@ def load_trainable(
         raise OffloadError(f"states={options.states!r}: choose one of {', '.join(STATES)}")
     if batch < 1 or context < 1:
         raise OffloadError(f"batch={batch} and context={context} must be at least 1")
-    where = None if disk is None else Path(disk).expanduser()
+    where = None if disk is None else expanded(Path(disk))
     _check_states(options, where)
     directory = resolve(path)
     budget = int(available_ram() * SAFE_SHARE) if ram is None else parse_bytes(ram)

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from offload.errors import OffloadError
+from offload.io.whole_file import expanded
 from offload.train.options import TrainOptions
 from offload.train.reports import (
     CommitReport,
@@ -117,7 +118,7 @@ class JsonLines:
         self._waiting: list[dict[str, Any]] = []
         self._before: list[dict[str, Any]] = []
         self._step = 0
-        if path.expanduser().is_file():
+        if expanded(path).is_file():
             self._before = read_lines(path)  # refuses a file that is not ours
             if resume:
                 return
@@ -206,7 +207,7 @@ class JsonLines:
         self._waiting, self._before = [], []
 
     def _open(self, kept: list[dict[str, Any]]) -> None:
-        path = self.path.expanduser()
+        path = expanded(self.path)
         if not path.exists() or path.is_file():  # else a pipe, /dev/stderr: nothing to replace
             _replace(path.resolve(), "".join(_line(e) for e in kept))
         self._file = path.open("ab", buffering=0)
@@ -256,7 +257,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         OffloadError: it cannot be read, or holds something else; says in which line.
     """
     try:
-        lines = path.expanduser().read_bytes().split(b"\n")
+        lines = expanded(path).read_bytes().split(b"\n")
     except OSError as error:
         raise OffloadError(f"metrics {path} cannot be read: {error.strerror}") from error
     *whole, tail = lines

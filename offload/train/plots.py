@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
+from offload.io.whole_file import expanded
 from offload.train.reports import CommitReport, EndReport, EvalReport, StepReport
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -88,7 +89,7 @@ def check_plot(path: Path | None) -> None:
         raise OffloadError(
             "--plot needs matplotlib; pip install 'offload[plot]' (or matplotlib), or drop --plot"
         )
-    path = path.expanduser()
+    path = expanded(path)
     if path.is_file() and path.stat().st_size and not _is_png(path):
         raise OffloadError(f"--plot {path} is a file and no PNG, and would be lost; give another")
 
@@ -105,7 +106,7 @@ def draw(path: Path, curve: Curve, title: str = "") -> None:
         OffloadError: matplotlib is missing, or the file cannot be written.
     """
     check_plot(path)
-    path = path.expanduser()
+    path = expanded(path)
     import matplotlib as mpl
 
     mpl.use("Agg")  # no window, whatever the environment says

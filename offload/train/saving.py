@@ -14,6 +14,7 @@ from pathlib import Path
 
 from offload.errors import OffloadError
 from offload.io.safetensors import CheckpointIndex
+from offload.io.whole_file import expanded
 from offload.models.meta import MetaModel
 from offload.train.output import SHARD_BYTES, check_space, write_files, write_shards
 from offload.train.output_files import CONFIG, companions, updated_config
@@ -32,7 +33,7 @@ def save_model(
         OffloadError: ``directory`` is the checkpoint that is trained, or no directory.
         StoreError: too little space, or the disk refused; what was there is as it was.
     """
-    directory = directory.expanduser()
+    directory = expanded(directory)
     source = meta.directory
     if directory.exists() and not directory.is_dir():
         raise OffloadError(f"{directory} is a file; choose another path")

@@ -29,6 +29,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
              "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2,
                             "hidden_size": 64}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": LAYERS - 2, "n_output_layers": 1,
+             "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "num_layers": LAYERS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

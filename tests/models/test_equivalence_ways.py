@@ -277,6 +277,20 @@ def test_two_prompts_after_each_other(checkpoint: Checkpoint, device: str) -> No
         check_logits(model, want)
 
 
+@pytest.mark.parametrize("family", ["lara_mini", "sarvam_moe"])
+def test_float32_weights_that_transformers_cuts_from_fused_ones(
+    checkpoint: Checkpoint, family: str
+) -> None:
+    """A projection that is a view of a fused one starts where the file has its part of that."""
+    from transformers import CONFIG_MAPPING
+
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    want = checkpoint(family, torch.float32)
+    with opened(prepare(want.directory, options("cpu"))) as model:
+        check_logits(model, want)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mamba"])
 def test_wrap_and_unwrap_of_a_mapped_float32_model(checkpoint: Checkpoint, family: str) -> None:
     """In float32 the bits depend on where a tensor starts within 16 bytes, and what transformers

@@ -233,7 +233,7 @@ def test_an_opening_that_fails_leaves_the_recording_before(
     ("more", "words"),
     [
         ({"expert_policy": "fifo"}, "'fifo' is not one of laps, lru"),
-        ({"expert_policy": "pinned"}, "--routing FILE"),
+        ({"expert_policy": "pinned"}, "routing FILE"),
         ({"expert_policy": "lru", "routing": "x"}, "only for the expert policy pinned"),
         ({"expert_policy": "pinned", "routing": MODEL / "heldout.txt"}, "not a routing"),
     ],

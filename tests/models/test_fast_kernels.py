@@ -113,7 +113,7 @@ def test_fast_with_quantised_weights_says_nothing(caplog: pytest.LogCaptureFixtu
 
 
 def test_what_cannot_take_effect() -> None:
-    with pytest.raises(OffloadError, match="exact cannot take effect: --quant q8"):
+    with pytest.raises(OffloadError, match="exact cannot take effect: quant q8"):
         offload.load(TINY, kernels="exact", quant="q8")
     with pytest.raises(OffloadError, match="not one of exact, fast"):
         offload.load(TINY, kernels="slow")
@@ -144,7 +144,7 @@ def test_heads_that_our_attention_cannot_take(tmp_path: Path) -> None:
     model = offload.load(directory, kernels="fast", ram="256MiB", context=48)
     assert model.offload.kernel_error.error < 1e-4
     model.offload.close()
-    with pytest.raises(OffloadError, match=r"multiples of 16 .* not 24.*without --kv, --kv-keep"):
+    with pytest.raises(OffloadError, match=r"multiples of 16 .* not 24.*without kv, kv_keep"):
         offload.load(directory, kernels="fast", attention="offload", ram="256MiB", context=48)
 
 

@@ -12,8 +12,10 @@ from families import write
 from left_threads import threads_left
 from safetensors.torch import load_file, save_file
 from test_packed_run import packed
+from wrap_support import mlp
 
 import offload
+from offload.api import _in_python
 from offload.errors import CheckpointError, OffloadError
 from offload.kv import tiers
 from offload.models.load import Options, prepare
@@ -87,3 +89,50 @@ def test_a_checkpoint_that_is_written_to_while_it_is_read(
             (tmp_path / "copy").replace(file)
         model.offload.close()
         assert ("was written to while it was in use" in caplog.text) == in_place
+
+
+@pytest.mark.parametrize("where", ["path", "disk", "prompt_cache", "record_routing", "device"])
+def test_the_home_of_nobody(where: str, tmp_path: Path) -> None:
+    """pathlib says neither whose home it looked for nor which path that was in."""
+    nobody = "~nobody-of-this-name/x"
+    options: dict[str, Any] = {where: nobody}
+    if where == "disk":
+        options["kv_ram"] = "1MiB"
+    elif where == "device":
+        options = {"device": f"sim:{nobody}", "gpu": "1GiB"}
+    path = options.pop("path", None) or write("olmoe", tmp_path)
+    with pytest.raises(OffloadError, match=f"{nobody}: there is no home directory ~nobody"):
+        offload.load(path, ram="2GiB", **options)
+
+
+def test_the_home_of_nobody_for_a_model_in_memory() -> None:
+    model = mlp()[0]
+    with pytest.raises(OffloadError, match="there is no home directory ~nobody"):
+        offload.wrap(model, ram="2GiB", disk="~nobody-of-this-name/x")
+    assert not hasattr(model, "offload")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ram": "1GiB", "kv_ram": "2GiB"}, r"^kv_ram is a part of ram, .* or raise ram$"),
+        ({"ram": "1GiB", "kv": "q8", "attention": "exact"}, "^kv q8 needs .*drop attention exact$"),
+        ({"ram": 4096}, r"raise ram to "),
+    ],
+)
+def test_errors_name_options_and_no_flags(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OffloadError, match=says) as error:
+        offload.load(write("olmoe", tmp_path), **options)
+    assert "--" not in str(error.value)
+
+
+def test_errors_name_commands_with_their_flags() -> None:
+    @_in_python
+    def refused() -> None:
+        raise OffloadError("--no-mmap: raise --kv-ram, or run offload pack --quant q4 --jobs 2")
+
+    with pytest.raises(OffloadError) as error:
+        refused()
+    assert str(error.value) == ("--no-mmap: raise kv_ram, or run offload pack --quant q4 --jobs 2")

@@ -356,6 +356,17 @@ def test_packed_weights_are_not_unwrapped(tmp_path: Path) -> None:
         want = model(IDS).logits
         with pytest.raises(OffloadError, match="packed model cannot be unwrapped"):
             offload.unwrap(model)
+        for refused in (
+            lambda: model.save_pretrained(tmp_path / "saved"),
+            model.half,
+            lambda: model.load_state_dict(model.state_dict()),
+            model.get_input_embeddings().weight.sum,
+        ):
+            with pytest.raises(OffloadError) as error:
+                refused()
+            says = str(error.value)
+            assert "checkpoint" in says
+            assert "offload.unwrap" not in says or "packed model: load the checkpoint" in says
         assert torch.equal(model(IDS).logits, want)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from equivalence import options, prompt, reference
+from families import write
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -17,6 +19,7 @@ from wrap_support import mlp, seeded_alone, tight
 
 import offload
 from offload.errors import OffloadError
+from offload.models.load import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +187,25 @@ def test_a_streamed_model_inside_of_another(room: bool, inner_first: bool, tmp_p
     assert not any("_apply" in vars(module) for module in outer.modules())
     outer(x).sum().backward()
     assert all(p.grad is not None for p in own)
+
+
+@pytest.mark.parametrize("how", ["load", "wrap"])
+def test_another_vocabulary_of_tables_that_stay(how: str, tmp_path: Path) -> None:
+    """transformers gives the same parameter other data, of another size."""
+    write("llama", tmp_path)
+    want = reference(tmp_path, torch.bfloat16)
+    if how == "load":
+        model = prepare(tmp_path, options("cpu")).open()
+    else:
+        model = offload.wrap(reference(tmp_path, torch.bfloat16), ram="1MiB")
+    for resized in (want, model):
+        resized.resize_token_embeddings(300, mean_resizing=False)
+    with torch.no_grad():
+        new = want.get_input_embeddings().weight[256:], want.get_output_embeddings().weight[256:]
+        model.get_input_embeddings().weight[256:] = new[0]
+        model.get_output_embeddings().weight[256:] = new[1]
+        logits = want(prompt()).logits
+        assert logits.shape[-1] == 300
+        assert torch.equal(model(prompt()).logits, logits)
+        offload.unwrap(model)
+        assert torch.equal(model(prompt()).logits, logits)

@@ -69,7 +69,7 @@ def test_what_needs_pieces_is_refused_or_left_out(tmp_path: Path) -> None:
     directory = write("jamba", tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="drop it"):
         offload.load(directory, ram="200MiB", context=64, prompt_cache=tmp_path / "prompts")
-    with pytest.raises(UnsupportedModelError, match="drop --kv-keep"):
+    with pytest.raises(UnsupportedModelError, match="drop kv_keep"):
         offload.load(directory, ram="200MiB", context=600, kv_keep=256)
     assert "in pieces" in str(can_reuse(meta("jamba"), 64))
 
