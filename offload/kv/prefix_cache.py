@@ -474,7 +474,8 @@ class PrefixCache:
         return {"chunk": self.chunk, "group": self.group, **dataclasses.asdict(self.stats)}
 
     def close(self) -> None:
-        """Finish writing, unless the disk hangs, which is said; free thread, memory and folder. Idempotent."""
+        """Finish writing, unless the disk hangs, which is said; free thread, memory and folder.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
