@@ -148,8 +148,14 @@ def _job(line: dict[str, Any], index: int, number: int, defaults: Defaults) -> J
 def _get(line: dict[str, Any], name: str, what: str, fits: Callable[[Any], Any]) -> Any:
     value = line.get(name)
     if value is not None and not fits(value):
-        raise OffloadError(f"{name} is {_short(value)} and should be {what}")
+        raise _wrong(name, value, what)
     return value
+
+
+def _wrong(name: str, value: Any, what: str) -> OffloadError:
+    if value in ("", [], [""]):
+        return OffloadError(f"{name} is empty; give {what}, or leave it out")
+    return OffloadError(f"{name} is {_short(value)} and should be {what}")
 
 
 def _is_id(value: Any) -> bool:
@@ -188,7 +194,7 @@ def _stops(line: dict[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
         return default
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise OffloadError(f"stop is {_short(value)} and should be text or a list of texts")
+        raise _wrong("stop", value, "text or a list of texts")
     return tuple(stops)
 
 

@@ -464,20 +464,22 @@ class PrefixCache:
             raise
 
     def flush(self) -> None:
-        """Wait until everything recorded is on the disk, or was given up."""
-        for future in self._written.values():
-            future.result()
-        self._written = {}
+        """Wait until everything recorded is on the disk, or was given up: also by a disk that
+        hangs, which is said."""
+        self._arrive(list(self._written))
+        self._written = {name: f for name, f in self._written.items() if not f.done()}
 
     def to_json(self) -> dict[str, Any]:
         """Figures since it was opened."""
         return {"chunk": self.chunk, "group": self.group, **dataclasses.asdict(self.stats)}
 
     def close(self) -> None:
-        """Finish writing, unless the disk hangs; free thread, memory and folder. Idempotent."""
+        """Finish writing, unless the disk hangs, which is said; free thread, memory and folder.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
+        self.flush()
         self._thread.close()
         with contextlib.suppress(queue.Empty):
             while True:

@@ -7,6 +7,7 @@ more is asked, so that a server does not have each of its clients wait.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ class PrefixThread:
     def __init__(self) -> None:
         self._workers = Workers(1, "prompt-cache", finish=True)
         self._last: Future[Any] = Future()
+        self._last.set_result(None)
         self._late = False
 
     @property
@@ -61,8 +63,11 @@ class PrefixThread:
             raise self.too_late() from None
 
     def close(self) -> None:
-        """Do what was submitted; with a disk that hangs, wait for nothing."""
-        if self.hangs:
-            self._workers.leave()
-        else:
+        """Do what was submitted; a disk that hangs is waited for ``WAIT_S`` seconds, or, if it has
+        been already, not at all. What is left then is given up."""
+        if not self.hangs:
+            futures.wait([self._last], timeout=WAIT_S)
+        if self._last.done():
             self._workers.shutdown()
+        else:
+            self._workers.leave()

@@ -163,6 +163,7 @@ class KvTiers:
             layers=self._layers,
             sequences=sequences * self._caches,
             written=written,
+            beside=tails_bytes,
         )
         engine = (
             make_engine(self._engine_name, self._queue_depth)

@@ -145,7 +145,7 @@ def prepare_packed(
         raise OffloadError(
             f"dtype {options.dtype} cannot take effect: packed weights are computed in float32"
         )
-    return_large_blocks()
+    return_large_blocks(ram_budget(options))
     pack = PackedModel.open(directory)
     config = read_config(directory)
     shape = instantiate(config, torch.float32)[0]

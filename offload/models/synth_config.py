@@ -82,6 +82,10 @@ def read_source(config_path: str | Path, *, dtype: str | None, layers: int | Non
             f"{file} says num_hidden_layers {deep!s:.40}, and at most {MOST_LAYERS} are planned; "
             "correct it"
         )
+    for name in ("num_hidden_layers", "hidden_size"):  # transformers builds a model without either
+        value = getattr(_text_config(config), name, None)
+        if isinstance(value, int) and value < 1:
+            raise CheckpointError(f"{file} says {name} {value}: a model has 1 or more; correct it")
     model_class = _model_class(raw, config, file)
     raw = {key: value for key, value in raw.items() if key not in ("torch_dtype", "auto_map")}
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):

@@ -19,6 +19,10 @@ KEPT_BYTES = 16 * 2**20
 SMALL_BUDGET = 256 * 2**20
 """Below this, a few MiB that come and go at the heap's end matter: a 64th of a budget is slack."""
 
+LARGE_SHARE, LEAST_LARGE_BYTES = 64, 128 * 2**10
+"""Of a small budget a block is large from one part in 64 on (all of the slack there is), but not
+below what is large to glibc itself."""
+
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -28,18 +32,28 @@ _MMAPS = 65536  # M_MMAP_MAX where nobody has set it
 _NEVER = 2**31 - 1
 
 
-def return_large_blocks() -> bool:
-    """Have glibc give blocks of ``LARGE_BYTES`` and more back to the system when they are freed;
-    whether it will. Process-wide, and harmless if called again.
+def large_bytes(budget: int | None) -> int:
+    """From which size on a block is given back when it is freed, with a ``budget`` (bytes) of RAM;
+    None: no small one."""
+    if budget is None:
+        return LARGE_BYTES
+    return min(LARGE_BYTES, max(LEAST_LARGE_BYTES, budget // LARGE_SHARE))
+
+
+def return_large_blocks(budget: int | None = None) -> bool:
+    """Have glibc give blocks of ``large_bytes(budget)`` and more back to the system when they are
+    freed; whether it will. Process-wide, and harmless if called again.
 
     By default glibc puts ever larger blocks, up to 32 MiB, on its heap once it has seen some freed,
     and a heap shrinks only from its end. The activations of a prompt of 512 tokens (4 to 16 MiB
     each, of many sizes) left 217 MB of free blocks behind where 115 MB were in use at most, and a
     budget was exceeded by a seventh. A block of its own costs its pages at each use, about
     0.25 ms per MiB; blocks below 4 MiB are what a few tokens at once need, and stay on the heap.
+    Of a small budget that is too much: a prompt of 600 tokens, of blocks of 1.2 to 3.4 MiB, left
+    15 MiB behind, and took 40 of 35.
     """
     # Setting either ends the dynamic adjustment of both.
-    return _set(_M_MMAP_THRESHOLD, LARGE_BYTES) and _set(_M_TRIM_THRESHOLD, LARGE_BYTES)
+    return _set(_M_MMAP_THRESHOLD, large_bytes(budget)) and _set(_M_TRIM_THRESHOLD, LARGE_BYTES)
 
 
 _keeping = 0
@@ -112,6 +126,8 @@ def keep_small_heap(budget: int) -> bool:
     """For a ``budget`` (bytes) below ``SMALL_BUDGET`` have glibc keep up to ``KEPT_BYTES`` that are
     free at the end of its heap, and one heap for all threads that start from now on; whether it
     will. Process-wide, and harmless if called again. To be called before the process is weighed.
+    Large blocks, by ``large_bytes``, are given back: what is large was adjusted by what has been
+    freed in this process so far.
 
     By default it gives them back once they pass a threshold, and whether that is just before a
     weighing or behind it is chance. oneDNN's code for products of another number of rows (two
@@ -121,7 +137,12 @@ def keep_small_heap(budget: int) -> bool:
     Likewise with the heaps that threads of the streamed toy leave behind: those that read for the
     model find them again or not, which is 1 to 2 MiB.
     """
-    return budget < SMALL_BUDGET and _set(_M_TRIM_THRESHOLD, KEPT_BYTES) and share_one_heap()
+    return (
+        budget < SMALL_BUDGET
+        and _set(_M_MMAP_THRESHOLD, large_bytes(budget))
+        and _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        and share_one_heap()
+    )
 
 
 def share_one_heap() -> bool:

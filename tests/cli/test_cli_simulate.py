@@ -113,6 +113,12 @@ def test_impossible_simulations_are_refused(cli: Cli, small: Path, tmp_path: Pat
     assert "--quant" in refused(cli("simulate", config, *laptop))
     config.write_text(json.dumps(json.loads(small.read_text()) | {"num_hidden_layers": 10**9}))
     assert "num_hidden_layers 1000000000" in refused(cli("simulate", config, *laptop))
+    for name in ("num_hidden_layers", "hidden_size"):
+        config.write_text(json.dumps(json.loads(small.read_text()) | {name: 0}))
+        assert f"{name} 0: a model has 1 or more" in refused(cli("simulate", config, *laptop))
+        out = tmp_path / "out"
+        assert f"{name} 0: a model has 1 or more" in refused(cli("synth", config, out))
+        assert not out.exists()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from offload.kv.homes import LEAST_WINDOW
 from offload.kv.table import LayerTable
 from offload.kv.tiers import KvTiers
 from offload.models.block_attention import switch_on
+from offload.units import parse_bytes
 
 KINDS = {"q8": 0.02, "q4": 0.3, "bf16": 0.02}
 """And by what part of the largest logit they may differ, in a model of random weights."""
@@ -155,7 +157,15 @@ def test_refusals(tiny: Callable[..., Any], tmp_path: Path) -> None:
         KvTiers(
             model.config, ram=2**24, directory=tmp_path, in_place=True, kind="q4"
         ).new_cache().update(some, some, 0)
-    with pytest.raises(OffloadError, match="beside the newest ones"):
+    with pytest.raises(OffloadError, match="beside the newest ones") as refusal:
         KvTiers(
             model.config, ram=2**16, directory=tmp_path, in_place=True, kind="q8"
         ).new_cache().update(some, some, 0)
+    # What it says is enough: the newest ones are counted.
+    said = re.search(r"--kv-ram\) to (\d+[KM]iB)", str(refusal.value))
+    assert said is not None
+    enough = KvTiers(
+        model.config, ram=parse_bytes(said[1]), directory=tmp_path, in_place=True, kind="q8"
+    )
+    enough.new_cache().update(some, some, 0)
+    enough.close()

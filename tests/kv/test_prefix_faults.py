@@ -265,6 +265,33 @@ def test_a_disk_that_hangs_is_waited_for_once(
         prompts.close()
 
 
+def test_a_disk_that_hangs_in_a_write_ends_nothing(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ``flush`` nor ``close`` waits for it for ever."""
+    comes_back, whole = threading.Event(), PrefixFolder.publish
+
+    def hanging(*args: Any) -> Any:
+        comes_back.wait()
+        return whole(*args)
+
+    monkeypatch.setattr(PrefixFolder, "publish", hanging)
+    monkeypatch.setattr(prefix_thread, "WAIT_S", 0.1)
+    flushed, closed = (opened(tmp_path / name, say=said.append) for name in ("one", "two"))
+    try:
+        for prompts in (flushed, closed):
+            read(prompts, ids(1))
+        flushed.flush()
+        assert len(said) == 1
+        closed.close()
+        assert len(said) == 2
+        assert all("not used" in text for text in said)
+    finally:
+        comes_back.set()
+        flushed.close()
+        closed.close()
+
+
 def test_a_pipe_in_the_place_of_a_group_is_not_waited_for(
     prompts: PrefixCache, said: list[str]
 ) -> None:

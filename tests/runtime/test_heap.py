@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from offload.runtime.heap import SMALL_BUDGET
+from offload.runtime.heap import LARGE_BYTES, LEAST_LARGE_BYTES, SMALL_BUDGET, large_bytes
 
 LIBC = """
 import ctypes, sys
@@ -59,6 +59,39 @@ def test_large_blocks_are_returned() -> None:
 def test_the_default_keeps_them() -> None:
     """Else there would be nothing to mend."""
     assert left_behind("no") >= 6
+
+
+SMALL = """
+from offload.runtime import heap
+
+budget = 2**25
+libc.free(libc.malloc(3 * heap.LARGE_BYTES))  # what is large to glibc grows
+assert getattr(heap, sys.argv[1])(budget)
+size = 2**20
+blocks = []
+for _ in range(40):
+    blocks.append(libc.malloc(size))
+    libc.malloc(100_000)
+for block in blocks:
+    libc.free(block)
+print(libc.mallinfo2().fordblks // size)
+"""
+
+
+@pytest.mark.parametrize("how", ["return_large_blocks", "keep_small_heap"])
+def test_a_block_is_large_beside_its_budget(how: str) -> None:
+    """A prompt's activations in blocks of 1 MiB leave nothing behind of a budget of 32 MiB."""
+    run = subprocess.run(
+        [sys.executable, "-c", LIBC + SMALL, how], capture_output=True, text=True, check=True
+    )
+    if run.stdout.strip() == "skip":
+        pytest.skip("this C library does not say what its heap holds")
+    assert int(run.stdout) <= 2
+
+
+def test_what_is_large_is_a_share_of_small_budgets() -> None:
+    sizes = [large_bytes(n) for n in (2**20, 2**25, SMALL_BUDGET, 2**40, None)]
+    assert sizes == [LEAST_LARGE_BYTES, 2**19, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES]
 
 
 KEEP = """
