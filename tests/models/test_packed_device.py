@@ -152,5 +152,5 @@ def test_a_plan_says_what_each_tier_is_for(made: Callable[[str], Path]) -> None:
 
 
 def test_what_cannot_be_on_a_device(made: Callable[[str], Path]) -> None:
-    with pytest.raises(OffloadError, match="--kernels fast compares the CPU's kernels"):
+    with pytest.raises(OffloadError, match="kernels fast compares the CPU's kernels"):
         offload.load(made("gemma"), ram="1GiB", device="sim", kernels="fast")
