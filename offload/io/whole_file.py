@@ -65,6 +65,8 @@ def check_temporary(path: Path, what: str, inside: str = "") -> None:
         OffloadError: with how much shorter it must be.
     """
     target = expanded(path).resolve()
+    if not target.name:
+        return  # the root: a directory, as whoever asked for it is told
     temporary = temporary_of(target)
     try:
         os.lstat(temporary / inside)

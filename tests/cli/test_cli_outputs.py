@@ -27,6 +27,13 @@ def test_a_models_own_files_stay(
     assert target.read_bytes() == before
 
 
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    """Nor is the root, which has no name of its own."""
+    for directory in (tmp_path, Path("/")):
+        with pytest.raises(OffloadError, match="is a directory; give a file"):
+            check_target(directory, "--json")
+
+
 def test_weights_by_any_name_and_through_links(tmp_path: Path) -> None:
     (tmp_path / "download").write_bytes(b"GGUF" + bytes(20))
     (tmp_path / "bundle-00001.bin").write_bytes(b"x")
