@@ -479,12 +479,17 @@ class PrefixCache:
         if self._closed:
             return
         self._closed = True
-        self.flush()
-        self._thread.close()
+        with contextlib.ExitStack() as stack:  # whatever becomes of the writes
+            stack.callback(self._folder.close)
+            stack.callback(self._free)
+            stack.callback(self._thread.close)
+            self.flush()
+
+    def _free(self) -> None:
+        """The buffers; one that a hung disk still has stays."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._slots.get_nowait().memory.close()
-        self._folder.close()
 
     def _check_open(self) -> None:
         if self._closed:
