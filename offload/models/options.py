@@ -31,11 +31,6 @@ SLACK_SHARE, LEAST_SLACK, MOST_SLACK = 64, 512 * 2**10, 16 * 2**20
 """Set aside for what no plan can count (allocator fragments, thread stacks, Python objects): one
 part in 64 of the budget, within these bytes."""
 
-FRAGMENTS, FRAGMENTS_FROM, FRAGMENTS_SHARE = 3 * 2**20, 4 * 2**20, 4
-"""Fragments of the heap are some MiB even of a small model: 2.4 to 4 where 0.9 were in use at once,
-oneDNN's pages of code and torch's temporaries between what lives long. So much of a budget that has
-it: of smaller ones a quarter of what they have above 4 MiB."""
-
 BESIDE_BYTES, SEQUENCE_BYTES = 2**20, 224 * 2**10
 """What running several sequences takes, and each of them: a greenlet's stacks, its settings and its
 text, and 64 KiB for rows that are multiplied together (``offload.batch.joined``)."""
@@ -269,12 +264,6 @@ def parse_options(
         kv_ram=None if kv_ram is None else parse_bytes(kv_ram),
         **others,
     )
-
-
-def slack_bytes(ram: int) -> int:
-    """Of a budget of ``ram`` bytes: what is set aside for what no plan can count."""
-    fragments = min(FRAGMENTS, (ram - FRAGMENTS_FROM) // FRAGMENTS_SHARE)
-    return min(MOST_SLACK, max(LEAST_SLACK, fragments, ram // SLACK_SHARE))
 
 
 def safe_share(ram: int | None) -> list[str]:

@@ -14,7 +14,7 @@ from offload.models.footprint import Footprint
 from offload.models.host_cost import product_overhead_s
 from offload.models.kv_plan import KvPlan
 from offload.models.meta import MetaModel
-from offload.models.options import ROW_SHARE, Options, slack_bytes
+from offload.models.options import LEAST_SLACK, MOST_SLACK, ROW_SHARE, SLACK_SHARE, Options
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
 from offload.models.workspace import CARD_BYTES, Workspace, kernel_bytes, workspace_bytes
@@ -54,7 +54,7 @@ def overhead_bytes(options: Options, chosen: Cut, *, grown: int, ram: int, promp
     found = options.overhead_bytes
     if found is None:
         found = grown + min(PLANS_KEPT, len(chosen.blocks)) * PLAN_BYTES
-        found += slack_bytes(ram)
+        found += min(MOST_SLACK, max(LEAST_SLACK, ram // SLACK_SHARE))
     found += listening_bytes(options, chosen, prompt * options.batch)
     return found + options.beside_bytes
 

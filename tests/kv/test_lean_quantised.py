@@ -98,7 +98,7 @@ def test_what_it_is_not_for(packed: Path) -> None:
     with loaded(packed, **long, ram="64MiB") as model:
         assert model.offload.kv is None
         want = generate(model, IDS)
-    with loaded(packed, **long, ram="20MiB") as model:
+    with loaded(packed, **long, ram="18MiB") as model:
         assert any("private file" in note for note in model.offload.notes)
         assert model.offload.kv is not None
         got = generate(model, IDS)
