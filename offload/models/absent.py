@@ -12,9 +12,10 @@ import torch
 
 from offload.errors import ClosedError, OffloadError
 
+UNPACKED = "load the checkpoint that it was made from, without quant= and kernels="
 WHOLE_MODEL = (
     "To get the whole model back call offload.unwrap(model), or load it without a budget (of a "
-    "packed model: load the checkpoint that it was made from, without quant= and kernels=)"
+    f"packed model: {UNPACKED})"
 )
 CHANGE = (
     "Put the new one into the checkpoint, and load or pack that again; a model that is not packed "

@@ -14,13 +14,11 @@ import torch
 from torch import nn
 
 from offload.errors import OffloadError
-from offload.models.absent import AbsentTensor
+from offload.models.absent import UNPACKED, AbsentTensor
 from offload.models.shadow import shadow
 from offload.models.units import Cut
 
 Undo = Callable[[], Any]
-
-_CHECKPOINT = "load the checkpoint that it was made from, without quant= and kernels="
 
 
 def _packed(model: nn.Module) -> bool:
@@ -61,7 +59,7 @@ def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Un
                     "give dtype= and device= when you load it, or call offload.unwrap(model) first"
                 )
                 if _packed(model):
-                    way = f"give device= when you load it; for another dtype {_CHECKPOINT}"
+                    way = f"give device= when you load it; for another dtype {UNPACKED}"
                 raise OffloadError(f"a streamed model stays on {device} and in {dtype}; {way}")
         return self
 
@@ -69,7 +67,7 @@ def _refuse_to_move(model: nn.Module, cut: Cut, device: torch.device) -> list[Un
         if _packed(model):
             raise OffloadError(
                 f"a packed model cannot be saved: its weights are bytes for our kernels; copy the "
-                f"directory that it was packed into, or {_CHECKPOINT}, and save that"
+                f"directory that it was packed into, or {UNPACKED}, and save that"
             )
         raise OffloadError(
             "a streamed model cannot be saved: its weights are those of its checkpoint; call "

@@ -24,6 +24,7 @@ from offload.io.engines import make_engine
 from offload.io.memory import Staging
 from offload.io.pack import PackStore
 from offload.io.store import Store
+from offload.models.absent import UNPACKED
 from offload.models.attach import Attachment
 from offload.models.expert_options import check_recordable, policy_of, recorder_of
 from offload.models.freed import FreedParameter, filled, freed
@@ -164,8 +165,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise ClosedError("this model has been closed: its weights are gone; load it again")
     if handle.packed:
         raise OffloadError(
-            "a packed model cannot be unwrapped: its weights are bytes for our kernels; load the "
-            "checkpoint that it was made from, without quant= and kernels="
+            f"a packed model cannot be unwrapped: its weights are bytes for our kernels; {UNPACKED}"
         )
     chosen = handle.attachment.cut
     originals = handle.originals or _Originals(chosen)
