@@ -8,7 +8,6 @@ of each. Tokens are given, not drawn.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import random
 import time
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import llama_cpp as api
+from llama_cpp_model import opened
 
 
 def main() -> None:
@@ -28,14 +28,7 @@ def main() -> None:
     parser.add_argument("--mmap-only", action="store_true", help="no repacked copy of the weights")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    silent = api.llama_log_callback(lambda *_: None)
-    api.llama_log_set(silent, ctypes.c_void_p(0))
-    api.llama_backend_init()
-    chosen = api.llama_model_default_params()
-    chosen.use_extra_bufts = not args.mmap_only
-    model = api.llama_model_load_from_file(args.model.encode(), chosen)
-    if not model:
-        raise SystemExit(f"llama.cpp does not open {args.model}")
+    model = opened(args.model, mmap_only=args.mmap_only)
     rows = [measure(model, args, int(size)) for size in args.sizes.split(",")]
     args.json.write_text(json.dumps({"rows": rows}))
 

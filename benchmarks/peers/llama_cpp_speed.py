@@ -7,7 +7,6 @@ Random token ids, so that routing is as even as the weights make it, and no toke
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import random
 import statistics
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import llama_cpp as api
+from llama_cpp_model import opened
 
 
 def main() -> None:
@@ -26,12 +26,7 @@ def main() -> None:
     parser.add_argument("--mmap-only", action="store_true", help="no repacked copy of the weights")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    silent = api.llama_log_callback(lambda *_: None)
-    api.llama_log_set(silent, ctypes.c_void_p(0))
-    api.llama_backend_init()
-    chosen = api.llama_model_default_params()
-    chosen.use_extra_bufts = not args.mmap_only
-    model = api.llama_model_load_from_file(args.model.encode(), chosen)
+    model = opened(args.model, mmap_only=args.mmap_only)
     settings = api.llama_context_default_params()
     settings.n_ctx = args.prompt + 2 * args.tokens + 8
     settings.n_batch = 512
