@@ -27,6 +27,7 @@ from offload.models.experts import ExpertProxy, ExpertSession, routed_index
 from offload.models.host_products import HostProducts
 from offload.models.hybrid import HybridExperts
 from offload.models.inputs import take_inputs
+from offload.models.one_token import Tried
 from offload.models.params import Param
 from offload.models.refusals import refuse_changes
 from offload.models.routing_tap import RouterTap, RoutingRecorder
@@ -81,6 +82,7 @@ class Attachment:
         self._own_hooks: dict[int, set[int]] = {}
         """Numbers of hooks, by the identity of the module that they are on."""
         self._sessions: list[ExpertSession] = []
+        self._one_token = Tried()
         self.join_head: JoinHead | None = None
         """Asked for a single row's product with a slice of the head, while several sequences run in
         turns; None: it is multiplied alone."""
@@ -250,6 +252,10 @@ class Attachment:
             self._undo.append(shadow(group.module, param.places[0].attr, proxies[-1]))
 
         hybrid = self._hybrid(group, session)
+        if hybrid is None and self.executor.device.torch_device.type == "cpu":
+            one = self._one_token(group)
+            if one is not None:
+                self._undo.append(shadow(group.module, "forward", one.forward))
         scored = self.plan.expert_policy in SCORED
         recorder = self._recorder
         tap = RouterTap(group) if scored or recorder is not None else None

@@ -223,7 +223,7 @@ def activation_bytes(groups: Sequence[ExpertGroup], top_k: int, itemsize: int) -
     """Most bytes that ``ROWS`` tokens of a layer send between the sites."""
     most = 0
     for group in groups:
-        width = _width(group)
+        width = width_in(group)
         used = min(ROWS * top_k, group.n_experts)
         rows = align_up(width * itemsize, TENSOR_ALIGN)
         down = ROWS * (rows + align_up(4 * top_k, TENSOR_ALIGN))
@@ -274,7 +274,7 @@ def _try_apart(group: ExpertGroup) -> str | None:
         attr: [random(int(t.shape[-1]), dtype=t.dtype).div(8).expand(t.shape[1:]) for _ in range(2)]
         for attr, t in shapes.items()
     }
-    hidden = random(TRIED, _width(group), dtype=dtype)
+    hidden = random(TRIED, width_in(group), dtype=dtype)
     index = torch.tensor([[0, 1], [1, 0]]).repeat(TRIED // 2, 1)
     loop = eager_loop(group)
 
@@ -304,7 +304,7 @@ def _try_apart(group: ExpertGroup) -> str | None:
     return None
 
 
-def _width(group: ExpertGroup) -> int:
+def width_in(group: ExpertGroup) -> int:
     params = {p.places[0].attr: p for p in group.params}
     first = params.get("gate_up_proj") or params.get("up_proj") or group.params[0]
     transposed = bool(getattr(group.module, "is_transposed", False))

@@ -11,6 +11,7 @@ import logging
 import threading
 from bisect import bisect_left
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from types import TracebackType
 
 import torch
@@ -35,6 +36,15 @@ def outside_transforms() -> AbstractContextManager[object]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+def outside_inference() -> AbstractContextManager[object]:
+    """A context that makes no inference tensors: a lease made while generating may serve a backward
+    later. To enter ``torch.inference_mode(False)`` is a quarter of what a view takes, so not where
+    that is so already."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 class Lease:
@@ -141,8 +151,7 @@ class Lease:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         base = self._memory.tensor()
         start = base.storage_offset() + self.offset + spec.offset
-        # A lease made while generating may serve a backward later, and inference tensors cannot.
-        with torch.inference_mode(False), outside_transforms():
+        with outside_inference(), outside_transforms():
             empty = torch.empty(0, dtype=dtype, device=base.device)
             stride = row_major(spec.shape)
             return empty.set_(
@@ -167,6 +176,7 @@ class Lease:
         )
 
 
+@lru_cache(maxsize=256)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
     stride, step = [0] * len(shape), 1

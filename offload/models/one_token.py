@@ -1,0 +1,218 @@
+"""A MoE layer's experts for one token, in fewer steps than the eager loop takes.
+
+transformers' loop finds out for each expert which tokens are its own, gathers them and adds the
+results where they belong. With a single token there is nothing to find, gather or place, and of the
+60 µs that an expert takes besides its products (twice that where weights have pushed Python out of
+the caches) half is gone. What computes is the same: the same operators on tensors of the same
+shapes, in the same order, so the bits are the same. That is shown for each class before it is used:
+the operators of both are recorded and compared, and their results, too. A class whose loop does
+anything else keeps its loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.models.expert_groups import ExpertGroup
+from offload.models.hybrid import StandIn, eager_loop, per_expert, width_in
+
+TRIED = 8
+"""Tokens with which a class is tried, one by one."""
+SMALL = 16
+"""What the greatest common divisor of a class's dimensions is made for that: its experts may be
+hundreds of megabytes."""
+SUMS = ("token", "weights", "float32")
+"""Whose dtype the loop adds up in, before it rounds to the token's."""
+
+ALIGNED = 64
+"""Bytes: where torch puts what it allocates. Products of floats may depend on where they begin."""
+
+PLACING = frozenset(
+    "index index_add_ add_ zeros_like select slice unsqueeze split view alias clone".split()
+)
+"""Operators on numbers that only gather them or put them where they belong. Those add, too: that a
+token's experts are added up in the same order is left to the results."""
+
+
+class OneToken:
+    """The forward of a layer's experts module, called for one token at a time."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        """Raises ValueError: its attributes are not those of transformers' experts."""
+        module = group.module
+        self._module = module
+        self._n_experts = group.n_experts
+        self._names = list(inspect.signature(eager_loop(group)).parameters)[1:]
+        self._up = "gate_up_proj" if module.has_gate else "up_proj"
+        moving = {p.places[0].attr for p in group.params}
+        if moving != {self._up, "down_proj"}:
+            raise ValueError(f"its weights are {', '.join(sorted(moving))}")
+        self._transposed = bool(module.is_transposed)
+        beside = per_expert(group)
+        biases = {f"{name}_bias" for name in moving}
+        if set(beside) != (biases if module.has_bias else set()):
+            raise ValueError(f"it has {', '.join(beside)} beside them")
+        self._biased = bool(beside)
+        self._gated = bool(module.has_gate)
+        self.sums = SUMS[0]
+        self._inner = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands for the module's own."""
+        if self._takes(args, kwargs):
+            named = args[1][0].tolist()
+            # What an expert means that is named twice, or is another rank's, the loop knows.
+            if len({e for e in named if 0 <= e < self._n_experts}) == len(named):
+                return self(args[0], named, args[2], self._module)
+        return self._inner(*args, **kwargs)
+
+    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is of one token, on the processor, and wants no gradients."""
+        if len(args) != 3 or kwargs or torch.is_grad_enabled():
+            return False
+        hidden, index, weights = args
+        return (
+            all(isinstance(t, torch.Tensor) and t.dim() == 2 for t in args)
+            and hidden.shape[0] == 1
+            and hidden.device.type == "cpu"
+            and index.shape == weights.shape
+            and index.shape[0] == 1
+            and not index.is_floating_point()
+            and index.dtype != torch.bool
+            and not torch.is_autocast_enabled("cpu")
+            and getattr(self._module.config, "_experts_implementation", None) in (None, "eager")
+        )
+
+    def __call__(
+        self,
+        hidden_1H: torch.Tensor,
+        named: Sequence[int],
+        weights_1k: torch.Tensor,
+        module: Any,
+    ) -> torch.Tensor:
+        """What the loop returns, [1, H].
+
+        Args:
+            hidden_1H: the token.
+            named: k experts, no two alike.
+            weights_1k: of each.
+            module: who has the experts.
+        """
+        slots = {e: slot for slot, e in enumerate(named)}
+        weight_11 = weights_1k.split(1, 1)
+        # The loop gathers its token anew, and so where torch puts what it allocates.
+        if not hidden_1H.is_contiguous() or hidden_1H.data_ptr() % ALIGNED:
+            hidden_1H = hidden_1H.clone(memory_format=torch.contiguous_format)
+        sums = {"token": hidden_1H.dtype, "weights": weights_1k.dtype, "float32": torch.float32}
+        out_1H = torch.zeros_like(hidden_1H, dtype=sums[self.sums])
+        up, down = getattr(module, self._up), module.down_proj
+        for expert in sorted(slots):
+            inner = self._product(hidden_1H, up[expert])
+            if self._biased:
+                inner = inner + getattr(module, f"{self._up}_bias")[expert]
+            inner = module._apply_gate(inner) if self._gated else module.act_fn(inner)
+            found_1H = self._product(inner, down[expert])
+            if self._biased:
+                found_1H = found_1H + module.down_proj_bias[expert]
+            found_1H = found_1H * weight_11[slots[expert]]
+            if found_1H.dtype != out_1H.dtype:
+                found_1H = found_1H.to(out_1H.dtype)
+            out_1H.add_(found_1H)
+        return out_1H if out_1H.dtype == hidden_1H.dtype else out_1H.to(hidden_1H.dtype)
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight if self._transposed else F.linear(x, weight)
+
+
+class _Recorder(TorchDispatchMode):
+    """The operators that compute, with the shapes and dtypes of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if name not in PLACING and any(t.is_floating_point() for t in tensors):
+            others = [repr(a) for a in args if not isinstance(a, torch.Tensor)]
+            said = tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
+            self.seen.append((str(func), said, tuple(others), repr(sorted((kwargs or {}).items()))))
+        return func(*args, **(kwargs or {}))
+
+
+class Tried:
+    """Which classes of experts can be taken so: each is tried once for each size and dtype."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], str | None] = {}
+
+    def __call__(self, group: ExpertGroup) -> OneToken | None:
+        """The way for one token; None: only the loop is known to be right."""
+        try:
+            found = OneToken(group)
+        except (AttributeError, ValueError):
+            return None
+        shapes = [(p.places[0].attr, tuple(p.tensor.shape), p.tensor.dtype) for p in group.params]
+        key = (type(group.module), *shapes)
+        if key not in self._known:
+            self._known[key] = next((sums for sums in SUMS if _same(group, found, sums)), None)
+        if (sums := self._known[key]) is None:
+            return None
+        found.sums = sums
+        return found
+
+
+def _same(group: ExpertGroup, found: OneToken, sums: str) -> bool:
+    """Whether single tokens on three small experts take the loop's operators, and come to its
+    results, added up in the dtype of ``sums``."""
+    found.sums = sums
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    moving = {p.places[0].attr: p.tensor for p in group.params}
+    known = {**moving, **per_expert(group)}
+    if any(t is not None and a not in known for a, t in group.module._parameters.items()):
+        return False
+    divisor = math.gcd(*(d for t in moving.values() for d in t.shape[1:]))
+    used = list(range(min(3, group.n_experts)))
+
+    def smaller(size: int) -> int:
+        return size // divisor * SMALL if divisor > SMALL else size
+
+    whole: Any = StandIn(group.module, {})
+    for attr, t in known.items():
+        shape = [smaller(d) for d in t.shape[1:]]
+        whole.__dict__[attr] = [random(*shape, dtype=t.dtype).div(8) for _ in used]
+    loop: Callable[..., torch.Tensor] = eager_loop(group)
+    dtype = next(iter(moving.values())).dtype
+    try:
+        # Some routers weigh in float32, and some loops add up in the weights' dtype.
+        for weighed in (dtype, torch.float32):
+            for number in range(TRIED):
+                hidden = random(1, smaller(width_in(group)), dtype=dtype)
+                index = torch.randperm(len(used), generator=generator)[None]
+                scores = random(1, len(used), dtype=weighed).abs()
+                with torch.no_grad(), _Recorder() as one:
+                    got = found(hidden, index[0].tolist(), scores, whole)
+                with torch.no_grad(), _Recorder() as other:
+                    want = loop(whole, hidden, index, scores)
+                if got.dtype != want.dtype or not torch.equal(got, want):
+                    return False
+                if number == 0 and one.seen != other.seen:
+                    return False
+    except Exception:  # noqa: BLE001  any failure means: not this way
+        return False
+    return True
+
+
+__all__ = ["OneToken", "Tried"]
