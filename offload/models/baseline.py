@@ -60,7 +60,7 @@ def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like 
     model.set_experts_implementation("eager")
     _one_token(model)
     times = toy_times.Times()
-    fetch_s = 0.0
+    fetch_s = crowd_s = 0.0
     with tempfile.TemporaryDirectory() as directory, quiet():
         model.save_pretrained(directory)
         timed = like if model.can_generate() else None
@@ -78,13 +78,16 @@ def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like 
             if timed is not None:
                 fetched = toy_times.measure(streamed.model, timed)
                 more_s = fetched.token_s - fetched.wait_s - times.token_s
-                fetch_s = max(0.0, more_s) / fetched.blocks if fetched.blocks else 0.0
+                if fetched.blocks:
+                    fetch_s = max(0.0, more_s) / fetched.blocks
+                    crowd_s = fetched.others_s / fetched.blocks
     return Warm(
         baseline_rss=0,
         layer_s=times.layer_s,
         expert_s=times.expert_s,
         fixed_s=times.fixed_s,
         fetch_s=fetch_s,
+        crowd_s=crowd_s,
     )
 
 

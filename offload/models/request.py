@@ -7,6 +7,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from offload.blocks import ALIGN, BlockSpec, TensorSpec, Tier, align_up
 from offload.io.transfer import PLAN_BYTES, PLANS_KEPT
 from offload.models.expert_options import listening_bytes
@@ -18,6 +20,7 @@ from offload.models.options import LEAST_SLACK, MOST_SLACK, ROW_SHARE, SLACK_SHA
 from offload.models.toy import Warm
 from offload.models.units import Cut, head_shape
 from offload.models.workspace import CARD_BYTES, Workspace, kernel_bytes, workspace_bytes
+from offload.runtime.hardware_cache import cores
 from offload.runtime.rss import current_rss
 from offload.scheduler.costs import CostModel
 from offload.scheduler.planner import PlanRequest
@@ -161,6 +164,7 @@ def request_of(
             staged=staged,
             expert_overhead_s=warm.expert_s,
             fetch_s=warm.fetch_s,
+            crowd_s=warm.crowd_s if torch.get_num_threads() >= cores() else 0.0,
             product_overhead_s=_product_overhead_s(options, top) if apart_rows else None,
             on_card=computes_on_card(options, top),
         )

@@ -75,7 +75,7 @@ def plan_team(
             return plan, None, []
     if options.fewer is None or request.costs is None or plan.predicted_pass_s is None:
         return plan, TeamPlan(fewer=False, planned=False), []
-    costs = replace(request.costs, hardware=options.fewer)
+    costs = replace(request.costs, hardware=options.fewer, crowd_s=0.0)
     other = finished(make_plan(replace(request, costs=costs)), costs)
     assert other.predicted_pass_s is not None
     now_s, then_s = plan.predicted_pass_s.mid, other.predicted_pass_s.mid

@@ -136,8 +136,8 @@ class Warm:
     take when there is next to nothing to compute, that is, Python, dispatch and the books of what
     is where. ``fixed_s``: what ``generate`` adds to each token besides the layers. ``fetch_s``:
     what each block that is read from disk costs those who compute, besides the wait for its bytes:
-    the way to the disk's queue and back, and threads that take turns with Python. Zero where there
-    was no toy.
+    the way to the disk's queue and back, and threads that take turns with Python. ``crowd_s``: the
+    processor time that those threads take for each. Zero where there was no toy.
     """
 
     baseline_rss: int
@@ -145,6 +145,7 @@ class Warm:
     expert_s: float = 0.0
     fixed_s: float = 0.0
     fetch_s: float = 0.0
+    crowd_s: float = 0.0
 
 
 @contextlib.contextmanager

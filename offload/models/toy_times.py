@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from time import clock_gettime, pthread_getcpuclockid
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ class Times:
 
     ``layer_s``: one layer without its experts. ``expert_s``: one routed expert. ``fixed_s``: what
     ``generate`` adds besides the layers. ``token_s``: all of it, of which ``wait_s`` is spent
-    waiting for ``blocks`` from disk.
+    waiting for ``blocks`` from disk. ``others_s``: processor time of the threads that fetch them.
     """
 
     layer_s: float = 0.0
@@ -50,6 +52,7 @@ class Times:
     token_s: float = 0.0
     wait_s: float = 0.0
     blocks: float = 0.0
+    others_s: float = 0.0
 
 
 class Pressure:
@@ -212,7 +215,7 @@ class _Watch:
             marks.append(
                 [
                     self._now(), self._spent["layer"], self._spent["experts"], self._routed,
-                    stats.stall_s, stats.read_blocks,
+                    stats.stall_s, stats.read_blocks, _others_s(),
                 ]
             )  # fmt: skip
 
@@ -237,7 +240,7 @@ class _Watch:
 
     def _one(self, before: list[float], after: list[float]) -> Times:
         """One token."""
-        token_s, layers_s, experts_s, routed, wait_s, blocks = (
+        token_s, layers_s, experts_s, routed, wait_s, blocks, others_s = (
             b - a for a, b in zip(before, after, strict=True)
         )
         return Times(
@@ -247,7 +250,17 @@ class _Watch:
             token_s=token_s,
             wait_s=wait_s,
             blocks=blocks,
+            others_s=others_s,
         )
+
+
+def _others_s() -> float:
+    """Processor time of Python's other threads, so far: of those that fetch."""
+    return sum(
+        clock_gettime(pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread.ident not in (None, threading.get_ident())
+    )
 
 
 __all__ = ["Like", "Pressure", "Times", "measure", "pressed"]

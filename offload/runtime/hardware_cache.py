@@ -39,10 +39,15 @@ def default_threads() -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
+    logical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return max(1, min(logical, cores()))
+
+
+def cores() -> int:
+    """Logical ones that this process may use at once: what it is bound to, and a quota pays for."""
     logical = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    paid = math.ceil(cpu_quota() or logical)
-    return max(1, min(psutil.cpu_count(logical=False) or logical, allowed, paid))
+    return max(1, min(allowed, math.ceil(cpu_quota() or logical)))
 
 
 def cpu_name() -> str:

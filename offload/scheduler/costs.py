@@ -42,6 +42,10 @@ class CostModel:
         expert_overhead_s: seconds per expert call that are not its weights (dispatch).
         fetch_s: seconds that a block read from disk takes of the time of those who compute, where
             the CPU does: the threads that fetch it run on the same cores.
+        crowd_s: processor time that those threads take for such a block, where compute has all
+            cores. A toy, whose products are too small for a second thread, leaves them a core of
+            their own; of products on all cores each second of theirs takes one, as a product ends
+            with the last of its threads.
         product_overhead_s: seconds of a product that the CPU computes beside a device, besides the
             product: its copies and threads (see ``bounds.host_product_s``); None: not measured.
         guess_precision: share of the experts guessed for the next layer that it will use: 0.7 to
@@ -62,6 +66,7 @@ class CostModel:
     staged: bool = False
     expert_overhead_s: float = 0.0
     fetch_s: float = 0.0
+    crowd_s: float = 0.0
     product_overhead_s: float | None = None
     guess_precision: float = 0.85
     flops: Mapping[str, int] = field(default_factory=dict, hash=False)

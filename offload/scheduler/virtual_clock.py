@@ -48,7 +48,7 @@ class VirtualClock:
         beside = plan.compute_tier is Tier.RAM
         self._compute_beside = costs.hardware.gemv_beside if beside else 1.0
         self._read_beside = costs.hardware.read_beside if beside else 1.0
-        self._fetch_s = costs.fetch_s if beside else 0.0
+        self._fetch_s = costs.fetch_s + costs.crowd_s if beside else 0.0
         self._owed_s = 0.0  # what blocks that have come have cost, and nobody has spent yet
         self._due: list[tuple[float, int, Fetch | Callable[[], None]]] = []
         self._sequence = 0

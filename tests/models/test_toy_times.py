@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 from families import tiny_config, write
 
+from offload.blocks import Tier
 from offload.models import baseline, toy_times
 from offload.models.experts import ExpertProxy
-from offload.models.load import Options, prepare
+from offload.models.load import Options, plan_model, prepare
 from offload.models.meta import model_class
+from offload.models.toy import Warm
 from offload.models.toy_times import Like, Pressure, measure, pressed
+from offload.runtime.probe_compute import torch_threads
+from offload.scheduler.hardware import BYTES_PER_S, FLOP_PER_S, Hardware, Rate
 
 LIKE = Like(torch.float32, 64, 2)
 MINUTE_S = 60.0
@@ -106,6 +111,7 @@ def test_a_warm_process_knows_its_times() -> None:
     assert warm.baseline_rss > 0
     assert min(warm.layer_s, warm.expert_s, warm.fixed_s) > 0
     assert warm.fetch_s >= 0
+    assert warm.crowd_s > 0
 
 
 def test_nobody_waits_for_times_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,4 +119,30 @@ def test_nobody_waits_for_times_without_a_prediction(monkeypatch: pytest.MonkeyP
     config = tiny_config("llama")
     warm = baseline.warm_up(config, model_class(config), torch.float32, False)
     assert warm.baseline_rss > 0
-    assert warm.layer_s == warm.fixed_s == warm.fetch_s == 0
+    assert warm.layer_s == warm.fixed_s == warm.fetch_s == warm.crowd_s == 0
+
+
+@pytest.mark.parametrize(("threads", "crowded"), [(1, False), (2, True), (3, True)])
+def test_threads_that_fetch_take_cores_from_those_that_have_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, crowded: bool
+) -> None:
+    write("qwen3_moe", tmp_path / "m")
+    monkeypatch.setattr("offload.models.request.cores", lambda: 2)
+    rate = Rate(median=1e9, low=1e9, high=1e9, n=1, unit=BYTES_PER_S)
+    flops = replace(rate, unit=FLOP_PER_S)
+    hardware = Hardware(
+        ssd_read=rate, ssd_write=rate, ssd_mixed=rate, ram_read=rate, memcpy=rate,
+        matmul={"float32": flops}, gemv={"float32": rate}, cores=2, ram_bytes=2**30, name="two",
+    )  # fmt: skip
+    options = Options(ram=2**30, context=32, overhead_bytes=0, hardware=hardware)
+    options.ram = plan_model(tmp_path / "m", options, Warm(baseline_rss=0)).minimum[Tier.RAM]
+    with torch_threads(threads):
+        alone, beside = (
+            plan_model(tmp_path / "m", options, Warm(baseline_rss=0, crowd_s=crowd_s)).plan
+            for crowd_s in (0.0, 1.0)
+        )
+    assert alone.predicted_pass_s is not None
+    assert beside.predicted_pass_s is not None
+    more_s = beside.predicted_pass_s.mid - alone.predicted_pass_s.mid
+    assert (more_s > 1.0) == crowded
+    assert crowded or more_s == 0

@@ -76,6 +76,8 @@ def test_each_block_from_disk_takes_some_of_computes_time() -> None:
     found = simulate(streaming(10, 256, 3), replace(costs, fetch_s=5e-4))
     assert found.pass_s == pytest.approx(10 * 2.5e-3)
     assert found.lane_s["compute"] == pytest.approx(10 * 2.5e-3)
+    both = simulate(streaming(10, 256, 3), replace(costs, fetch_s=3e-4, crowd_s=2e-4))
+    assert both.pass_s == pytest.approx(10 * 2.5e-3)
     # Where the disk is the slower one, it is paid for while nobody has anything to compute.
     slow = costs_on(machine(ssd=LAYER / 4e-3, gemv=LAYER / 2e-3))
     assert simulate(streaming(10, 256, 3), replace(slow, fetch_s=5e-4)).pass_s == pytest.approx(
