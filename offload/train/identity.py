@@ -70,15 +70,41 @@ def identity_of(
     }
 
 
-def check_longer(before: Mapping[str, Any] | None, now: Mapping[str, Any], schedule: str) -> None:
-    """Say how to train on, if only the number of steps differs.
+_IN_WORDS = {
+    "model": "the checkpoint has other files, or other tensors in them",
+    "model config": "the model's config.json says something else",
+    "model layout": "other weights are trained, or they are cut otherwise",
+    "model values": "the checkpoint's weights have other values",
+    "tokenised data": (
+        "the data, once tokenised, is not what it was: --data, the tokenizer or its chat template "
+        "has changed"
+    ),
+}
+"""What differs where two runs are told apart by a digest, which says nothing to anybody."""
+
+
+def check_continues(
+    before: Mapping[str, Any] | None, now: Mapping[str, Any], schedule: str
+) -> None:
+    """Say what is not as it was, if the states would tell it by digests, and how to train on, if
+    only the number of steps differs.
+
+    Args:
+        before: the run's whose states are there.
+        now: this run's.
 
     Raises:
-        OffloadError: it does, and changes steps that have been taken.
+        OffloadError: it differs, and changes steps that have been taken.
     """
-    if before is None or before.keys() != now.keys():
+    if before is None:
         return
-    if [name for name in now if now[name] != before[name]] == ["steps"]:
+    other = sorted(name for name in before.keys() & now.keys() if now[name] != before[name])
+    if other and other[0] in _IN_WORDS:
+        raise OffloadError(
+            f"--resume: {_IN_WORDS[other[0]]} since the run began; resume it with what it began "
+            f"with, or begin another one with another --output (and --disk, if that is given)"
+        )
+    if other == ["steps"] and before.keys() == now.keys():
         raise OffloadError(
             f"--resume: that run is one of {before['steps']} steps and this one of {now['steps']}, "
             f"and with --schedule {schedule} the rate of every step depends on that; resume it as "

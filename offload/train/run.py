@@ -26,7 +26,7 @@ from offload.train.data.opening import TrainData
 from offload.train.decay import group_maker
 from offload.train.engine import Engine, NotFinite
 from offload.train.head_find import HeadForm
-from offload.train.identity import check_longer, identity_of
+from offload.train.identity import check_continues, identity_of
 from offload.train.layout import TrainLayout
 from offload.train.loop import LanguageLoop
 from offload.train.lora import Adapters
@@ -88,7 +88,7 @@ class Run:
         fingerprint = None if base is None else base.fingerprint
         self.identity = identity_of(meta, layout, data, options, total, fingerprint)
         if options.resume:
-            check_longer(stored_identity(states), self.identity, options.schedule)
+            check_continues(stored_identity(states), self.identity, options.schedule)
         self.prediction: Prediction | None = None
         """Of a step's time; None where it cannot be measured."""
         self.record: Record | None = None
