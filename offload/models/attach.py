@@ -252,10 +252,9 @@ class Attachment:
             self._undo.append(shadow(group.module, param.places[0].attr, proxies[-1]))
 
         hybrid = self._hybrid(group, session)
-        if hybrid is None and self.executor.device.torch_device.type == "cpu":
-            one = self._one_token(group)
-            if one is not None:
-                self._undo.append(shadow(group.module, "forward", one.forward))
+        if hybrid is None and (one := self._one_token(group)) is not None:
+            one.heard = session.row_heard
+            self._undo.append(shadow(group.module, "forward", one.forward))
         scored = self.plan.expert_policy in SCORED
         recorder = self._recorder
         tap = RouterTap(group) if scored or recorder is not None else None

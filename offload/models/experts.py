@@ -123,6 +123,14 @@ class ExpertSession:
             count += size
         return experts, likely
 
+    def row_heard(self, index_1k: torch.Tensor) -> list[int]:
+        """The experts of a routing of one token; of one that lies on a device, as ``hear`` found
+        them."""
+        known = self.heard
+        row = index_1k if known is None or known[0] is not index_1k else known[1]
+        experts: list[int] = row[0].tolist()
+        return experts
+
     def get(self, expert: int, name: str) -> torch.Tensor:
         """A tensor of an expert. The loop has finished with the one before it."""
         if not 0 <= expert < self.group.n_experts:

@@ -7,6 +7,9 @@ the caches) half is gone. What computes is the same: the same operators on tenso
 shapes, in the same order, so the bits are the same. That is shown for each class before it is used:
 the operators of both are recorded and compared, and their results, too. A class whose loop does
 anything else keeps its loop.
+
+On a card the loop asks the host to wait twice for each expert (is it another rank's, which tokens
+are its own); here nobody waits, as the routing has been heard of already.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ TRIED = 8
 SMALL = 16
 """What the greatest common divisor of a class's dimensions is made for that: its experts may be
 hundreds of megabytes."""
+DEVICES = ("cpu", "cuda")
 SUMS = ("token", "weights", "float32")
 """Whose dtype the loop adds up in, before it rounds to the token's."""
 
@@ -46,6 +50,9 @@ class OneToken:
 
     def __init__(self, group: ExpertGroup) -> None:
         """Raises ValueError: its attributes are not those of transformers' experts."""
+        self.heard: Callable[[torch.Tensor], list[int]] = lambda index_1k: index_1k[0].tolist()
+        """The experts of a routing [1, k]."""
+        self._only: dict[torch.device, torch.Tensor] = {}
         module = group.module
         self._module = module
         self._n_experts = group.n_experts
@@ -67,26 +74,26 @@ class OneToken:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What stands for the module's own."""
         if self._takes(args, kwargs):
-            named = args[1][0].tolist()
+            named = self.heard(args[1])
             # What an expert means that is named twice, or is another rank's, the loop knows.
             if len({e for e in named if 0 <= e < self._n_experts}) == len(named):
                 return self(args[0], named, args[2], self._module)
         return self._inner(*args, **kwargs)
 
     def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is of one token, on the processor, and wants no gradients."""
+        """Whether a call is of one token, on a known device, and wants no gradients."""
         if len(args) != 3 or kwargs or torch.is_grad_enabled():
             return False
         hidden, index, weights = args
         return (
             all(isinstance(t, torch.Tensor) and t.dim() == 2 for t in args)
             and hidden.shape[0] == 1
-            and hidden.device.type == "cpu"
+            and hidden.device.type in DEVICES
             and index.shape == weights.shape
             and index.shape[0] == 1
             and not index.is_floating_point()
             and index.dtype != torch.bool
-            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_autocast_enabled(hidden.device.type)
             and getattr(self._module.config, "_experts_implementation", None) in (None, "eager")
         )
 
@@ -112,6 +119,8 @@ class OneToken:
             hidden_1H = hidden_1H.clone(memory_format=torch.contiguous_format)
         sums = {"token": hidden_1H.dtype, "weights": weights_1k.dtype, "float32": torch.float32}
         out_1H = torch.zeros_like(hidden_1H, dtype=sums[self.sums])
+        # A card's adds with atomics, which may round otherwise; the processor's row by row.
+        only = None if hidden_1H.device.type == "cpu" else self._index_of(hidden_1H.device)
         up, down = getattr(module, self._up), module.down_proj
         for expert in sorted(slots):
             inner = self._product(hidden_1H, up[expert])
@@ -124,8 +133,18 @@ class OneToken:
             found_1H = found_1H * weight_11[slots[expert]]
             if found_1H.dtype != out_1H.dtype:
                 found_1H = found_1H.to(out_1H.dtype)
-            out_1H.add_(found_1H)
+            if only is None:
+                out_1H.add_(found_1H)
+            else:
+                out_1H.index_add_(0, only, found_1H)
         return out_1H if out_1H.dtype == hidden_1H.dtype else out_1H.to(hidden_1H.dtype)
+
+    def _index_of(self, device: torch.device) -> torch.Tensor:
+        """That of the only token."""
+        found = self._only.get(device)
+        if found is None:
+            found = self._only[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        return found
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x @ weight if self._transposed else F.linear(x, weight)

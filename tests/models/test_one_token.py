@@ -8,8 +8,9 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers.models
@@ -18,6 +19,7 @@ from torch import nn
 
 from offload.models import one_token
 from offload.models.expert_groups import ExpertGroup
+from offload.models.experts import ExpertSession
 from offload.models.load import prepare
 from offload.models.one_token import OneToken, Tried
 from offload.models.params import Param, Place
@@ -197,6 +199,47 @@ def test_calls_that_are_not_one_tokens_are_the_loops() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert looped(one, index, weights) == 1
     assert looped(one, index, weights) == 1  # somebody wants gradients
+
+
+def test_a_routing_that_was_heard_of_is_not_asked_for_again() -> None:
+    session = ExpertSession(cast(Any, None), group_of(filled(Plain(), torch.float32)))
+    index = torch.tensor([[2, 0]])
+    assert session.row_heard(index) == [2, 0]
+    session.heard = index, np.array([[3, 1]])  # as if it lay on a device, and said so
+    assert session.row_heard(index) == [3, 1]
+    assert session.row_heard(index.clone()) == [2, 0]
+
+
+def test_what_is_added_up_on_a_card_is_added_as_the_loop_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its road, on the processor."""
+    module: Any = filled(Plain(), torch.bfloat16)
+    found = Tried()(group_of(module))
+    assert found is not None
+    asked: list[torch.device] = []
+
+    class Elsewhere(torch.Tensor):
+        """Says that it is on a card."""
+
+        @property
+        def device(self) -> Any:  # type: ignore[override]
+            return torch.device("cuda")
+
+    index_of = found._index_of
+
+    def on_cpu(device: torch.device) -> torch.Tensor:
+        asked.append(device)
+        return index_of(torch.device("cpu"))
+
+    monkeypatch.setattr(found, "_index_of", on_cpu)
+    hidden = torch.randn(1, 32).bfloat16()
+    weights = torch.rand(1, 2).bfloat16()
+    with torch.no_grad():
+        want = module._loop(hidden, torch.tensor([[2, 0]]), weights)
+        got = found(hidden.as_subclass(Elsewhere), [2, 0], weights, module)
+    assert asked == [torch.device("cuda")]
+    assert torch.equal(got.as_subclass(torch.Tensor), want)
 
 
 def test_each_class_and_size_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
