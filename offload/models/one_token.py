@@ -14,7 +14,6 @@ are its own); here nobody waits, as the routing has been heard of already.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,7 +55,6 @@ class OneToken:
         module = group.module
         self._module = module
         self._n_experts = group.n_experts
-        self._names = list(inspect.signature(eager_loop(group)).parameters)[1:]
         self._up = "gate_up_proj" if module.has_gate else "up_proj"
         moving = {p.places[0].attr for p in group.params}
         if moving != {self._up, "down_proj"}:

@@ -71,10 +71,10 @@ def identity_of(
 
 
 _IN_WORDS = {
-    "model": "the checkpoint has other files, or other tensors in them",
+    "model": "the model's checkpoint has other files, or other tensors in them",
     "model config": "the model's config.json says something else",
     "model layout": "other weights are trained, or they are cut otherwise",
-    "model values": "the checkpoint's weights have other values",
+    "model values": "the model's weights have other values",
     "tokenised data": (
         "the data, once tokenised, is not what it was: --data, the tokenizer or its chat template "
         "has changed"

@@ -318,7 +318,7 @@ def test_other_data_and_another_model_are_named(
     told = r"the data, once tokenised, is not what it was.* begin another one with another --output"
     with pytest.raises(OffloadError, match=told) as other_data:
         train(again(options, data=write_data(tmp_path / "other.jsonl", seed=1)))
-    with pytest.raises(OffloadError, match="the checkpoint has other files") as other_model:
+    with pytest.raises(OffloadError, match="the model's checkpoint has other files") as other_model:
         train(again(options, model=str(models("tied"))))
     for raised in (other_data, other_model):
         assert not re.search("[0-9a-f]{16}", str(raised.value)), "a digest"
