@@ -44,7 +44,9 @@ def err() -> Console:
 
 
 def _console(*, stderr: bool) -> Console:
-    console = _Console(stderr=stderr, highlight=False)
+    # What is printed is file names and models' words: nothing in it is markup, and ":x:" no emoji
+    # (whose table takes 2 MB to compile, in the middle of a run, where an environment is new).
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDE
     return console
@@ -120,10 +122,10 @@ def share_progress(title: str) -> Iterator[Callable[[str, float], None]]:
 def _bar() -> Progress:
     console = err()
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[info]}"),
+        TextColumn("{task.percentage:>3.0f} %", markup=False),
+        TextColumn("{task.fields[info]}", markup=False),
         console=console,
         transient=True,
         refresh_per_second=5,
@@ -138,7 +140,7 @@ def waiting(text: str) -> Iterator[Callable[[], None]]:
     if not console.is_terminal:
         yield lambda: None
         return
-    status = console.status(text, spinner="dots", refresh_per_second=4)
+    status = console.status(Text(text), spinner="dots", refresh_per_second=4)
     status.start()
     try:
         yield status.stop
