@@ -139,6 +139,11 @@ def activation_bytes(footprint: Footprint, kv: KvPlan | None, options: Options, 
     return runs + footprint.parked(options.parked_rows(prompt), prompt * options.batch)
 
 
+def _takes_all_cores(options: Options) -> bool:
+    """Whether compute leaves none to threads that read; of another machine nobody knows."""
+    return not options.elsewhere and torch.get_num_threads() >= cores()
+
+
 def request_of(
     meta: MetaModel,
     chosen: Cut,
@@ -164,7 +169,7 @@ def request_of(
             staged=staged,
             expert_overhead_s=warm.expert_s,
             fetch_s=warm.fetch_s,
-            crowd_s=warm.crowd_s if torch.get_num_threads() >= cores() else 0.0,
+            crowd_s=warm.crowd_s if _takes_all_cores(options) else 0.0,
             product_overhead_s=_product_overhead_s(options, top) if apart_rows else None,
             on_card=computes_on_card(options, top),
         )

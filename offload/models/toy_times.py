@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from time import clock_gettime, pthread_getcpuclockid
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.cpu_ops.crowding import not_computing, read_times
 from offload.models.expert_groups import expert_groups
 from offload.models.experts import ExpertProxy, ExpertSource
 from offload.models.units import unit_modules
@@ -255,12 +254,9 @@ class _Watch:
 
 
 def _others_s() -> float:
-    """Processor time of Python's other threads, so far: of those that fetch."""
-    return sum(
-        clock_gettime(pthread_getcpuclockid(thread.ident))
-        for thread in threading.enumerate()
-        if thread.ident not in (None, threading.get_ident())
-    )
+    """Processor time, so far, of our threads that fetch; 0 where the kernel does not say."""
+    times = read_times()
+    return sum(times[thread][0] for thread in not_computing() & times.keys()) / 1e9
 
 
 __all__ = ["Like", "Pressure", "Times", "measure", "pressed"]

@@ -71,6 +71,7 @@ def identity_of(
 
 
 _IN_WORDS = {
+    "base": "the frozen weights come from another pack, or from none where there was one",
     "model": "the model's checkpoint has other files, or other tensors in them",
     "model config": "the model's config.json says something else",
     "model layout": "other weights are trained, or they are cut otherwise",
