@@ -71,7 +71,10 @@ def identity_of(
 
 
 _IN_WORDS = {
-    "base": "the frozen weights come from another pack, or from none where there was one",
+    "base": (
+        "the frozen weights are in another pack, or in none where they were in one (--quant, or "
+        "another pack as --model),"
+    ),
     "model": "the model's checkpoint has other files, or other tensors in them",
     "model config": "the model's config.json says something else",
     "model layout": "other weights are trained, or they are cut otherwise",
