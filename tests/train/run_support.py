@@ -14,7 +14,7 @@ from families import tiny_config, write
 from measured_once import ways
 
 from offload.runtime.rss import current_rss
-from offload.train import choosing, preparing
+from offload.train import candidates, choosing, device_measure, preparing
 from offload.train.footprint import TrainFootprint, measure_training
 from offload.train.head_find import HeadForm, find_head
 from offload.train.opening import InputSpill, Placement
@@ -160,7 +160,8 @@ def planned_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(preparing, "warm_training", not_warmed)
     patch.setattr(preparing, "step_rates", lambda *_: None)
     patch.setattr(choosing, "find_head", head)
-    patch.setattr(choosing, "measure_training", footprint)
+    for module in (candidates, device_measure):
+        patch.setattr(module, "measure_training", footprint)
 
 
 def _key(model: Any) -> Any:
