@@ -17,8 +17,8 @@ from offload.batch.joined_layers import layers_of
 from offload.blocks import Tier
 from offload.errors import PlanError
 from offload.models import kv_plan
-from offload.models.load import Prepared
 from offload.models.options import ROW_SHARE
+from offload.models.prepared import Prepared
 from offload.scheduler.bounds import COMPUTE, READ, compute_seconds, traffic
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import Plan

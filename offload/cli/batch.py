@@ -25,9 +25,9 @@ from offload.cli.text import StoppedText, TextDecoder
 from offload.cli.threads import use_threads
 from offload.cpu_ops import row_products
 from offload.errors import OffloadError
-from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
+from offload.models.prepared import Prepared
 from offload.models.prompt_time import stopped_at
 from offload.models.sampling import own_stops
 from offload.units import format_bytes, format_rate

@@ -17,7 +17,7 @@ from offload.cli.report import (
     surroundings,
     tokens_text,
 )
-from offload.models.load import Prepared
+from offload.models.prepared import Prepared
 from offload.scheduler.plan import Plan
 from offload.units import format_bytes
 

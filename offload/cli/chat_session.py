@@ -25,9 +25,9 @@ from offload.cli.template import check_settings
 from offload.cli.threads import use_threads
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
-from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
+from offload.models.prepared import Prepared
 from offload.models.sampling import vocabulary_of
 
 DEFAULT_CONTEXT = 4096

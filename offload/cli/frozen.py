@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from offload.errors import PlanError
-from offload.models.load import Prepared
 from offload.models.naming import model_name
+from offload.models.prepared import Prepared
 from offload.runtime.hardware_cache import machine_key
 from offload.scheduler.plan_file import Identity, document, read_identity, restore
 

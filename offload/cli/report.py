@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from offload.cli.decode import Run
 from offload.cli.view import goes_up, plan_json, streams
-from offload.models.load import Prepared
+from offload.models.prepared import Prepared
 from offload.scheduler.plan import Plan
 from offload.units import format_bytes, format_rate
 from offload.version import __version__

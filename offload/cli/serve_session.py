@@ -17,10 +17,10 @@ from offload.cli.planning import Wanted, context_limit, find_model, make_plan
 from offload.cli.signals import raise_received, signals_wait
 from offload.cli.template import check_settings
 from offload.cli.threads import use_threads
-from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
 from offload.models.pieces import why_not_in_pieces
+from offload.models.prepared import Prepared
 from offload.runtime.heap import share_one_heap
 from offload.scheduler.plan import Plan
 

@@ -21,10 +21,10 @@ from offload.cli.text import IdDecoder, TextDecoder
 from offload.cli.threads import use_threads
 from offload.cli.tracing import Tracing
 from offload.errors import OffloadError
-from offload.models.load import Prepared
 from offload.models.meta import model_class, read_config
 from offload.models.naming import model_name
 from offload.models.pause import pause_before
+from offload.models.prepared import Prepared
 from offload.models.sampling import own_stops, vocabulary_of
 from offload.runtime.guess_cache import remember
 from offload.runtime.rss import current_rss

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from offload.blocks import Tier
 from offload.cli.console import heading, rows
-from offload.models.load import Prepared
 from offload.models.naming import model_name
+from offload.models.prepared import Prepared
 from offload.scheduler import describe
 from offload.scheduler.explain import WARNING
 from offload.scheduler.forecast import Forecast

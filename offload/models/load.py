@@ -7,10 +7,9 @@ attaches the hooks. The command line prints the plan in between.
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,16 @@ from typing import Any
 import torch
 
 from offload.blocks import Tier
-from offload.errors import OffloadError, PlanError
+from offload.errors import OffloadError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
-from offload.models import host_products, kv_plan, kv_speed, prompt_plan
+from offload.models import host_products, kv_plan, prompt_plan
 from offload.models.baseline import warm_card, warm_up
 from offload.models.expert_options import check_recordable, policy_of
 from offload.models.experts import check_expert_loop, other_than_loop
 from offload.models.footprint import Footprint, measure
 from offload.models.head_check import verified_rows
 from offload.models.hybrid import activation_bytes, split_rows
-from offload.models.kernel_error import KernelError
-from offload.models.kv_plan import KvPlan
 from offload.models.meta import (
     MetaModel,
     build,
@@ -38,8 +35,6 @@ from offload.models.meta import (
     read_config,
     resolve,
 )
-from offload.models.naming import model_name
-from offload.models.opening import open_prepared
 from offload.models.options import (
     DEFAULT_CONTEXT,
     SAFE_SHARE,
@@ -51,7 +46,9 @@ from offload.models.options import (
 )
 from offload.models.params import parameters
 from offload.models.pieces import learn_pieces
-from offload.models.prompt_plan import PromptPlan, plan_prompts
+from offload.models.prepared import Prepared
+from offload.models.prompt_plan import plan_prompts
+from offload.models.question import Question, compiled_for
 from offload.models.recipes import (
     Recipes,
     align_pins,
@@ -69,101 +66,23 @@ from offload.models.request import (
 )
 from offload.models.split import fine_units
 from offload.models.team_check import products_of
-from offload.models.teams import TeamPlan, plan_team
+from offload.models.teams import plan_team
 from offload.models.toy import Warm
 from offload.models.units import Cut, cut
-from offload.models.workspace import WHOLE, limit_kernels, workspace_for
+from offload.models.workspace import WHOLE, Workspace, limit_kernels, workspace_for
 from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import keep_small_heap
-from offload.runtime.rss import available_ram, current_rss, reset_peak_rss
+from offload.runtime.rss import available_ram, reset_peak_rss
 from offload.runtime.slow_products import TWICE, slowness
-from offload.scheduler.costs import CostModel
-from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
-from offload.scheduler.planner import PlanRequest, make_plan, minimum_budgets
+from offload.scheduler.plan import SITE_ACTIVATIONS
+from offload.scheduler.planner import PlanRequest
+from offload.scheduler.policy import DEFAULT
 from offload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["DEFAULT_CONTEXT", "Options", "Prepared", "Progress", "load", "plan_model", "prepare"]
-
-
-@dataclass(kw_only=True)
-class Prepared:
-    """A plan for a checkpoint, with everything ``open`` needs to carry it out."""
-
-    meta: MetaModel
-    options: Options
-    cut: Cut
-    recipes: Recipes
-    plan: Plan
-    request: PlanRequest
-    ask: Callable[[int], PlanRequest]
-    footprint: Footprint
-    baseline_rss: int
-    head_rows: frozenset[int] | None
-    notes: list[str] = field(default_factory=list)
-    kv: KvPlan | None = None
-    """Where keys and values live, if they are kept in blocks."""
-    kv_alone: KvPlan | None = None
-    """The same of one sequence, where several run beside each other."""
-    prompts: PromptPlan | None = None
-    """The prompt cache, if there is one."""
-    kernel_error: KernelError | None = None
-    team: TeamPlan | None = None
-    """Who computes a token, where that is not always all threads."""
-    between_s: float = 0.0
-    """What ``generate`` takes between the layers of two tokens; a part of the plan's overheads."""
-
-    @property
-    def minimum(self) -> Mapping[Tier, int]:
-        """The smallest budgets in bytes that this model, context and cut can run in."""
-        return least_budgets(self.ask)
-
-    def replan(self) -> None:
-        """Make the plan anew after ``options.sequences`` or ``pass_rows`` have changed.
-
-        Raises:
-            PlanError: it does not fit.
-        """
-        ram = self.plan.budgets[Tier.RAM]
-        if self.kv_alone is None:
-            self.kv_alone = self.kv
-        before = None if self.kv is None else self.kv.note(self.options)
-        plan = kv_plan.in_ram_or_spilled(
-            self.options, lambda: plan_within(self.ask, ram, model_name(self.meta.directory))
-        )
-        kv = kv_plan.beside(self.kv_alone, self.options)
-        self.request = self.ask(ram)
-        if kv is not None:
-            plan = kv_speed.predicted(plan, kv, self.request.costs)
-            self.notes = [kv.note(self.options) if n == before else n for n in self.notes]
-        else:
-            plan = self._attended(plan)
-        if self.team is not None:  # of a pass with one token of one sequence
-            self.notes = [note for note in self.notes if note != self.team.note]
-            self.team = None
-        self.plan, self.kv = self.aligned(plan), kv
-
-    def kv_json(self) -> dict[str, Any] | None:
-        """Of keys and values that are kept otherwise than by transformers, sizes in bytes."""
-        return None if self.kv is None else self.kv.to_json()
-
-    def _attended(self, plan: Plan) -> Plan:
-        """With what going over keys and values takes, where they are in one piece."""
-        return plan
-
-    def aligned(self, plan: Plan) -> Plan:
-        """With what it pins laid where products read it best, see ``align_pins``."""
-        return align_pins(plan, self.cut, self.recipes)
-
-    def open(self, progress: Progress | None = None, wrap_store: Any = None) -> Any:
-        """Load what is pinned and return the model, ready to run."""
-        return open_prepared(self, progress, wrap_store)
-
-    def check_kernels(self, model: Any) -> None:
-        """Measure how far the opened model's kernels are from torch's, if fast ones were asked
-        for: ``kernel_error``. These are torch's."""
 
 
 def prepare(
@@ -221,22 +140,79 @@ def import_programs(options: Options) -> None:
         prompt_plan.machine()
 
 
-def compiled_bytes(kernels: list[Any], compiling: Callable[[Any], None] | None = None) -> int:
-    """Compile what is missing and load all; returns by how much the process has grown, which is
-    the program and not the model."""
-    from offload.cpu_ops.warm import compile_ahead
-
-    before = current_rss()
-    compile_ahead(kernels, compiling)
-    gc.collect()
-    grown = max(0, current_rss() - before)
-    reset_peak_rss()
-    return grown
-
-
 def ram_budget(options: Options) -> int:
     """Bytes asked for, or a safe share of what is free."""
     return options.ram if options.ram is not None else int(available_ram() * SAFE_SHARE)
+
+
+@dataclass(kw_only=True)
+class CheckpointQuestion(Question):
+    """What the planner is asked of a checkpoint that is streamed as it is.
+
+    Attributes:
+        cut, recipes: into which blocks, and how each is read. Both change when the head is
+            streamed in slices.
+        cache: bytes of keys and values of one sequence in one piece.
+        prompt: tokens that a pass reads at most.
+        kept: bytes of what is made when the model is loaded and stays.
+        grown: bytes that the process has grown by, as of ``grown_bytes``.
+        workspace: bytes that torch's products take.
+        apart: dense layers that the host may compute beside a device.
+        rows: tokens of a pass whose experts both sites share, at most.
+        policy: which experts leave, see ``policy_of``.
+    """
+
+    meta: MetaModel
+    warm: Warm
+    footprint: Footprint
+    device: str
+    cut: Cut
+    recipes: Recipes
+    cache: int
+    prompt: int
+    kept: int
+    grown: int
+    workspace: Workspace
+    apart: frozenset[str]
+    rows: int
+    policy: tuple[str, tuple[str, ...]] = (DEFAULT, ())
+
+    def __call__(self, ram: int) -> PlanRequest:
+        return request_of(
+            self.meta, self.cut, self.options, self.warm, self.budgets, self._set_aside(ram),
+            self.top, self.recipes.staged, self.policy, split_rows=self.rows,
+            apart=host_products.apart_blocks(self.cut, self.apart),
+            apart_rows=host_products.ROWS if self.options.hybrid else 0,
+        )  # fmt: skip
+
+    def fits(self) -> bool:
+        """Whether all weights can stay where they are multiplied with."""
+        weights = sum(s.slot_nbytes for s in self.cut.blocks.values())
+        aside = self._set_aside(self.ram)[self.top]
+        return weights + sum(aside.values()) <= self.budgets[self.top]
+
+    def _set_aside(self, ram: int) -> dict[Tier, dict[str, int]]:
+        """What is no weight, in bytes by name."""
+        options, prompt = self.options, self.prompt
+        staging = staging_reserve(both_ways=bool(options.hybrid)) if self.staged_copies else 0
+        found = reserves_of(
+            self.meta, self.cut, options, footprint=self.footprint,
+            cache=self.cache * options.sequences, prompt=prompt, device=self.device,
+            overhead=overhead_bytes(options, self.cut, grown=self.grown, ram=ram, prompt=prompt),
+            ram=ram, kept=self.kept, workspace=self.workspace, staged=self.recipes.staged,
+            kv=self.together, copies=staging,
+        )  # fmt: skip
+        if self.prompts is not None:
+            found[Tier.RAM] |= self.prompts.reserves
+        if options.hybrid:
+            nbytes = host_products.product_bytes(self.cut, self.apart)
+            if self.cut.groups:
+                top_k = expert_top_k(self.meta.model.config)
+                experts = activation_bytes(self.cut.groups, top_k, self.meta.dtype.itemsize)
+                nbytes = max(nbytes, experts)
+            for tier in (Tier.RAM, Tier.DEVICE):
+                found[tier][SITE_ACTIVATIONS] = nbytes
+        return found
 
 
 def plan_model(
@@ -248,126 +224,72 @@ def plan_model(
     """``prepare`` in a process that is warm already."""
     baseline = warm.baseline_rss - options.tokenizer_bytes
     device = check_device(options)
+    on_card = device == "cuda"
     meta = build(directory, options.dtype)
     prompt = options.prompt_tokens or options.context
     flash = choice.flash(options.choice)
-    footprint = measure(meta.model, prompt, options.batch, card=device == "cuda", flash=flash)
-    cache = footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1)
-    ram = ram_budget(options)
+    footprint = measure(meta.model, prompt, options.batch, card=on_card, flash=flash)
     need = kv_plan.kv_need(meta.model, footprint, options, prompt)
     kv = kv_plan.asked_for(need, options, directory.name)
-    if kv is not None and kv.need.in_place:
-        baseline += compiled_bytes(kv.need.kernels(), compiling)
+    baseline += compiled_for(kv, compiling)
     prompts = plan_prompts(options, meta, footprint, prompt, kv_plan.rounded(kv, options))
     notes = safe_share(options.ram)
     modules = fine_units(meta.model)
-    if device != "cuda" and not options.elsewhere and (slow := slowness(meta.dtype)):
+    if not on_card and not options.elsewhere and (slow := slowness(meta.dtype)):
         notes.append(f"{slow}: prompts are several times slower than with --dtype float32, {TWICE}")
     apart = host_products.apart_layers(meta.model, modules if options.hybrid else ())
     phases, made = placed_and_made(parameters(meta.model).values(), meta.mapping)
-    if device == "cuda":
+    if on_card:
         phases = {}  # a card's tensors each start where its allocator puts them
 
-    def cut_it(stream_head: bool) -> Cut:
-        return cut(meta.model, stream_head=stream_head, modules=modules, keep=made, phases=phases)
+    def cut_it(stream_head: bool) -> tuple[Cut, Recipes]:
+        found = cut(meta.model, stream_head=stream_head, modules=modules, keep=made, phases=phases)
+        drop_unloopable(found, notes)
+        return found, make_recipes(found, meta.mapping, card=on_card)
 
-    chosen = cut_it(False)
-    drop_unloopable(chosen, notes)
-    recipes = make_recipes(chosen, meta.mapping, card=device == "cuda")
+    chosen, recipes = cut_it(False)
     # Before what the process has grown by is read. A card's is CARD_BYTES.
-    workspace = WHOLE if device == "cuda" else workspace_for(matrices(chosen))
-    grown = grown_bytes(options, baseline)
-    budgets = {Tier.RAM: ram}
-    if (on_device := choice.budget(options.choice, options.gpu, ram)) is not None:
-        budgets[Tier.DEVICE] = on_device
-    top = max(budgets)
-    on_card = device == "cuda"
-    refused = choice.staged_copies(options.choice)
-    if refused is not None:
-        notes.append(choice.STAGED.format(why=refused))
-
-    def set_aside(chosen: Cut, ram: int, staged: bool) -> dict[Tier, dict[str, int]]:
-        overhead = overhead_bytes(options, chosen, grown=grown, ram=ram, prompt=prompt)
-        found = reserves_of(
-            meta,
-            chosen,
-            options,
-            footprint=footprint,
-            cache=cache * options.sequences,
-            prompt=prompt,
-            device=device,
-            overhead=overhead,
-            ram=ram,
-            kept=sum(made.values()),
-            workspace=workspace,
-            staged=staged,
-            kv=kv_plan.beside(kv, options),
-            copies=0 if refused is None else staging_reserve(both_ways=bool(options.hybrid)),
-        )
-        if prompts is not None:
-            found[Tier.RAM] |= prompts.reserves
-        if options.hybrid:
-            nbytes = host_products.product_bytes(chosen, apart)
-            if chosen.groups:
-                top_k = expert_top_k(meta.model.config)
-                experts = activation_bytes(chosen.groups, top_k, meta.dtype.itemsize)
-                nbytes = max(nbytes, experts)
-            for tier in (Tier.RAM, Tier.DEVICE):
-                found[tier][SITE_ACTIVATIONS] = nbytes
-        return found
-
-    rows = split_rows(options, chosen, apart)
-    reserves = set_aside(chosen, ram, recipes.staged)
-    weights = sum(s.slot_nbytes for s in chosen.blocks.values())
+    workspace = WHOLE if on_card else workspace_for(matrices(chosen))
+    question = CheckpointQuestion(
+        options=options, name=directory.name, ram=ram_budget(options), baseline=baseline,
+        need=need, kv=kv, prompts=prompts, compiling=compiling, meta=meta, warm=warm,
+        footprint=footprint, device=device, cut=chosen, recipes=recipes,
+        cache=footprint.cache_bytes * max(options.context, prompt) // max(prompt, 1),
+        prompt=prompt, kept=sum(made.values()), grown=grown_bytes(options, baseline),
+        workspace=workspace, apart=apart, rows=split_rows(options, chosen, apart),
+    )  # fmt: skip
+    if question.staged_copies is not None:
+        notes.append(choice.STAGED.format(why=question.staged_copies))
     head_rows = None
-    if weights + sum(reserves[top].values()) > budgets[top]:
-        head_rows, slices = try_head(cut_it(True), notes, options.choice.name)
-        chosen = cut_it(slices)
-        drop_unloopable(chosen, notes)
-        recipes = make_recipes(chosen, meta.mapping, card=on_card)
-
-    staged = recipes.staged
-    policy = policy_of(options, chosen)
+    if not question.fits():
+        trial = cut(meta.model, stream_head=True, modules=modules, keep=made, phases=phases)
+        head_rows, slices = try_head(trial, notes, options.choice.name)
+        chosen, recipes = question.cut, question.recipes = cut_it(slices)
+    question.policy = policy_of(options, chosen)
     check_recordable(options, chosen)
-
-    def ask(ram: int) -> PlanRequest:
-        """The planner's question if staging and slack were those of a budget of ``ram``."""
-        aside = set_aside(chosen, ram, staged)
-        return request_of(
-            meta, chosen, options, warm, budgets, aside, top, staged, policy, split_rows=rows,
-            apart=host_products.apart_blocks(chosen, apart),
-            apart_rows=host_products.ROWS if options.hybrid else 0,
-        )  # fmt: skip
-
-    try:
-        plan = plan_within(ask, ram, directory.name)
-    except PlanError:
-        if options.kv_ram is not None or need is None:
-            raise
-        # Then keys and values leave RAM, and what weights do not need at least is theirs.
-        plain = minimum_budgets(ask(ram))[Tier.RAM]
-        kv, options.kv_spill = kv_plan.least(need), True
-        tiered = minimum_budgets(ask(ram))[Tier.RAM]
-        if tiered >= plain:
-            raise  # so little is cached that blocks take more
-        kv = kv_plan.with_spare(need, kv, ram - tiered)
-        if need.in_place:
-            baseline += compiled_bytes(need.kernels(), compiling)
-        plan = plan_within(ask, ram, directory.name)
-    together = kv_plan.beside(kv, options)
-    if together is not None:
-        plan = kv_speed.predicted(plan, together, ask(ram).costs)
-        notes.append(together.note(options))
+    plan = question.answer()
+    if question.together is not None:
+        notes.append(question.together.note(options))
     if prompts is not None:
         notes.append(prompts.note)
-
-    def finished(plan: Plan, costs: CostModel | None) -> Plan:
-        return plan if together is None else kv_speed.predicted(plan, together, costs)
-
     products = partial(products_of, meta.model, chosen, options.context)
-    plan, team, said = plan_team(plan, ask(ram), options, products, finished)
-    notes += said
+    plan, team, said = plan_team(plan, question(question.ram), options, products, question.finished)
     plan = align_pins(plan, chosen, recipes)
+    notes += said + _said_of(recipes, chosen, footprint, options)
+    if not options.elsewhere:
+        notes += beyond_free(plan.resident_bytes(Tier.RAM))
+    return Prepared(
+        meta=meta, options=options, cut=chosen, recipes=recipes, plan=plan,
+        request=question(question.ram), ask=question, footprint=footprint,
+        baseline_rss=question.baseline, head_rows=head_rows, notes=notes + chosen.notes,
+        kv=question.together, kv_alone=question.kv, prompts=question.prompts, team=team,
+        between_s=warm.fixed_s,
+    )  # fmt: skip
+
+
+def _said_of(recipes: Recipes, chosen: Cut, footprint: Footprint, options: Options) -> list[str]:
+    """What a user should know of how blocks are read and activations counted."""
+    notes = []
     if recipes.convert:
         total = recipes.convert_bytes(chosen.blocks)
         why = next(iter(recipes.reasons.values()))
@@ -377,49 +299,7 @@ def plan_model(
         )
     if not footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
-    if not options.elsewhere:
-        notes += beyond_free(plan.resident_bytes(Tier.RAM))
-    return Prepared(
-        meta=meta,
-        options=options,
-        cut=chosen,
-        recipes=recipes,
-        plan=plan,
-        request=ask(ram),
-        ask=ask,
-        footprint=footprint,
-        baseline_rss=baseline,
-        head_rows=head_rows,
-        notes=notes + chosen.notes,
-        kv=together,
-        kv_alone=kv,
-        prompts=prompts,
-        team=team,
-        between_s=warm.fixed_s,
-    )
-
-
-def plan_within(ask: Callable[[int], PlanRequest], ram: int, name: str) -> Plan:
-    """The plan for a budget. Raises PlanError: nothing fits; says the least that works, which has
-    less staging and slack than what was asked for."""
-    try:
-        return make_plan(ask(ram))
-    except PlanError:
-        try:
-            return make_plan(ask(least_budgets(ask)[Tier.RAM]))
-        except PlanError as error:
-            raise PlanError(f"{name}: {error}") from error
-
-
-def least_budgets(ask: Callable[[int], PlanRequest]) -> Mapping[Tier, int]:
-    """The smallest budgets that work. Staging and slack grow with the budget, by far less than
-    it does, so asking again with the answer settles at once."""
-    found: Mapping[Tier, int] = {Tier.RAM: 0}
-    while True:
-        ram = found[Tier.RAM]
-        found = minimum_budgets(ask(ram))
-        if found[Tier.RAM] <= ram:
-            return found
+    return notes
 
 
 def load(path: str | Path, options: Options, progress: Progress | None = None) -> Any:

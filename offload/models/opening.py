@@ -34,7 +34,7 @@ from offload.runtime.device import Device
 from offload.runtime.executor import Executor
 
 if TYPE_CHECKING:
-    from offload.models.load import Prepared
+    from offload.models.prepared import Prepared
 
 
 def make_device(options: Options, capacity: int | None) -> Device:

@@ -23,12 +23,12 @@ from offload.cpu_ops.kv_cache import KvType
 from offload.cpu_ops.kv_quantised import quantised_layout
 from offload.cpu_ops.prefill_kernels import accumulate_kernel
 from offload.cpu_ops.warm import Report, compile_ahead, expert_kernels, matrix_kernels
-from offload.errors import OffloadError, PlanError
+from offload.errors import OffloadError
 from offload.kv.coarse import rounded_bytes
 from offload.models import card_attention, fast_check, host_products, kv_plan, kv_speed
 from offload.models.baseline import warm_card, warm_up
 from offload.models.expert_options import check_recordable, policy_of
-from offload.models.footprint import measure
+from offload.models.footprint import Footprint, measure
 from offload.models.hybrid import ROWS, check_shareable
 from offload.models.lean_run import (
     LeanModel,
@@ -37,7 +37,7 @@ from offload.models.lean_run import (
     lean_kernels,
     prove_lean,
 )
-from offload.models.load import Prepared, compiled_bytes, plan_within, ram_budget
+from offload.models.load import ram_budget
 from offload.models.meta import MetaModel, instantiate, model_class, read_config
 from offload.models.naming import model_name
 from offload.models.options import (
@@ -55,20 +55,22 @@ from offload.models.packed_modules import expert_layout_of
 from offload.models.packed_reserves import on_device, reserves
 from offload.models.params import Param
 from offload.models.pieces import learn_pieces
+from offload.models.prepared import Prepared
 from offload.models.prompt_plan import Rounded, plan_prompts
+from offload.models.question import Question, compiled_for
 from offload.models.recipes import Recipes
 from offload.models.request import expert_top_k, grown_bytes, overhead_bytes, request_of
-from offload.models.teams import plan_team
+from offload.models.teams import TeamPlan, plan_team
 from offload.models.toy import Warm
-from offload.models.units import unit_modules
+from offload.models.units import Cut, unit_modules
 from offload.runtime import choice
 from offload.runtime.cuda_stream import staging_reserve
 from offload.runtime.heap import return_large_blocks
 from offload.runtime.rss import reset_peak_rss
 from offload.scheduler.costs import CostModel
 from offload.scheduler.plan import SITE_ACTIVATIONS, Plan
-from offload.scheduler.planner import PlanRequest, minimum_budgets
-from offload.scheduler.policy import SCORED
+from offload.scheduler.planner import PlanRequest
+from offload.scheduler.policy import DEFAULT, SCORED
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +211,121 @@ def pack_kernels(pack: PackedModel) -> list[Kernel]:
     return [*matrix_kernels(pack.matrix_formats()), *expert_kernels(pack.expert_formats())]
 
 
+@dataclass(kw_only=True)
+class PackQuestion(Question):
+    """What the planner is asked of a packed model.
+
+    Attributes:
+        cut: into which blocks.
+        lean: the layers that single tokens go through without their modules; none once keys and
+            values are in blocks.
+        cache: bytes of transformers' keys and values of one sequence in one piece.
+        prompt, read: tokens of a prompt, and those that a pass reads at most: what checks fast
+            kernels reads, too, where that is ``checked``.
+        kept: bytes of what is not packed.
+        grown: bytes that the process has grown by, as of ``grown_bytes``.
+        apart: dense layers that the host may compute beside a device.
+    """
+
+    meta: MetaModel
+    pack: PackedModel
+    warm: Warm
+    footprint: Footprint
+    kind: str
+    cut: Cut
+    lean: LeanModel
+    cache: int
+    prompt: int
+    read: int
+    checked: bool
+    kept: int
+    grown: int
+    apart: frozenset[str]
+    policy: tuple[str, tuple[str, ...]] = (DEFAULT, ())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layouts = [expert_layout_of(self.pack.experts[g.name], g.module) for g in self.cut.groups]
+        self._split = split_bytes(layouts, expert_top_k(self.meta.model.config))
+        self._whole = sum(spec.slot_nbytes for spec in self.cut.blocks.values())
+        self._flops = self.pack.flops()
+
+    def __call__(self, ram: int) -> PlanRequest:
+        options, reserved = self.options, self._set_aside(ram)
+        fused = replace(self.warm, expert_s=DISPATCH_S)
+        if self.lean.layers:
+            fits = self._whole + sum(reserved[self.top].values()) <= self.budgets[self.top]
+            fused = replace(
+                self.warm,
+                expert_s=0.0 if fits else DISPATCH_S,
+                layer_s=min(LEAN_S, self.warm.layer_s),
+            )
+        request = request_of(
+            self.meta, self.cut, options, fused, self.budgets, reserved, self.top, False,
+            self.policy, ROWS if options.hybrid and self.cut.groups else 0,
+            apart=host_products.apart_blocks(self.cut, self.apart),
+            apart_rows=host_products.ROWS if options.hybrid else 0,
+        )  # fmt: skip
+        if request.costs is None:
+            return request
+        # What several tokens cost: to the scheduler a pack's blocks are bytes.
+        return replace(request, costs=replace(request.costs, flops=self._flops))
+
+    def leave_ram(self) -> None:
+        self.lean = LeanModel({}, IN_BLOCKS)
+        self.plan_prompts()
+
+    def plan_prompts(self) -> None:
+        """The prompt cache, with keys and values kept as they are now."""
+        keeps = rounded_by(self.lean) or kv_plan.rounded(self.kv, self.options)
+        self.prompts = plan_prompts(self.options, self.meta, self.footprint, self.read, keeps)
+
+    def attended(self, plan: Plan, costs: CostModel | None) -> Plan:
+        return attended(plan, self.lean, self.options, costs)
+
+    @property
+    def _tokens(self) -> int:
+        """That a sequence may get to."""
+        return max(self.options.context, self.prompt)
+
+    def _cached_bytes(self) -> int:
+        """Of one sequence, if they are in one piece."""
+        if self.lean.kv.quantised:
+            return self.lean.kv_bytes(self._tokens)
+        return self.cache // (2 if self.lean.kv is KvType.BF16 else 1)
+
+    def _set_aside(self, ram: int) -> dict[Tier, dict[str, int]]:
+        """What is no weight, in bytes by name."""
+        options, lean, model = self.options, self.lean, self.meta.model
+        overhead = overhead_bytes(options, self.cut, grown=self.grown, ram=ram, prompt=self.prompt)
+        if self.checked:
+            overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
+        found = {
+            Tier.RAM: reserves(
+                model, self.pack, self.cut, options, self.footprint,
+                cache=options.sequences * self._cached_bytes(),
+                prompt=self.read, ram=ram, kept=self.kept, overhead=overhead,
+                lean_bytes=lean.scratch_bytes(self._tokens),
+                prompt_bytes=lean.prompt_bytes(max(self.read, options.sequences), self._tokens),
+                kv=self.together,
+            )
+        }  # fmt: skip
+        if self.kind != "cpu":
+            rows = self.read * options.batch
+            found = on_device(found[Tier.RAM], self.cut, self.pack, model.config, rows, self.kind)
+        if options.hybrid:
+            nbytes = max(host_products.product_bytes(self.cut, self.apart), self._split)
+            for reserved in found.values():
+                reserved[SITE_ACTIVATIONS] = nbytes
+        if self.staged_copies is not None:
+            found[Tier.RAM]["copies to the device"] = staging_reserve(
+                both_ways=bool(options.hybrid)
+            )
+        if self.prompts is not None:
+            found[Tier.RAM] |= self.prompts.reserves
+        return found
+
+
 def plan_packed(
     pack: PackedModel,
     config: Any,
@@ -229,35 +346,24 @@ def plan_packed(
         card_attention.switch_on(model)
     flash = choice.flash(options.choice)
     footprint = measure(model, read, options.batch, card=kind == "cuda", flash=flash)
-    cache = footprint.cache_bytes * max(options.context, read) // max(read, 1)
-    ram = ram_budget(options)
     need = kv_plan.kv_need(model, footprint, options, read)
     if lean is None and kind != "cpu":
         lean = LeanModel({}, ON_DEVICE)
-    decoder = lean or kept_as(find_lean(model, pack), options)
+    lean = lean or kept_as(find_lean(model, pack), options)
     if options.record_routing is not None or options.expert_policy in SCORED:
-        decoder = LeanModel({}, "its routing is listened to")
+        lean = LeanModel({}, "its routing is listened to")
     kv = None
-    if decoder.kv is KvType.F32:
+    if lean.kv is KvType.F32:
         kv = kv_plan.asked_for(need, options, model_name(pack.path))
     if kv is not None:
-        decoder = LeanModel({}, IN_BLOCKS)
-    if kv is not None and kv.need.in_place:
-        baseline += compiled_bytes(kv.need.kernels(), compiling)
-    notes = [
-        "weights are packed and activations float32: results differ from the unquantised model's",
-        *pack.manifest.notes(),
-        *safe_share(options.ram),
-    ]
+        lean = LeanModel({}, IN_BLOCKS)
+    baseline += compiled_for(kv, compiling)
     # Before the cut: what takes the linear layers' place computes on bytes, and not on meta.
     apart = (
         host_products.apart_layers(model, unit_modules(model)) if options.hybrid else frozenset()
     )
     chosen, resident = cut_packed(model, pack)
     check_shareable(options, chosen, apart)
-    rows_shared = ROWS if options.hybrid and chosen.groups else 0
-    kept = sum(4 * p.tensor.numel() for p in resident.values())
-    grown = grown_bytes(options, baseline)
     meta = MetaModel(
         model,
         None,  # type: ignore[arg-type]  # no safetensors index: the pack is the checkpoint
@@ -265,146 +371,57 @@ def plan_packed(
         dtype,
         pack.path,
     )
-
-    layouts = [expert_layout_of(pack.experts[g.name], g.module) for g in chosen.groups]
-    split = split_bytes(layouts, expert_top_k(model.config))
-    keeps = rounded_by(decoder) or kv_plan.rounded(kv, options)
-    prompts = plan_prompts(options, meta, footprint, read, keeps)
-    rows = read * options.batch
-    budgets = {Tier.RAM: ram}
-    if (budget := choice.budget(options.choice, options.gpu, ram)) is not None:
-        budgets[Tier.DEVICE] = budget
-    refused = choice.staged_copies(options.choice)
-    if refused is not None:
-        notes.append(choice.STAGED.format(why=refused))
-
-    def cached_bytes() -> int:
-        """Of one sequence, if they are in one piece."""
-        if decoder.kv.quantised:
-            return decoder.kv_bytes(max(options.context, prompt))
-        return cache // (2 if decoder.kv is KvType.BF16 else 1)
-
-    def set_aside(ram: int) -> dict[Tier, dict[str, int]]:
-        overhead = overhead_bytes(options, chosen, grown=grown, ram=ram, prompt=prompt)
-        if due:
-            overhead += fast_check.check_bytes(model.config.get_text_config().vocab_size)
-        found = {
-            Tier.RAM: reserves(
-                model, pack, chosen, options, footprint,
-                cache=options.sequences * cached_bytes(),
-                prompt=read, ram=ram, kept=kept, overhead=overhead,
-                lean_bytes=decoder.scratch_bytes(max(options.context, prompt)),
-                prompt_bytes=decoder.prompt_bytes(
-                    max(read, options.sequences), max(options.context, prompt)
-                ),
-                kv=kv_plan.beside(kv, options),
-            )
-        }  # fmt: skip
-        if kind != "cpu":
-            found = on_device(found[Tier.RAM], chosen, pack, model.config, rows, kind)
-        if options.hybrid:
-            for reserved in found.values():
-                reserved[SITE_ACTIVATIONS] = max(host_products.product_bytes(chosen, apart), split)
-        if refused is not None:
-            found[Tier.RAM]["copies to the device"] = staging_reserve(
-                both_ways=bool(options.hybrid)
-            )
-        if prompts is not None:
-            found[Tier.RAM] |= prompts.reserves
-        return found
-
-    policy = policy_of(options, chosen)
+    question = PackQuestion(
+        options=options, name=model_name(pack.path), ram=ram_budget(options), baseline=baseline,
+        need=need, kv=kv, prompts=None, compiling=compiling, meta=meta, pack=pack, warm=warm,
+        footprint=footprint, kind=kind, cut=chosen, lean=lean,
+        cache=footprint.cache_bytes * max(options.context, read) // max(read, 1),
+        prompt=prompt, read=read, checked=due,
+        kept=sum(4 * p.tensor.numel() for p in resident.values()),
+        grown=grown_bytes(options, baseline), apart=apart,
+    )  # fmt: skip
+    question.plan_prompts()
+    question.policy = policy_of(options, chosen)
     check_recordable(options, chosen)
-    whole = sum(spec.slot_nbytes for spec in chosen.blocks.values())
-    top = max(budgets)
+    plan = question.answer()
+    lean, together = question.lean, question.together
+    team: TeamPlan | None = None
+    said: list[str] = []
+    if lean.layers:  # all of them our kernels, whose bits do not depend on threads
+        plan, team, said = plan_team(plan, question(question.ram), options, None, question.finished)
+    return PackedPrepared(
+        meta=meta, options=options, cut=chosen, recipes=Recipes({}, [], {}), plan=plan,
+        request=question(question.ram), ask=question, footprint=footprint,
+        baseline_rss=question.baseline, head_rows=None, notes=_notes(question, plan, said),
+        kv=together, kv_alone=question.kv, prompts=question.prompts, pack=pack, resident=resident,
+        lean=lean, team=team,
+    )  # fmt: skip
 
-    flops = pack.flops()
 
-    def ask(ram: int) -> PlanRequest:
-        """The planner's question if staging and slack were those of a budget of ``ram``."""
-        reserved = set_aside(ram)
-        fused = replace(warm, expert_s=DISPATCH_S)
-        if decoder.layers:
-            fits = whole + sum(reserved[top].values()) <= budgets[top]
-            fused = replace(
-                warm,
-                expert_s=0.0 if fits else DISPATCH_S,
-                layer_s=min(LEAN_S, warm.layer_s),
-            )
-        request = request_of(
-            meta, chosen, options, fused, budgets, reserved, top, False, policy, rows_shared,
-            apart=host_products.apart_blocks(chosen, apart),
-            apart_rows=host_products.ROWS if options.hybrid else 0,
-        )  # fmt: skip
-        if request.costs is None:
-            return request
-        # What several tokens cost: to the scheduler a pack's blocks are bytes.
-        return replace(request, costs=replace(request.costs, flops=flops))
-
-    name = model_name(pack.path)
-    try:
-        plan = plan_within(ask, ram, name)
-    except PlanError:
-        if options.kv_ram is not None or need is None:
-            raise
-        # Then keys and values leave RAM, and what weights do not need at least is theirs.
-        plain = minimum_budgets(ask(ram))[Tier.RAM]
-        kv, options.kv_spill = kv_plan.least(need), True
-        decoder = LeanModel({}, IN_BLOCKS)
-        prompts = plan_prompts(options, meta, footprint, read, kv_plan.rounded(kv, options))
-        tiered = minimum_budgets(ask(ram))[Tier.RAM]
-        if tiered >= plain:
-            raise  # so little is cached that blocks take more
-        kv = kv_plan.with_spare(need, kv, ram - tiered)
-        if need.in_place:
-            baseline += compiled_bytes(need.kernels(), compiling)
-        plan = plan_within(ask, ram, name)
-    together = kv_plan.beside(kv, options)
-    if together is not None:
-        plan = kv_speed.predicted(plan, together, ask(ram).costs)
-        notes.append(together.note(options))
-    else:
-        plan = attended(plan, decoder, options, ask(ram).costs)
-
-    def finished(plan: Plan, costs: CostModel | None) -> Plan:
-        if together is not None:
-            return kv_speed.predicted(plan, together, costs)
-        return attended(plan, decoder, options, costs)
-
-    team = None
-    if decoder.layers:  # all of them our kernels, whose bits do not depend on threads
-        plan, team, said = plan_team(plan, ask(ram), options, None, finished)
-        notes += said
-    if decoder.kv is not KvType.F32:
-        notes.append(f"keys and values are kept in {decoder.kv.words}, which is lossy")
-    if prompts is not None:
-        notes.append(prompts.note)
-    if not decoder.layers:
-        notes.append(f"single tokens run through transformers' own layers: {decoder.why_not}")
-    if not footprint.measured:
+def _notes(question: PackQuestion, plan: Plan, of_team: list[str]) -> list[str]:
+    """What a user should know of a packed model's plan."""
+    options, lean = question.options, question.lean
+    notes = [
+        "weights are packed and activations float32: results differ from the unquantised model's",
+        *question.pack.manifest.notes(),
+        *safe_share(options.ram),
+    ]
+    if question.staged_copies is not None:
+        notes.append(choice.STAGED.format(why=question.staged_copies))
+    if question.together is not None:
+        notes.append(question.together.note(options))
+    notes += of_team
+    if lean.kv is not KvType.F32:
+        notes.append(f"keys and values are kept in {lean.kv.words}, which is lossy")
+    if question.prompts is not None:
+        notes.append(question.prompts.note)
+    if not lean.layers:
+        notes.append(f"single tokens run through transformers' own layers: {lean.why_not}")
+    if not question.footprint.measured:
         notes.append("activations are estimated by formula, not measured on this architecture")
     if not options.elsewhere:
         notes += beyond_free(plan.resident_bytes(Tier.RAM))
-    return PackedPrepared(
-        meta=meta,
-        options=options,
-        cut=chosen,
-        recipes=Recipes({}, [], {}),
-        plan=plan,
-        request=ask(ram),
-        ask=ask,
-        footprint=footprint,
-        baseline_rss=baseline,
-        head_rows=None,
-        notes=notes,
-        kv=together,
-        kv_alone=kv,
-        prompts=prompts,
-        pack=pack,
-        resident=resident,
-        lean=decoder,
-        team=team,
-    )
+    return notes
 
 
 def _names_of(pack: PackedModel) -> Any:

@@ -16,7 +16,7 @@ from cli_support import TINY_EFFORT, Cli, refused
 from offload.cli import checks, output
 from offload.cli.checks import Verdict, run_checks
 from offload.errors import OffloadError
-from offload.models import load
+from offload.models import prepared
 from offload.runtime import probe as probe_module
 from offload.runtime.hardware_cache import cache_path, load_cached, save
 from offload.scheduler.hardware import Hardware
@@ -46,7 +46,7 @@ def test_plan_shows_everything_and_loads_nothing(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a plan must not open the model")
 
-    monkeypatch.setattr(load, "open_prepared", refuse)
+    monkeypatch.setattr(prepared, "open_prepared", refuse)
     report = tmp_path / "plan.json"
     cli("plan", "-m", moe, "-c", 32, "--no-predict", "--json", report)
     ram = json.loads(report.read_text())["minimum_bytes"]["ram"] + (6 << 20)
