@@ -37,6 +37,7 @@ from offload.train.needs import (
 )
 from offload.train.options import TrainOptions
 from offload.train.packed_base import PackedBase
+from offload.train.placing import make_plan
 from offload.train.plan import (
     FREED,
     LOSS,
@@ -46,7 +47,6 @@ from offload.train.plan import (
     TrainPlan,
     affordable,
     freed_bytes,
-    make_plan,
 )
 from offload.train.predicting import Prediction, StepRates, predict
 from offload.train.reading import Routing

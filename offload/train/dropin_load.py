@@ -27,6 +27,7 @@ from offload.train.dropin import DropinOptions, check_place, choose_trained, ope
 from offload.train.footprint import measure_training
 from offload.train.layout import TrainLayout, lay_out
 from offload.train.options import STATES, TrainOptions
+from offload.train.placing import make_plan
 from offload.train.plan import (
     FREED,
     LOSS,
@@ -35,7 +36,6 @@ from offload.train.plan import (
     TrainPlan,
     affordable,
     freed_bytes,
-    make_plan,
 )
 from offload.train.spilling import KEPT, KeptInputs, input_sizes, plans
 from offload.train.updates import Updater

@@ -29,7 +29,8 @@ from offload.io.files import DirectFile, TransferError
 from offload.train import preparing
 from offload.train.inputs import AHEAD, SpilledInputs, buffer_bytes
 from offload.train.opening import Placement
-from offload.train.plan import DRIFT, Needs, TrainPlan
+from offload.train.placing import DRIFT
+from offload.train.plan import Needs, TrainPlan
 from offload.train.predicting import Prediction
 from offload.train.preparing import prepare
 from offload.train.spilling import KEPT, MOVING, KeptInputs, best, plans
