@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from offload.io.workers import NO_THREAD, is_no_thread
 _TORCH = "DefaultCPUAllocator: "
 _NO_TEMPORARY = "No usable temporary directory"
 _NO_HOME = "Could not determine home directory."  # of pathlib
+_NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 _OF_PATHS = frozenset(
     {errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 )
@@ -24,6 +26,8 @@ def limit_reached(error: BaseException) -> str | None:
     if is_no_thread(error):
         return NO_THREAD
     text = str(error)
+    if isinstance(error, OSError) and error.errno in _NO_FILES:
+        return f"there are {_too_many_files(error)}"
     if isinstance(error, OSError):
         if _NO_TEMPORARY not in text:
             return None
@@ -40,6 +44,23 @@ def limit_reached(error: BaseException) -> str | None:
             "programs"
         )
     return None
+
+
+def and_files(error: BaseException) -> str:
+    """What to add to the words of an error of ours that comes of too many open files and sends
+    elsewhere for it: to another directory, say."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _NO_FILES:
+            return "" if "ulimit -n" in str(error) else f": {_too_many_files(cause)}"
+        cause = cause.__cause__
+    return ""
+
+
+def _too_many_files(error: OSError) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    whose = f"this process may have {limit}" if error.errno == errno.EMFILE else "in all programs"
+    return f"too many open files ({whose}); raise their limit (ulimit -n)"
 
 
 def path_refused(error: BaseException, words: Sequence[str]) -> str | None:
@@ -63,4 +84,4 @@ def path_refused(error: BaseException, words: Sequence[str]) -> str | None:
     return "there is no home directory; set HOME"
 
 
-__all__ = ["limit_reached", "path_refused"]
+__all__ = ["and_files", "limit_reached", "path_refused"]

@@ -28,7 +28,7 @@ from offload.cli import (
     simulate,
     synth,
 )
-from offload.cli.limits import limit_reached, path_refused
+from offload.cli.limits import and_files, limit_reached, path_refused
 from offload.cli.once import once
 from offload.cli.signals import Interrupted, signals_raise
 from offload.cli.streams import drop_output, standard_streams
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except typer.Exit as end:
             return end.exit_code
         except OffloadError as error:
-            return _fail(str(error))
+            return _fail(f"{error}{and_files(error)}")
         except _UsageError as error:
             return _fail(f"{_usage(error)}{_hint(error)}")
         except Interrupted as stop:

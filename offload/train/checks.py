@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import OffloadError
-from offload.io.whole_file import check_name
+from offload.io.whole_file import check_name, takes_bytes
 from offload.runtime import cuda_api
 from offload.runtime.choice import Choice, choose
 from offload.train.options import KEEPS, METHODS, SCHEDULES, STATES, TrainOptions
@@ -292,7 +292,7 @@ def _check_files(options: TrainOptions) -> None:
     for name in ("data", "eval_data"):
         path = getattr(options, name)
         if path is not None:
-            _check_readable(_absolute(path), name)
+            _check_readable(path.expanduser(), name)
     output, states = _absolute(options.output), state_directory(options)
     check_name(states, "--disk")  # longer than the output's where it is beside that
     for name, path in (("output", output), ("disk", states)):
@@ -328,6 +328,12 @@ def _check_files(options: TrainOptions) -> None:
 
 
 def _check_readable(path: Path, name: str) -> None:
+    if takes_bytes(path):  # not resolved: /dev/fd/63 leads to no name
+        raise OffloadError(
+            f"{flag(name)} {path} is a pipe or a device; data is looked into before it is read, "
+            "and its name tells its kind: write it to a file first, e.g. train.jsonl"
+        )
+    path = _absolute(path)
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise OffloadError(f"{flag(name)} {path}: there is no such file or directory")
     if not os.access(path, os.R_OK):

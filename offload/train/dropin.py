@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offload.errors import ClosedError, OffloadError
-from offload.io.tile_store import check_directory, is_tile_store
+from offload.io.tile_store import check_directory, is_tile_store, stored_identity
 from offload.io.whole_file import expanded
 from offload.models.meta import MetaModel
 from offload.models.streamed_forward import not_compiled
@@ -208,7 +208,7 @@ class Training:
     def _tiles(self, meta: MetaModel, layout: TrainLayout, options: DropinOptions) -> Any:
         from offload.io.checksum import xxh3
         from offload.io.tile_store import TileStore
-        from offload.train.identity import layout_fingerprint, model_identity
+        from offload.train.identity import check_model, layout_fingerprint, model_identity
 
         if not layout.trained:
             return lambda *_: _NoTiles()
@@ -221,6 +221,8 @@ class Training:
             "grad_dtype": options.grad_dtype or "of the weights",
             "seed": options.seed,
         }
+        if there:
+            check_model(stored_identity(self.directory), identity)
         commit = _commit_number(options.resume)
 
         def make(layout: TrainLayout, parts: Callable[[int], tuple[int, ...]], io: Any) -> Tiles:

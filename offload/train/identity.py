@@ -78,6 +78,7 @@ _IN_WORDS = {
     "model": "the model's checkpoint has other files, or other tensors in them",
     "model config": "the model's config.json says something else",
     "model layout": "other weights are trained, or they are cut otherwise",
+    "layout": "other weights are trained (train=), or they are cut otherwise",
     "model values": "the model's weights have other values",
     "tokenised data": (
         "the data, once tokenised, is not what it was: --data, the tokenizer or its chat template "
@@ -85,6 +86,27 @@ _IN_WORDS = {
     ),
 }
 """What differs where two runs are told apart by a digest, which says nothing to anybody."""
+
+
+def check_model(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+    """Say in words what of a model is not as it was when its states were made, for whoever trains
+    it in a loop of their own; settings are told by the states themselves.
+
+    Raises:
+        OffloadError: something differs that would be told by two digests.
+    """
+    other = set() if before is None else _different(before, now)
+    # What is trained follows from the model.
+    told = [name for name in ("model", "model config", "model values", "layout") if name in other]
+    if told:
+        raise OffloadError(
+            f"resume: {_IN_WORDS[told[0]]} since these states were made; load the model that they "
+            f"are of, or begin anew with another disk="
+        )
+
+
+def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    return {name for name in before.keys() & now.keys() if now[name] != before[name]}
 
 
 def check_continues(
@@ -102,7 +124,7 @@ def check_continues(
     """
     if before is None:
         return
-    other = sorted(name for name in before.keys() & now.keys() if now[name] != before[name])
+    other = sorted(_different(before, now))
     if other and other[0] in _IN_WORDS:
         raise OffloadError(
             f"--resume: {_IN_WORDS[other[0]]} since the run began; resume it with what it began "

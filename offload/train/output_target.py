@@ -141,7 +141,7 @@ def new_directory(
     try:
         real.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(real)
-        partial, lock = _make_locked(real)
+        partial, lock = make_locked(real)
     except OSError as e:
         raise StoreError(f"cannot write beside {target}: {e.strerror or e}") from e
     try:
@@ -233,7 +233,7 @@ def _try_lock(directory: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _make_locked(target: Path) -> tuple[Path, int]:
+def make_locked(target: Path) -> tuple[Path, int]:
     """A new hidden sibling of ``target`` and the descriptor that locks it."""
     while True:
         partial = temporary_of(target)

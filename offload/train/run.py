@@ -184,7 +184,12 @@ class Run:
             if step > first and not engine.torn:
                 self._commits.begin(engine, step, listener)
             self._commits.end(listener)
-            raise NotFinite(f"{error}{self._write_best(engine, listener)}") from error
+            # Weights that no step has changed are not the rate's fault.
+            way_out = (
+                "" if not step else f"; --resume would come to the same again: if the rows are in "
+                f"order, begin another run with a lower --lr than {options.lr:g}"
+            )  # fmt: skip
+            raise NotFinite(f"{error}{way_out}{self._write_best(engine, listener)}") from error
         except StoreError as error:
             # The tile store's own errors say it themselves, and damage is in what was safe.
             if "--resume" not in str(error) and not _is_damage(error):

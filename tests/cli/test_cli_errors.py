@@ -15,6 +15,7 @@ import pytest
 from cli_support import Cli, refused
 
 from offload.cli import output, session
+from offload.errors import StoreError
 from offload.models import options
 from offload.units import parse_bytes
 
@@ -368,6 +369,7 @@ def test_a_bug_keeps_its_traceback(cli: Cli, bare: Path, monkeypatch: pytest.Mon
             RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: 7 bytes"),
             ["no more memory for this process (can't allocate memory: 7 bytes)", "--ram"],
         ),
+        (OSError(24, "Too many open files", "/dev/x"), ["too many open files", "ulimit -n"]),
         (
             FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
             ["no place for temporary files", "['/tmp']", "set TMPDIR"],
@@ -382,6 +384,21 @@ def test_limits_of_the_system_are_no_bugs(
 
     monkeypatch.setattr(session, "make_plan", fail)
     refused(cli("generate", "-m", bare, *IDS), *words)
+
+
+def test_too_many_open_files_behind_an_error_of_ours(
+    cli: Cli, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its words send elsewhere, which does not help."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        try:
+            raise OSError(24, "Too many open files")
+        except OSError as e:
+            raise StoreError(f"cannot open x: {e.strerror}; choose another directory") from e
+
+    monkeypatch.setattr(session, "make_plan", fail)
+    refused(cli("generate", "-m", bare, *IDS), "cannot open x", "ulimit -n")
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,24 @@ def test_files_that_are_not_there_or_empty(good: TrainOptions, tmp_path: Path) -
     assert "is empty" in said(dataclasses.replace(good, data=empty))
 
 
+def test_data_that_is_no_file(good: TrainOptions, tmp_path: Path) -> None:
+    """A shell's ``<(command)`` is a name that leads to none; a FIFO without a writer is not waited
+    for."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    reading, writing = os.pipe()
+    try:
+        for path in (tmp_path / "rows.jsonl", Path(f"/dev/fd/{reading}"), Path("/dev/null")):
+            for name in ("data", "eval_data"):
+                message = said(dataclasses.replace(good, **{name: path}))
+                assert message.startswith(
+                    f"--{name.replace('_', '-')} {path} is a pipe or a device"
+                )
+                assert "write it to a file first" in message
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 @pytest.mark.parametrize("name", ["model", "data", "eval_data", "output", "disk"])
 def test_names_that_no_file_can_have(good: TrainOptions, tmp_path: Path, name: str) -> None:
     """``pathlib`` raises errors of its own when it is asked about them."""

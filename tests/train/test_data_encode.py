@@ -352,7 +352,8 @@ _CALLS = {
     + _AS_JSON + "{% endif %}",
     "strings": "{{ '' + c.function.arguments }}",
     "as python has it": "{{ c.function.arguments }}",
-    "items": "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+    "items": "{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
 }  # fmt: skip
 
 
@@ -365,7 +366,7 @@ def test_arguments_of_calls_are_never_json_in_json(template: str, arguments: Any
         "{% for c in m.tool_calls or [] %}" + _CALLS[template] + "{% endfor %}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
     )
-    want = 'city=Par"is;' * bool(arguments) if template == "items" else json.dumps(arguments)
+    want = "w" + 'city=Par"is;' * bool(arguments) if template == "items" else json.dumps(arguments)
     for form in (arguments, json.dumps(arguments)):
         call = {"type": "function", "function": {"name": "w", "arguments": form}}
         messages = [
@@ -397,6 +398,29 @@ def test_a_template_that_leaves_calls_out_is_asked_again() -> None:
         (words,) = row.pieces
         found.append(tok.decode((words[(words & LABEL) != 0] & ~LABEL).tolist()))
     assert found == ["a<|im_end|>", '{"x": 1}<|im_end|>']
+
+
+@pytest.mark.parametrize("weight", [1, 0])
+def test_a_template_that_shows_no_calls(weight: int) -> None:
+    """Of a message that is nothing else, its end would be learnt: to say nothing."""
+    tok = chatml(
+        "{% for m in messages %}<|im_start|>{{ m.role + ':' + m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    call = {"function": {"name": "w", "arguments": '{"x": 1}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "weight": weight},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "a"},
+    ]
+    (row,) = Encoder(tok, 512).encode([shape_of({"messages": messages})])
+    if weight:
+        assert isinstance(row, BadRow)
+        assert "message 1 has no content" in str(row)
+        assert "nothing of its tool_calls" in str(row)
+    else:
+        assert not isinstance(row, BadRow)
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:

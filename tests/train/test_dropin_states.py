@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from dropin_support import EPS, batches, close, groups_of, loop, maker, resident, streamed
 
 import offload
-from offload.errors import OffloadError
+from offload.errors import OffloadError, StoreError
 from offload.train.optimizer import AdamW
 from offload.train.steps import Group
 from offload.train.tiles import Slot, SlotKind
@@ -56,6 +58,25 @@ def test_a_state_dict_is_a_reference_that_resumes(tiny: Any, tmp_path: Path) -> 
         model.offload.commit()
     with pytest.raises(OffloadError, match="resume=True"), streamed(directory, disk=disk):
         pass
+
+
+def test_states_of_another_model_say_in_words_what_differs(tiny: Any, tmp_path: Path) -> None:
+    """In a foreign loop, too, and not by two digests."""
+    disk = tmp_path / "states"
+    with streamed(tiny(), disk=disk) as model:
+        model.offload.commit()
+    changes: list[tuple[str, dict[str, Any], str]] = [
+        ("qwen2", {}, "checkpoint has other files"),
+        ("llama", {"train": lambda name: "mlp" in name}, "other weights are trained"),
+    ]
+    for family, how, what in changes:
+        with (
+            pytest.raises(OffloadError, match=rf"^resume: .*{what}.* another disk="),
+            streamed(tiny(family), disk=disk, resume=True, **how),
+        ):
+            pass
+    with streamed(tiny(), disk=disk, resume=True) as model:
+        assert model.offload.commit() == 1
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -148,6 +169,36 @@ def test_a_saved_model_is_an_ordinary_one(tiny: Any, tmp_path: Path, family: str
             ordinary["lm_head.weight"] += 1
             with pytest.raises(OffloadError, match="cannot be replaced"):
                 model.load_state_dict(ordinary)
+
+
+@pytest.mark.parametrize("refused", ["mkdir", "fsync", "replace", "unlink"])
+def test_a_disk_that_refuses_a_saved_model(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """One error of ours, and at every moment the old model or the new one: weights that are not of
+    the new one go when that is there. What a killed program has left goes, too."""
+    out = tmp_path / "out"
+    with streamed(tiny()) as model:
+        model.save_pretrained(out)
+        loop(model, AdamW(model.parameters(), lr=1e-3))
+        (out / ".saving.0123abcd.tmp").mkdir()
+        real = getattr(os, refused)
+
+        def refuse(path: Any, *rest: Any, **how: Any) -> Any:
+            if refused == "fsync" or str(path).startswith(str(out)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path, *rest, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, refused, refuse)
+            with pytest.raises(StoreError, match=f"{out}: Input/output error|model-00001.*out: In"):
+                model.save_pretrained(out, max_shard_size="64KiB")
+        assert not list(out.glob(".*"))
+        # transformers takes one file before it takes an index.
+        assert close(resident(out), resident(tiny()), 0.0)
+        model.save_pretrained(out, max_shard_size="64KiB")
+        assert close(model, resident(out), 0.0)
+        assert not (out / "model.safetensors").exists()
 
 
 def test_what_is_lost_at_the_end_is_said(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:

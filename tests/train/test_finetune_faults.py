@@ -313,8 +313,10 @@ def test_an_infinite_weight(
 ) -> None:
     bad = spoil(model, tmp_path / "bad", math.inf)
     options = options_for(bad, data, tmp_path, max_grad_norm=clip, grad_accum=accumulated)
-    with pytest.raises(NotFinite, match=r"step 1: the (loss|gradient norm) is (nan|inf).*rows"):
+    told = r"step 1: the (loss|gradient norm) is (nan|inf).*rows"
+    with pytest.raises(NotFinite, match=told) as raised:
         train(options)
+    assert "--lr" not in str(raised.value)  # no step was taken that could have gone too far
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "disk").glob("commit-*.json"))
 
@@ -347,7 +349,7 @@ def test_a_step_that_is_not_finite_harms_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "head_loss", third)
         log = Log()
-        with pytest.raises(NotFinite, match="step 3") as raised:
+        with pytest.raises(NotFinite, match=r"step 3: .* a lower --lr than 0\.01") as raised:
             train(options, log)
     assert isinstance(raised.value.__cause__, NotFinite)  # where it was found
     torn = where == "gradient" and not clip

@@ -50,6 +50,7 @@ class ChatEncoder:
             chat,
             messages=self._calls.fitted(chat.messages, template, lambda m: self._render(m, chat)),
         )
+        self._check_shown(chat)
         # A template's own marks know nothing of weights.
         all_of_them = all(m.get("weight", 1) for m in chat.messages)
         marked = bool(_MARKS.search(template)) and all_of_them
@@ -57,6 +58,27 @@ class ChatEncoder:
         if not any(learn):
             raise BadRow("has nothing to learn: the template shows no assistant's words")
         return self._closed(chat, ids, learn)
+
+    def _check_shown(self, chat: Chat) -> None:
+        """Raise BadRow if of a message that has no content, but calls say, the template shows
+        neither: what is left of it is its end."""
+        whole: str | None = None
+        for i, message in enumerate(chat.messages[chat.first :], chat.first):
+            if not learnt(message) or message["content"].strip():
+                continue
+            whole = self._render(chat.messages, chat) if whole is None else whole
+            bare = {"role": message["role"], "content": message["content"]}
+            try:
+                without = self._render((*chat.messages[:i], bare, *chat.messages[i + 1 :]), chat)
+            except BadRow:
+                continue  # the template asks for what is left out: it looks at it
+            if without == whole:
+                more = ", ".join(sorted(k for k in message.keys() - bare.keys() if message[k]))
+                raise BadRow(
+                    f"the assistant's message {i} has no content, and the chat template shows "
+                    f"nothing of its {more}: the model would learn to say nothing; give a template "
+                    'that does (chat_template.jinja), or "weight": 0 in it'
+                )
 
     def _template(self, chat: Chat) -> str:
         try:
