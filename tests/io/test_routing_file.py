@@ -147,9 +147,7 @@ def test_no_file_and_a_directory(tmp_path: Path) -> None:
         RoutingReader(tmp_path / "nothing")
     with pytest.raises(RoutingFileError, match="directory"):
         RoutingReader(tmp_path)
-    os.mkfifo(
-        tmp_path / "pipe"
-    )  # the second to open it would wait for ever
+    os.mkfifo(tmp_path / "pipe")  # the second to open it would wait for ever
     with pytest.raises(RoutingFileError, match="pipe is no file"):
         RoutingReader(tmp_path / "pipe")
     with pytest.raises(StoreError, match="directory"):
