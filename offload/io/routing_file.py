@@ -223,6 +223,10 @@ class RoutingReader:
                 raise self._damaged("something follows its end")
 
     def _open(self) -> BinaryIO:
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise RoutingFileError(  # read to its end by the first reader, a pipe has none left
+                f"the routing {self.path} is no file, and it is read several times; copy it to one"
+            )
         try:
             return open(self.path, "rb", buffering=BUFFER_BYTES)
         except OSError as error:

@@ -126,10 +126,11 @@ def prepare(
 def import_programs(options: Options) -> None:
     """Import what these options call on, before the bare process is weighed: Numba alone is 50 MiB,
     of the program and of no budget."""
-    if options.sequences > 1 and options.choice.kind == "cpu":
-        from offload.cpu_ops import row_products
+    if options.sequences > 1:
+        from offload.cpu_ops import row_products  # whose products are joined asks it, on a card too
 
-        row_products.prepare()
+        if options.choice.kind != "cuda":
+            row_products.prepare()
     if kv_plan.attends_in_place(options):
         from offload.cpu_ops import block_attention, block_quantise, isa, warm  # noqa: F401
 

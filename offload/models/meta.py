@@ -143,7 +143,16 @@ def _of_its_class(config: Any) -> Any:
         cls: Any = model_class(config)
     except UnsupportedModelError:
         return config  # said where a model is built
-    return config if text is None or cls.config_class is not text else config.get_text_config()
+    if text is None or cls.config_class is not text:
+        return config
+    part = config.get_text_config()
+    if not getattr(part, "architectures", None):
+        part.architectures = config.architectures
+        try:
+            model_class(part)
+        except UnsupportedModelError:  # no mapping knows mllama's text config by itself
+            part.architectures = [cls.__name__]
+    return part
 
 
 def _check_experts(config: Any, file: Path) -> None:

@@ -147,6 +147,9 @@ def test_no_file_and_a_directory(tmp_path: Path) -> None:
         RoutingReader(tmp_path / "nothing")
     with pytest.raises(RoutingFileError, match="directory"):
         RoutingReader(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # the second to open it would wait for ever
+    with pytest.raises(RoutingFileError, match="pipe is no file"):
+        RoutingReader(tmp_path / "pipe")
     with pytest.raises(StoreError, match="directory"):
         RoutingWriter(tmp_path, HEADER)
     with pytest.raises(StoreError, match="No such file"):

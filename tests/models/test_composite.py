@@ -52,7 +52,7 @@ def check(directory: Path, auto: Any) -> None:
 
 
 @pytest.mark.parametrize("named", ["nothing", "the causal LM"])
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "llama4"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "llama4", "mllama"])
 def test_the_text_of_a_model_with_images(tmp_path: Path, kind: str, named: str) -> None:
     """Without a class of its own to name, the auto class takes the causal LM and the text config,
     and conversions take the language model out of the names."""

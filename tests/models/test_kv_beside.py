@@ -61,3 +61,22 @@ prepare(Path({str(TINY)!r}), Options(ram={40 * MIB}, context=256, prompt_tokens=
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+
+
+def test_code_of_joined_sequences_is_there_before_a_device_is_planned_for() -> None:
+    """Rows of several sequences are multiplied together for a simulated device, too: the first
+    such product brought Numba, 100 MiB above the bare process whose weight was long known."""
+    code = f"""
+import sys
+from pathlib import Path
+from offload.models.load import Options, prepare
+wish = Options(ram={2**30}, gpu={2**30}, device="sim", context=64, sequences=2)
+prepare(Path({str(TINY)!r}), wish)
+before = set(sys.modules)
+from offload.cpu_ops import row_products
+assert set(sys.modules) == before, sorted(set(sys.modules) - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
