@@ -9,9 +9,10 @@ row: VDPBF16PS from the first pair of columns to the last within blocks of colum
 float32 sums added one after the other, one rounding to bfloat16 at the end. How long oneDNN's
 blocks are is nowhere promised: ``find_block`` tries, and finds none where torch adds otherwise.
 
-The matrix stays as it is in a checkpoint, rows of columns. 32 rows times a block of columns are
-transposed into a panel (pairs of columns, lanes are rows) that fits the first caches, and
-multiplied with all tokens, eight at a time: 16 sums in registers, ten loads for 16 instructions.
+The matrix stays as it is in a checkpoint, rows of columns. 32 rows times 128 columns become a
+panel (pairs of columns, lanes are rows) that stays in the first cache, and is multiplied with all
+tokens, eight at a time: 16 sums in registers, ten loads for 16 instructions. Few tokens wait for
+the memory: each thread knows its next rows before it begins with these, and asks for them in time.
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ from offload.cpu_ops.vectors import (
 logger = logging.getLogger(__name__)
 
 LANES, PANEL_ROWS = 16, 32
+PANEL_COLUMNS = 128
+"""Of a panel, 8 KiB. With whole blocks of 512 the memory was idle while a panel was multiplied
+with, and the panel and what comes next filled the first cache."""
+AHEAD = 512
+"""Columns before they are transposed, they are asked for."""
 MOST_BLOCK = 1024
-"""Columns that a panel holds; oneDNN's blocks seen so far have 512."""
+"""Columns of a block; oneDNN's seen so far have 512."""
 BLOCKS = (512, 1024, 256, 128, 64)
 """Columns of a block, as they are tried."""
 TOGETHER = 64
@@ -58,8 +64,10 @@ OUTPUTS_TRIED = 2**18
 LEAST_ROWS = 8
 """Single rows tried, however many outputs one has."""
 
-_panel = stack(PANEL_ROWS * MOST_BLOCK * 2)
-_sums = stack(TOGETHER * PANEL_ROWS * 4)
+_panel = stack(PANEL_ROWS * PANEL_COLUMNS * 2)
+SO_FAR = TOGETHER * PANEL_ROWS * 4
+"""Bytes behind a token's sums of whole blocks: those of the block that is under way."""
+_sums = stack(2 * SO_FAR)
 
 
 class Rows(enum.IntEnum):
@@ -99,8 +107,17 @@ def _transpose(w: int, stride: int, panel: int, ahead: int) -> None:
 
 
 @inline
-def _keep(at: int, first: bool, low: Any, high: Any) -> None:
-    if first:
+def _begin(at: int, begins: bool) -> Any:
+    """What a block's sum is so far."""
+    return splat(0.0) if begins else load_f32(at)
+
+
+@inline
+def _keep(at: int, ends: bool, first: bool, low: Any, high: Any) -> None:
+    if not ends:
+        store_f32(at + SO_FAR, low)
+        store_f32(at + SO_FAR + 64, high)
+    elif first:
         store_f32(at, low)
         store_f32(at + 64, high)
     else:
@@ -109,16 +126,23 @@ def _keep(at: int, first: bool, low: Any, high: Any) -> None:
 
 
 @outline
-def _eight(panel: int, pairs: int, x: int, step: int, n: int, sums: int, first: bool) -> None:
-    """Up to eight tokens, ``step`` bytes apart; who is missing is computed as the last is."""
+def _eight(
+    panel: int, pairs: int, x: int, step: int, n: int, sums: int, first: bool, begins: bool,
+    ends: bool,
+) -> None:  # fmt: skip
+    """As ``_multiply``; who is missing is computed as the last is."""
     last = n - 1
     x0, x1, x2, x3 = x, x + step * min(1, last), x + step * min(2, last), x + step * min(3, last)
     x4, x5 = x + step * min(4, last), x + step * min(5, last)
     x6, x7 = x + step * min(6, last), x + step * min(7, last)
-    a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-    a4, a5, a6, a7 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-    b0, b1, b2, b3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-    b4, b5, b6, b7 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    a0, b0 = _begin(sums + SO_FAR, begins), _begin(sums + SO_FAR + 64, begins)
+    a1, b1 = _begin(sums + SO_FAR + 128, begins), _begin(sums + SO_FAR + 192, begins)
+    a2, b2 = _begin(sums + SO_FAR + 256, begins), _begin(sums + SO_FAR + 320, begins)
+    a3, b3 = _begin(sums + SO_FAR + 384, begins), _begin(sums + SO_FAR + 448, begins)
+    a4, b4 = _begin(sums + SO_FAR + 512, begins), _begin(sums + SO_FAR + 576, begins)
+    a5, b5 = _begin(sums + SO_FAR + 640, begins), _begin(sums + SO_FAR + 704, begins)
+    a6, b6 = _begin(sums + SO_FAR + 768, begins), _begin(sums + SO_FAR + 832, begins)
+    a7, b7 = _begin(sums + SO_FAR + 896, begins), _begin(sums + SO_FAR + 960, begins)
     for k in range(pairs):
         v, w, at = load_i32(panel + 128 * k), load_i32(panel + 128 * k + 64), 4 * k
         u = splat_i32(x0 + at)
@@ -137,21 +161,86 @@ def _eight(panel: int, pairs: int, x: int, step: int, n: int, sums: int, first: 
         a6, b6 = dot_pairs(a6, v, u), dot_pairs(b6, w, u)
         u = splat_i32(x7 + at)
         a7, b7 = dot_pairs(a7, v, u), dot_pairs(b7, w, u)
-    _keep(sums, first, a0, b0)
+    _keep(sums, ends, first, a0, b0)
     if n > 1:
-        _keep(sums + 128, first, a1, b1)
+        _keep(sums + 128, ends, first, a1, b1)
     if n > 2:
-        _keep(sums + 256, first, a2, b2)
+        _keep(sums + 256, ends, first, a2, b2)
     if n > 3:
-        _keep(sums + 384, first, a3, b3)
+        _keep(sums + 384, ends, first, a3, b3)
     if n > 4:
-        _keep(sums + 512, first, a4, b4)
+        _keep(sums + 512, ends, first, a4, b4)
     if n > 5:
-        _keep(sums + 640, first, a5, b5)
+        _keep(sums + 640, ends, first, a5, b5)
     if n > 6:
-        _keep(sums + 768, first, a6, b6)
+        _keep(sums + 768, ends, first, a6, b6)
     if n > 7:
-        _keep(sums + 896, first, a7, b7)
+        _keep(sums + 896, ends, first, a7, b7)
+
+
+@outline
+def _two(
+    panel: int, pairs: int, x: int, step: int, n: int, sums: int, first: bool, begins: bool,
+    ends: bool,
+) -> None:  # fmt: skip
+    """One or two tokens."""
+    x0, x1 = x, x + step * (n - 1)
+    a0, b0 = _begin(sums + SO_FAR, begins), _begin(sums + SO_FAR + 64, begins)
+    a1, b1 = _begin(sums + SO_FAR + 128, begins), _begin(sums + SO_FAR + 192, begins)
+    for k in range(pairs):
+        v, w, at = load_i32(panel + 128 * k), load_i32(panel + 128 * k + 64), 4 * k
+        u = splat_i32(x0 + at)
+        a0, b0 = dot_pairs(a0, v, u), dot_pairs(b0, w, u)
+        u = splat_i32(x1 + at)
+        a1, b1 = dot_pairs(a1, v, u), dot_pairs(b1, w, u)
+    _keep(sums, ends, first, a0, b0)
+    if n > 1:
+        _keep(sums + 128, ends, first, a1, b1)
+
+
+@outline
+def _four(
+    panel: int, pairs: int, x: int, step: int, n: int, sums: int, first: bool, begins: bool,
+    ends: bool,
+) -> None:  # fmt: skip
+    """Three or four."""
+    x0, x1, x2, x3 = x, x + step, x + step * 2, x + step * (n - 1)
+    a0, b0 = _begin(sums + SO_FAR, begins), _begin(sums + SO_FAR + 64, begins)
+    a1, b1 = _begin(sums + SO_FAR + 128, begins), _begin(sums + SO_FAR + 192, begins)
+    a2, b2 = _begin(sums + SO_FAR + 256, begins), _begin(sums + SO_FAR + 320, begins)
+    a3, b3 = _begin(sums + SO_FAR + 384, begins), _begin(sums + SO_FAR + 448, begins)
+    for k in range(pairs):
+        v, w, at = load_i32(panel + 128 * k), load_i32(panel + 128 * k + 64), 4 * k
+        u = splat_i32(x0 + at)
+        a0, b0 = dot_pairs(a0, v, u), dot_pairs(b0, w, u)
+        u = splat_i32(x1 + at)
+        a1, b1 = dot_pairs(a1, v, u), dot_pairs(b1, w, u)
+        u = splat_i32(x2 + at)
+        a2, b2 = dot_pairs(a2, v, u), dot_pairs(b2, w, u)
+        u = splat_i32(x3 + at)
+        a3, b3 = dot_pairs(a3, v, u), dot_pairs(b3, w, u)
+    _keep(sums, ends, first, a0, b0)
+    _keep(sums + 128, ends, first, a1, b1)
+    _keep(sums + 256, ends, first, a2, b2)
+    if n > 3:
+        _keep(sums + 384, ends, first, a3, b3)
+
+
+@inline
+def _multiply(
+    panel: int, pairs: int, x: int, step: int, n: int, sums: int, first: bool, begins: bool,
+    ends: bool,
+) -> None:  # fmt: skip
+    """A panel with up to eight tokens, ``step`` bytes apart.
+
+    ``begins``, ``ends``: it is the first, the last of a block; ``first``: of the first block.
+    """
+    if n <= 2:
+        _two(panel, pairs, x, step, n, sums, first, begins, ends)
+    elif n <= 4:
+        _four(panel, pairs, x, step, n, sums, first, begins, ends)
+    else:
+        _eight(panel, pairs, x, step, n, sums, first, begins, ends)
 
 
 @inline
@@ -159,26 +248,32 @@ def row_products(how: Any, a: int) -> None:
     """Every thread of the region takes panels of rows from a counter."""
     rows, columns, tokens = field(a, Rows.ROWS), field(a, Rows.COLUMNS), field(a, Rows.TOKENS)
     block, bias, stride = field(a, Rows.BLOCK), field(a, Rows.BIAS), 2 * field(a, Rows.COLUMNS)
+    early = min(AHEAD, columns)
     panel, sums = _panel(), _sums()
     row = PANEL_ROWS * fetch_add(a + 8 * Rows.NEXT, 1)
     while row < rows:
+        # Taken before it is due: what is fetched ahead has to be this thread's.
+        following = PANEL_ROWS * fetch_add(a + 8 * Rows.NEXT, 1)
         weights = field(a, Rows.WEIGHTS) + row * stride
         for t0 in range(0, tokens, TOGETHER):
             many = min(TOGETHER, tokens - t0)
             x = field(a, Rows.X) + t0 * stride
             for c in range(0, columns, block):
-                width = min(block, columns - c)
-                # The next block of these rows, or the first one of the rows behind.
-                ahead = 2 * block if c + block < columns else PANEL_ROWS * stride - 2 * c
-                for k in range(0, width, 32):
-                    w = weights + 2 * (c + k)
-                    _transpose(w, stride, panel + 64 * k, ahead)
-                    _transpose(w + LANES * stride, stride, panel + 64 * k + 64, ahead)
-                for t in range(0, many, 8):
-                    _eight(
-                        panel, width // 2, x + t * stride + 2 * c, stride, min(8, many - t),
-                        sums + 128 * t, c == 0,
-                    )  # fmt: skip
+                end = min(c + block, columns)
+                for k in range(c, end, PANEL_COLUMNS):
+                    part = min(PANEL_COLUMNS, end - k)
+                    ahead = 2 * early
+                    if k + early >= columns:  # then of the rows that come next
+                        ahead += (min(following, rows - PANEL_ROWS) - row) * stride - stride
+                    for i in range(0, part, 32):
+                        w = weights + 2 * (k + i)
+                        _transpose(w, stride, panel + 64 * i, ahead)
+                        _transpose(w + LANES * stride, stride, panel + 64 * i + 64, ahead)
+                    for t in range(0, many, 8):
+                        _multiply(
+                            panel, part // 2, x + t * stride + 2 * k, stride, min(8, many - t),
+                            sums + 128 * t, c == 0, k == c, k + part == end,
+                        )  # fmt: skip
             for t in range(many):
                 out = field(a, Rows.OUT) + 2 * ((t0 + t) * rows + row)
                 low, high = load_f32(sums + 128 * t), load_f32(sums + 128 * t + 64)
@@ -187,7 +282,7 @@ def row_products(how: Any, a: int) -> None:
                     high = fadd(high, load_f32(bias + 4 * row + 64))
                 store_bf16(out, how, low)
                 store_bf16(out + 32, how, high)
-        row = PANEL_ROWS * fetch_add(a + 8 * Rows.NEXT, 1)
+        row = following
 
 
 @functools.cache
