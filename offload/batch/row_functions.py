@@ -7,7 +7,8 @@ is [1, 1, ...]. ``RowFunctions`` looks at every function of torch that it calls 
   it, and runs as it is;
 * sums within a row do, too: torch adds up each one by itself;
 * functions like exp are computed row by row: torch takes whole vectors of a tensor by another
-  routine than what is left over, and more rows leave other values over;
+  routine than what is left over, and more rows leave other values over (a few of them for several
+  rows, where nothing is left over);
 * products with weights are ``row_products``', which adds as torch does for a single row, or are
   computed row by row, as are those of complex numbers;
 * anything else is ``NotJoined``: nothing is known of it.
@@ -18,10 +19,13 @@ Whether rows get mixed is no question of names: that shows when a layer is tried
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from offload.models.one_token import IN_FORCE
 
 _LINE = 64
 """Bytes; torch's own tensors begin at multiples of it."""
@@ -63,6 +67,11 @@ _ROW_BY_ROW = frozenset(
     normalize glu tanhshrink softsign
     """.split()
 )
+_GROUPED = frozenset("silu sigmoid".split())
+"""Of those, ones that torch goes through two vectors at a time, each thread from the first value of
+its share: rows of whole pairs of vectors are each begun anew, as long as one thread does it all."""
+_PAIR_OF_VECTORS, _ONE_THREADS = 64, 32768
+"""Values: of 16 bits in two vectors of 512; and how many torch shares among threads."""
 _WITH_WEIGHTS = frozenset("matmul mm addmm".split())
 _PRODUCTS = frozenset("mul rmul imul multiply".split())
 """Of complex numbers: two roundings or three, as many are taken at once or few."""
@@ -87,6 +96,29 @@ class RowFunctions(TorchFunctionMode):
     def __init__(self, multiply: Multiply) -> None:
         super().__init__()
         self._multiply = multiply
+        self._before: list[Any] = []
+
+    def __enter__(self) -> RowFunctions:
+        self._before.append(IN_FORCE.rows)
+        IN_FORCE.rows = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        IN_FORCE.rows = self._before.pop()
+
+    def multiply(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor | None:
+        """Every row's own product with [N, K]; None: not known for these."""
+        return self._multiply(x_TK, weight_NK, None)
+
+    def plain(self) -> AbstractContextManager[Any]:
+        """Within ``self``: a context in which functions are not looked at."""
+        return _pop_mode_temporarily()
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """Within ``plain``: they are, again."""
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,11 +182,20 @@ def _each(mode: RowFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     positional = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
     if x.dim() < 2 or dim == 0 or 0 in positional:
         raise NotJoined(f"{func.__name__} of {tuple(x.shape)}")
-    rows = [func(x[i : i + 1], *args[1:], **kwargs) for i in range(x.shape[0])]
     name = func.__name__
+    some = _at_once(x) if _plain(name) in _GROUPED else 1
+    rows = [func(x[i : i + some], *args[1:], **kwargs) for i in range(0, x.shape[0], some)]
     if kwargs.get("inplace") or (name.endswith("_") and not name.startswith("__")):
         return x
     return torch.cat(rows) if rows else func(x, *args[1:], **kwargs)
+
+
+def _at_once(x: torch.Tensor) -> int:
+    """Rows of ``x`` [n, ...] that get from a pointwise function what each gets alone."""
+    row = x.numel() // x.shape[0]
+    if x.shape[-1] % _PAIR_OF_VECTORS or not row or x.stride(-1) != 1:
+        return 1
+    return max(1, (_ONE_THREADS - 1) // row)
 
 
 def _each_of_all(func: Any, args: Any, kwargs: Any) -> Any:

@@ -8,6 +8,10 @@ shapes, in the same order, so the bits are the same. That is shown for each clas
 the operators of both are recorded and compared, and their results, too. A class whose loop does
 anything else keeps its loop.
 
+Several sequences that decode together bring a row each to the same layer (``together``): the loop
+would look for each expert's rows, and a function mode would look at every step. Rows are sorted
+once, and products are those that give each row the bits it has alone.
+
 On a card the loop asks the host to wait twice for each expert (is it another rank's, which tokens
 are its own); here nobody waits, as the routing has been heard of already.
 """
@@ -15,9 +19,11 @@ are its own); here nobody waits, as the routing has been heard of already.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -45,8 +51,33 @@ PLACING = frozenset(
 token's experts are added up in the same order is left to the results."""
 
 
+class RowsApart(Protocol):
+    """How a layer's code runs for rows of several sequences, each of which keeps its bits."""
+
+    def multiply(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor | None:
+        """Every row's own product; None: not known for these."""
+        ...
+
+    def plain(self) -> AbstractContextManager[Any]:
+        """What runs in it is known to leave rows' bits alone."""
+        ...
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """Within ``plain``: what runs in it is looked at again."""
+        ...
+
+
+class _InForce(threading.local):
+    rows: RowsApart | None = None
+    """In whose context the thread runs a layer."""
+
+
+IN_FORCE = _InForce()
+
+
 class OneToken:
-    """The forward of a layer's experts module, called for one token at a time."""
+    """The forward of a layer's experts module, called for one token at a time, or for one of each
+    of several sequences."""
 
     def __init__(self, group: ExpertGroup) -> None:
         """Raises ValueError: its attributes are not those of transformers' experts."""
@@ -77,19 +108,23 @@ class OneToken:
             # What an expert means that is named twice, or is another rank's, the loop knows.
             if len({e for e in named if 0 <= e < self._n_experts}) == len(named):
                 return self(args[0], named, args[2], self._module)
+        elif (apart := IN_FORCE.rows) is not None and self._takes(args, kwargs, args[0].shape[0]):
+            found = self._together(args[0], args[1], args[2], apart)
+            if found is not None:
+                return found
         return self._inner(*args, **kwargs)
 
-    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is of one token, on a known device, and wants no gradients."""
+    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int = 1) -> bool:
+        """Whether a call is of so many tokens, on a known device, and wants no gradients."""
         if len(args) != 3 or kwargs or torch.is_grad_enabled():
             return False
         hidden, index, weights = args
         return (
             all(isinstance(t, torch.Tensor) and t.dim() == 2 for t in args)
-            and hidden.shape[0] == 1
+            and hidden.shape[0] == rows
             and hidden.device.type in DEVICES
             and index.shape == weights.shape
-            and index.shape[0] == 1
+            and index.shape[0] == rows
             and not index.is_floating_point()
             and index.dtype != torch.bool
             and not torch.is_autocast_enabled(hidden.device.type)
@@ -137,6 +172,57 @@ class OneToken:
             else:
                 out_1H.index_add_(0, only, found_1H)
         return out_1H if out_1H.dtype == hidden_1H.dtype else out_1H.to(hidden_1H.dtype)
+
+    def _together(
+        self,
+        hidden_TH: torch.Tensor,
+        index_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        apart: RowsApart,
+    ) -> torch.Tensor | None:
+        """What each of T tokens gets alone, [T, H]; None: that is not known."""
+        if self._transposed or hidden_TH.device.type != "cpu":
+            return None
+        with apart.plain():
+            named_Tk: list[list[int]] = index_Tk.tolist()
+            uses: dict[int, list[int]] = {}
+            for row, named in enumerate(named_Tk):
+                if len({e for e in named if 0 <= e < self._n_experts}) != len(named):
+                    return None
+                for slot, expert in enumerate(named):
+                    uses.setdefault(expert, []).append(row * len(named) + slot)
+            order = sorted(uses)
+            use_U = torch.tensor([use for expert in order for use in uses[expert]])
+            counts = [len(uses[expert]) for expert in order]
+            rows = use_U.div(index_Tk.shape[1], rounding_mode="floor").split(counts)
+            weights = weights_Tk.reshape(-1, 1).index_select(0, use_U).split(counts)
+            sums = {"token": hidden_TH.dtype, "weights": weights_Tk.dtype, "float32": torch.float32}
+            out_TH = torch.zeros_like(hidden_TH, dtype=sums[self.sums])
+            for expert, rows_m, weight_m1 in zip(order, rows, weights, strict=True):
+                found_mH = self._of_rows(expert, hidden_TH.index_select(0, rows_m), apart)
+                if found_mH is None:
+                    return None
+                found_mH = found_mH * weight_m1
+                if found_mH.dtype != out_TH.dtype:
+                    found_mH = found_mH.to(out_TH.dtype)
+                # Each row is there once: what it has so far, and one sum more.
+                out_TH.index_copy_(0, rows_m, out_TH.index_select(0, rows_m).add_(found_mH))
+            return out_TH if out_TH.dtype == hidden_TH.dtype else out_TH.to(hidden_TH.dtype)
+
+    def _of_rows(self, expert: int, x_mH: torch.Tensor, apart: RowsApart) -> torch.Tensor | None:
+        """An expert's results, before they are weighed."""
+        module: Any = self._module
+        inner = apart.multiply(x_mH, getattr(module, self._up)[expert])
+        if inner is None:
+            return None
+        if self._biased:
+            inner = inner + getattr(module, f"{self._up}_bias")[expert]
+        with apart.watched():
+            inner = module._apply_gate(inner) if self._gated else module.act_fn(inner)
+        found = apart.multiply(inner, module.down_proj[expert])
+        if found is not None and self._biased:
+            found = found + module.down_proj_bias[expert]
+        return found
 
     def _index_of(self, device: torch.device) -> torch.Tensor:
         """That of the only token."""
@@ -241,4 +327,4 @@ def _same(group: ExpertGroup, found: OneToken, sums: str) -> bool:
     return True
 
 
-__all__ = ["OneToken", "Tried"]
+__all__ = ["IN_FORCE", "OneToken", "RowsApart", "Tried"]
