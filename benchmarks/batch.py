@@ -6,9 +6,10 @@ For each number a model is opened under the budget and as many prompts as run at
 what is timed are the passes in which all of them decode. The bound of a number of sequences comes
 from the same run: a pass cannot take less than its reads at the disk's rate (its own files, read as
 they are when streaming), nor less than its multiplications: at the rate of torch's product of many
-rows in the model's dtype, or of a pack at that of its own kernel with 512 rows. What a pass would
-compute if every sequence multiplied by itself (a single token's computing, beside waiting, times
-their number) is recorded, too: no bound, because sequences are joined.
+rows in the model's dtype, or of a pack at that of its own kernel with 512 rows; nor less than
+reading the weights that it multiplies with from memory, once (of experts, as many as even routing
+needs). What a pass would compute if every sequence multiplied by itself (a single token's
+computing, beside waiting, times their number) is recorded, too: no bound, as sequences are joined.
 
 Peers, in the same run: the loop over single prompts (one at a time, the same model, budget and
 code); transformers with as many rows in a batch and all weights in RAM, which may take what memory
@@ -26,10 +27,12 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, drop_page_cache, facts, record, run_limited, settings
+from moe import read_stream
 
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
@@ -40,26 +43,65 @@ def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
     return torch.randint(3, vocabulary, (count, tokens), generator=draw).tolist()
 
 
-def product_rate(model_dir: Path, dtype: Any) -> tuple[float, int]:
-    """Flop/s of torch's product of 256 rows with a feed-forward matrix of the model's shape, and
-    the multiplied weights of the model."""
+@dataclass(frozen=True)
+class Shape:
+    """Weights of a model, in numbers."""
+
+    hidden: int
+    inner: int
+    """Of a feed-forward layer, or of an expert."""
+    dense: int
+    """That every token is multiplied with."""
+    looked_up: int
+    expert: int = 0
+    layers: int = 0
+    experts: int = 0
+    """Of a layer."""
+    top_k: int = 0
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shape:
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+        dim = config.get("head_dim") or hidden // heads
+        layer = hidden * dim * (2 * heads + 2 * kv)
+        table = hidden * config["vocab_size"]
+        experts = config.get("num_experts", 0)
+        inner = config["moe_intermediate_size" if experts else "intermediate_size"]
+        layer += experts * hidden if experts else 3 * hidden * inner
+        many = {
+            "expert": 3 * hidden * inner, "layers": layers, "experts": experts,
+            "top_k": config["num_experts_per_tok"],
+        } if experts else {}  # fmt: skip
+        looked_up = 0 if config["tie_word_embeddings"] else table
+        return cls(hidden, inner, layers * layer + table, looked_up, **many)
+
+    @property
+    def multiplied(self) -> int:
+        """With one token."""
+        return self.dense + self.layers * self.top_k * self.expert
+
+    def touched(self, sequences: int) -> float:
+        """Of all weights, the share that tokens of so many sequences need, with even routing."""
+        every = self.dense + self.looked_up + self.layers * self.experts * self.expert
+        missed = (1 - self.top_k / self.experts) ** sequences if self.experts else 0.0
+        return (self.dense + self.layers * self.experts * (1 - missed) * self.expert) / every
+
+
+def product_rate(model_dir: Path, shape: Shape, dtype: Any) -> float:
+    """Flop/s of torch's product of 256 rows with a feed-forward matrix of the model's shape."""
     import torch
 
-    config = json.loads((model_dir / "config.json").read_text())
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
-    dim = config.get("head_dim") or hidden // heads
-    layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * inner
-    multiplied = config["num_hidden_layers"] * layer + hidden * config["vocab_size"]
     if list(model_dir.glob("bundle-*.bin")):
-        return packed_rate(model_dir, hidden, inner), multiplied
-    x, w = torch.randn(256, hidden).to(dtype), torch.randn(inner, hidden).to(dtype)
+        return packed_rate(model_dir, shape.hidden, shape.inner)
+    x, w = torch.randn(256, shape.hidden).to(dtype), torch.randn(shape.inner, shape.hidden)
+    w = w.to(dtype)
     best = float("inf")
     for _ in range(10):
         began = time.perf_counter()
         torch.nn.functional.linear(x, w)
         best = min(best, time.perf_counter() - began)
-    return 2 * x.shape[0] * w.numel() / best, multiplied
+    return 2 * x.shape[0] * w.numel() / best
 
 
 def packed_rate(model_dir: Path, hidden: int, inner: int) -> float:
@@ -216,7 +258,10 @@ def main() -> None:
     token_s = alone["pass_s"] - alone["stall_s_per_pass"]
     # A disk is no slower than what it has just done; the probe reads beside a busy memory.
     read_rate = max(found.read.high, *(row["read_bytes_per_pass"] / row["pass_s"] for row in rows))
-    rate, multiplied = product_rate(args.model, torch.bfloat16)
+    shape = Shape.of(json.loads((args.model / "config.json").read_text()))
+    rate = product_rate(args.model, shape, torch.bfloat16)
+    weight_bytes = sum(f.stat().st_size for f in packed or args.model.glob("*.safetensors"))
+    stream = read_stream(torch.get_num_threads())
     others = peers(args)
     for row in rows:
         row["peers"] = {
@@ -226,10 +271,14 @@ def main() -> None:
             if theirs["sequences"] == row["sequences"]
         }
         read_s = row["read_bytes_per_pass"] / read_rate
-        compute_s = row["sequences"] * 2 * multiplied / rate
-        bound_s = max(read_s, compute_s)
-        row["bound"] = "read" if read_s > compute_s else "compute"
-        row["read_s"], row["compute_s"] = read_s, compute_s
+        lanes = {
+            "read": read_s,
+            "compute": row["sequences"] * 2 * shape.multiplied / rate,
+            "memory": weight_bytes * shape.touched(row["sequences"]) / stream,
+        }
+        row["bound"] = max(lanes, key=lambda lane: lanes[lane])
+        bound_s = lanes[row["bound"]]
+        row |= {f"{lane}_s": seconds for lane, seconds in lanes.items()}
         row["compute_s_one_by_one"] = row["sequences"] * token_s
         row["bound_tok_s"] = row["sequences"] / bound_s
         row["of_bound"] = row["tok_s"] / row["bound_tok_s"]
@@ -251,6 +300,7 @@ def main() -> None:
         "read_bytes_per_s": read_rate,
         "token_s_alone": token_s,
         "product_flops": rate,
+        "memory_bytes_per_s": stream,
         "peers": others,
         "rows": rows,
     }
