@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from offload.models.one_token import IN_FORCE
+from offload.models.one_token import IN_FORCE, ONE_THREADS, WHOLE_VECTORS
 
 _LINE = 64
 """Bytes; torch's own tensors begin at multiples of it."""
@@ -70,8 +70,6 @@ _ROW_BY_ROW = frozenset(
 _GROUPED = frozenset("silu sigmoid".split())
 """Of those, ones that torch goes through two vectors at a time, each thread from the first value of
 its share: rows of whole pairs of vectors are each begun anew, as long as one thread does it all."""
-_PAIR_OF_VECTORS, _ONE_THREADS = 64, 32768
-"""Values: of 16 bits in two vectors of 512; and how many torch shares among threads."""
 _WITH_WEIGHTS = frozenset("matmul mm addmm".split())
 _PRODUCTS = frozenset("mul rmul imul multiply".split())
 """Of complex numbers: two roundings or three, as many are taken at once or few."""
@@ -193,9 +191,9 @@ def _each(mode: RowFunctions, func: Any, args: Any, kwargs: Any) -> Any:
 def _at_once(x: torch.Tensor) -> int:
     """Rows of ``x`` [n, ...] that get from a pointwise function what each gets alone."""
     row = x.numel() // x.shape[0]
-    if x.shape[-1] % _PAIR_OF_VECTORS or not row or x.stride(-1) != 1:
+    if x.shape[-1] % WHOLE_VECTORS or not row or x.stride(-1) != 1:
         return 1
-    return max(1, (_ONE_THREADS - 1) // row)
+    return max(1, (ONE_THREADS - 1) // row)
 
 
 def _each_of_all(func: Any, args: Any, kwargs: Any) -> Any:

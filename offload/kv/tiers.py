@@ -34,6 +34,9 @@ from offload.kv.table import LayerTable
 from offload.runtime.memory import HostMemory
 from offload.units import format_bytes
 
+_IN_ONE_PIECE = "load the model without kv_ram, kv, kv_keep and attention='offload'"
+"""Whatever it was that put keys and values into blocks."""
+
 
 class KvTiers:
     """Blocks of keys and values under ``ram`` bytes, and the file for what does not fit.
@@ -267,14 +270,14 @@ class KvTiers:
                 if (named := setting("cache_implementation")) is not None:
                     raise OffloadError(
                         f"cache_implementation={named!r} would keep keys and values past the KV "
-                        f"budget of {format_bytes(self.ram)}; drop it, or load the model without "
-                        f"kv_ram and with RAM for all of them"
+                        f"budget of {format_bytes(self.ram)}; drop it, or {_IN_ONE_PIECE} and with "
+                        f"RAM for all of them"
                     )
                 if setting("assistant_early_exit") is not None:
                     raise OffloadError(
                         "assistant_early_exit drafts with some of the layers and a cache of their "
-                        "own, and one cache of blocks is alive at a time; drop it, or load the "
-                        "model without kv_ram"
+                        "own, and one cache of blocks is alive at a time; drop it, or "
+                        f"{_IN_ONE_PIECE}"
                     )
                 kwargs[CACHE] = self.new_cache()
             self._divide(args, kwargs)

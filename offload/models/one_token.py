@@ -44,6 +44,13 @@ SUMS = ("token", "weights", "float32")
 ALIGNED = 64
 """Bytes: where torch puts what it allocates. Products of floats may depend on where they begin."""
 
+POINTWISE = frozenset("silu sigmoid mul add sub neg clamp clamp_min clamp_max _to_copy".split())
+"""Operators of a gate that treat each value by itself. All but the first two round as IEEE 754
+says; those give a row its bits whatever is beside it, within ``WHOLE_VECTORS``, ``ONE_THREADS``."""
+WHOLE_VECTORS, ONE_THREADS = 64, 32768
+"""Values of a row: torch takes two vectors of 512 bits at a time, and what is left over by another
+routine. And of a tensor: from so many on torch shares them among threads, in the middle of rows."""
+
 PLACING = frozenset(
     "index index_add_ add_ zeros_like select slice unsqueeze split view alias clone".split()
 )
@@ -99,6 +106,8 @@ class OneToken:
         self._biased = bool(beside)
         self._gated = bool(module.has_gate)
         self.sums = SUMS[0]
+        self.pointwise = False
+        """Whether its gate is nothing but ``POINTWISE``."""
         self._inner = module.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,8 +226,13 @@ class OneToken:
             return None
         if self._biased:
             inner = inner + getattr(module, f"{self._up}_bias")[expert]
-        with apart.watched():
-            inner = module._apply_gate(inner) if self._gated else module.act_fn(inner)
+        gate = module._apply_gate if self._gated else module.act_fn
+        if self.pointwise and inner.shape[1] % (WHOLE_VECTORS * (1 + self._gated)) == 0:
+            parts = inner.split(max(1, (ONE_THREADS - 1) // inner.shape[1]))
+            inner = gate(inner) if len(parts) == 1 else torch.cat([gate(part) for part in parts])
+        else:
+            with apart.watched():
+                inner = gate(inner)
         found = apart.multiply(inner, module.down_proj[expert])
         if found is not None and self._biased:
             found = found + module.down_proj_bias[expert]
@@ -263,7 +277,7 @@ class Tried:
     """Which classes of experts can be taken so: each is tried once for each size and dtype."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], str | None] = {}
+        self._known: dict[tuple[Any, ...], tuple[str, bool] | None] = {}
 
     def __call__(self, group: ExpertGroup) -> OneToken | None:
         """The way for one token; None: only the loop is known to be right."""
@@ -274,11 +288,25 @@ class Tried:
         shapes = [(p.places[0].attr, tuple(p.tensor.shape), p.tensor.dtype) for p in group.params]
         key = (type(group.module), *shapes)
         if key not in self._known:
-            self._known[key] = next((sums for sums in SUMS if _same(group, found, sums)), None)
-        if (sums := self._known[key]) is None:
+            sums = next((sums for sums in SUMS if _same(group, found, sums)), None)
+            self._known[key] = None if sums is None else (sums, _is_pointwise(group))
+        if (known := self._known[key]) is None:
             return None
-        found.sums = sums
+        found.sums, found.pointwise = known
         return found
+
+
+def _is_pointwise(group: ExpertGroup) -> bool:
+    """Whether what stands between an expert's products treats each value by itself."""
+    module: Any = group.module
+    dtype = group.params[0].tensor.dtype
+    with torch.no_grad(), _Recorder() as recorder:
+        if module.has_gate:
+            module._apply_gate(torch.ones(1, 2 * WHOLE_VECTORS, dtype=dtype))
+        else:
+            module.act_fn(torch.ones(1, WHOLE_VECTORS, dtype=dtype))
+    # Two of an operator's names: aten.mul.Tensor, aten.clamp_.default.
+    return all(step[0].split(".")[1].rstrip("_") in POINTWISE for step in recorder.seen)
 
 
 def _same(group: ExpertGroup, found: OneToken, sums: str) -> bool:

@@ -33,10 +33,19 @@ def alone(found: OneToken, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([found.forward(*part) for part in parts])
 
 
-def test_every_familys_experts() -> None:
-    joined = 0
+class Wide(Config):
+    """Experts as wide as two vectors."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return 64 if found == 32 else found
+
+
+@pytest.mark.parametrize("config", [Config, Wide])
+def test_every_familys_experts(config: type[Config]) -> None:
+    joined = pointwise = 0
     for kind in classes():
-        module: Any = filled(kind(Config()), torch.bfloat16)
+        module: Any = filled(kind(config()), torch.bfloat16)
         found = Tried()(group_of(module))
         if found is None:
             assert kind.__name__ in OTHERWISE
@@ -44,6 +53,7 @@ def test_every_familys_experts() -> None:
         if module.is_transposed:
             continue  # computed by the loop, see below
         joined += 1
+        pointwise += found.pointwise
 
         def loop(*args: Any) -> None:
             raise AssertionError("the loop was asked")
@@ -58,6 +68,7 @@ def test_every_familys_experts() -> None:
             assert got.dtype == want.dtype
             assert torch.equal(got, want), kind
     assert joined >= 40
+    assert 30 <= pointwise < joined
 
 
 def test_the_loop_is_asked_for_what_is_not_known() -> None:

@@ -14,7 +14,7 @@ import pytest
 from cli_support import Cli, refused
 
 from offload.blocks import ALIGN, Tier
-from offload.models import load as loading
+from offload.models import prepared
 from offload.models.shape import shape_of
 from offload.scheduler.plan import SITE_ACTIVATIONS
 from offload.scheduler.planner import PlanRequest, make_plan
@@ -143,7 +143,7 @@ def test_dense_products_are_planned_as_for_a_run(
     their pages."""
     directory = request.getfixturevalue(model)
     asked: list[PlanRequest] = []
-    monkeypatch.setattr(loading, "make_plan", lambda r: (asked.append(r), make_plan(r))[1])
+    monkeypatch.setattr(prepared, "make_plan", lambda r: (asked.append(r), make_plan(r))[1])
     how = ("--hardware", slow_link, "--hybrid", "--prompt-tokens", 16, "-c", 64,
            *(() if quant is None else ("--quant", quant)))  # fmt: skip
     report = tmp_path / "plan.json"
