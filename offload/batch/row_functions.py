@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from offload.models.one_token import IN_FORCE, ONE_THREADS, WHOLE_VECTORS
+from offload.models.one_token import IN_FORCE, rows_at_once
 
 _LINE = 64
 """Bytes; torch's own tensors begin at multiples of it."""
@@ -181,19 +181,12 @@ def _each(mode: RowFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     if x.dim() < 2 or dim == 0 or 0 in positional:
         raise NotJoined(f"{func.__name__} of {tuple(x.shape)}")
     name = func.__name__
-    some = _at_once(x) if _plain(name) in _GROUPED else 1
+    grouped = _plain(name) in _GROUPED and x.shape[0] and x.stride(-1) == 1
+    some = (grouped and rows_at_once(x.numel() // x.shape[0], x.shape[-1])) or 1
     rows = [func(x[i : i + some], *args[1:], **kwargs) for i in range(0, x.shape[0], some)]
     if kwargs.get("inplace") or (name.endswith("_") and not name.startswith("__")):
         return x
     return torch.cat(rows) if rows else func(x, *args[1:], **kwargs)
-
-
-def _at_once(x: torch.Tensor) -> int:
-    """Rows of ``x`` [n, ...] that get from a pointwise function what each gets alone."""
-    row = x.numel() // x.shape[0]
-    if x.shape[-1] % WHOLE_VECTORS or not row or x.stride(-1) != 1:
-        return 1
-    return max(1, (ONE_THREADS - 1) // row)
 
 
 def _each_of_all(func: Any, args: Any, kwargs: Any) -> Any:

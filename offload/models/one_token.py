@@ -82,6 +82,12 @@ class _InForce(threading.local):
 IN_FORCE = _InForce()
 
 
+def rows_at_once(values: int, width: int) -> int:
+    """How many rows of so many values may go through silu or sigmoid together, if ``width`` of them
+    lie behind each other, for each to get what it gets alone; 0: that is not known."""
+    return 0 if width % WHOLE_VECTORS or not values else max(1, (ONE_THREADS - 1) // values)
+
+
 class OneToken:
     """The forward of a layer's experts module, called for one token at a time, or for one of each
     of several sequences."""
@@ -117,23 +123,26 @@ class OneToken:
             # What an expert means that is named twice, or is another rank's, the loop knows.
             if len({e for e in named if 0 <= e < self._n_experts}) == len(named):
                 return self(args[0], named, args[2], self._module)
-        elif (apart := IN_FORCE.rows) is not None and self._takes(args, kwargs, args[0].shape[0]):
+        elif (apart := IN_FORCE.rows) is not None and self._takes(args, kwargs, several=True):
             found = self._together(args[0], args[1], args[2], apart)
             if found is not None:
                 return found
         return self._inner(*args, **kwargs)
 
-    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int = 1) -> bool:
-        """Whether a call is of so many tokens, on a known device, and wants no gradients."""
+    def _takes(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, several: bool = False
+    ) -> bool:
+        """Whether a call is of one token, or of ``several``, on a known device, and wants no
+        gradients."""
         if len(args) != 3 or kwargs or torch.is_grad_enabled():
             return False
         hidden, index, weights = args
         return (
             all(isinstance(t, torch.Tensor) and t.dim() == 2 for t in args)
-            and hidden.shape[0] == rows
+            and (several or hidden.shape[0] == 1)
             and hidden.device.type in DEVICES
             and index.shape == weights.shape
-            and index.shape[0] == rows
+            and index.shape[0] == hidden.shape[0]
             and not index.is_floating_point()
             and index.dtype != torch.bool
             and not torch.is_autocast_enabled(hidden.device.type)
@@ -227,8 +236,9 @@ class OneToken:
         if self._biased:
             inner = inner + getattr(module, f"{self._up}_bias")[expert]
         gate = module._apply_gate if self._gated else module.act_fn
-        if self.pointwise and inner.shape[1] % (WHOLE_VECTORS * (1 + self._gated)) == 0:
-            parts = inner.split(max(1, (ONE_THREADS - 1) // inner.shape[1]))
+        width = inner.shape[1] // (1 + self._gated)
+        if self.pointwise and (most := rows_at_once(inner.shape[1], width)):
+            parts = inner.split(most)
             inner = gate(inner) if len(parts) == 1 else torch.cat([gate(part) for part in parts])
         else:
             with apart.watched():
@@ -300,11 +310,14 @@ def _is_pointwise(group: ExpertGroup) -> bool:
     """Whether what stands between an expert's products treats each value by itself."""
     module: Any = group.module
     dtype = group.params[0].tensor.dtype
-    with torch.no_grad(), _Recorder() as recorder:
-        if module.has_gate:
-            module._apply_gate(torch.ones(1, 2 * WHOLE_VECTORS, dtype=dtype))
-        else:
-            module.act_fn(torch.ones(1, WHOLE_VECTORS, dtype=dtype))
+    try:
+        with torch.no_grad(), _Recorder() as recorder:
+            if module.has_gate:
+                module._apply_gate(torch.ones(1, 2 * WHOLE_VECTORS, dtype=dtype))
+            else:
+                module.act_fn(torch.ones(1, WHOLE_VECTORS, dtype=dtype))
+    except Exception:  # noqa: BLE001  weights of its own, still on meta: it stays watched
+        return False
     # Two of an operator's names: aten.mul.Tensor, aten.clamp_.default.
     return all(step[0].split(".")[1].rstrip("_") in POINTWISE for step in recorder.seen)
 
@@ -355,4 +368,4 @@ def _same(group: ExpertGroup, found: OneToken, sums: str) -> bool:
     return True
 
 
-__all__ = ["IN_FORCE", "OneToken", "RowsApart", "Tried"]
+__all__ = ["IN_FORCE", "OneToken", "RowsApart", "Tried", "rows_at_once"]

@@ -10,6 +10,7 @@ from test_one_token import OTHERWISE, Config, Plain, classes, filled, group_of
 from torch.nn import functional as F
 
 from offload.batch.row_functions import RowFunctions
+from offload.models import one_token
 from offload.models.hybrid import width_in
 from offload.models.one_token import IN_FORCE, OneToken, Tried
 
@@ -76,7 +77,7 @@ def test_the_loop_is_asked_for_what_is_not_known() -> None:
     found = Tried()(group_of(module))
     assert found is not None
     asked: list[Any] = []
-    found._inner = lambda *args: asked.append(args)
+    found._inner = lambda *args, **_: asked.append(args)
     hidden, index, weights = call(module, torch.bfloat16, torch.bfloat16)
     with torch.no_grad():
         found.forward(hidden, index, weights)  # nobody says that these are several sequences'
@@ -86,10 +87,22 @@ def test_the_loop_is_asked_for_what_is_not_known() -> None:
         twice[4, 1] = twice[4, 0]
         with RowFunctions(by_rows):
             found.forward(hidden, twice, weights)
+        with RowFunctions(by_rows):
+            found.forward(hidden_states=hidden)  # called otherwise than transformers does
         found._transposed = True
         with RowFunctions(by_rows):
             found.forward(hidden, index, weights)
-    assert len(asked) == 4
+    assert len(asked) == 5
+
+
+def test_a_gate_with_weights_of_its_own_is_watched() -> None:
+    """They are on meta when classes are tried, and of another width than what they are tried on."""
+    module: Any = filled(Plain(), torch.bfloat16)
+    group = group_of(module)
+    assert one_token._is_pointwise(group)
+    scale = torch.ones(32, device="meta", dtype=torch.bfloat16)
+    module._apply_gate = lambda x: x[:, :32] * scale
+    assert not one_token._is_pointwise(group)
 
 
 def test_a_gate_is_looked_at() -> None:
