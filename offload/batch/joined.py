@@ -15,7 +15,6 @@ Prompts are not joined: they bring rows enough.
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -29,8 +28,7 @@ from offload.batch.joined_layers import JOINED_BYTES, JoinedLayer, Kind, kind_of
 from offload.batch.row_attention import install
 from offload.blocks import Tier
 from offload.models.shadow import STANDS_IN, shadow
-
-logger = logging.getLogger(__name__)
+from offload.models.single_rows import Blocks, block_of, is_plain, is_single, multiplied
 
 _LINE = 64
 """Bytes; torch's own tensors begin at multiples of it."""
@@ -64,19 +62,19 @@ class Joins:
         """``join(product, row)`` is asked at each single row's product; None: not joined."""
         self._join = join
         self._undo: list[Callable[[], Any]] = []
-        blocks: dict[tuple[Any, ...], int | None] = {}
+        handle: Any = getattr(model, "offload", None)
+        attachment = getattr(handle, "attachment", None)
+        rows = getattr(attachment, "rows", None)
+        blocks: Blocks = {} if rows is None else rows.blocks
         find_head = getattr(model, "get_output_embeddings", None)
         head = None if find_head is None else find_head()
         for name, module in model.named_modules():
-            own = module.__dict__.get("forward")
             # By name: its module brings Numba, which other models do without.
-            if _is_plain(module, own) or type(module).__name__ == "PackedLinear":
+            if is_plain(module) or type(module).__name__ == "PackedLinear":
                 product = LinearProduct(name, module, blocks, is_head=module is head)
                 forward = partial(self._forward, product, module.forward)
                 setattr(forward, STANDS_IN, True)
                 self._undo.append(shadow(module, "forward", forward))
-        handle: Any = getattr(model, "offload", None)
-        attachment = getattr(handle, "attachment", None)
         if attachment is not None:
             attachment.join_head = partial(self._slice, blocks)
             self._undo.append(partial(setattr, attachment, "join_head", None))
@@ -86,9 +84,7 @@ class Joins:
             lean.join = join
             self._undo.append(partial(setattr, lean, "join", None))
 
-    def _join_layers(
-        self, model: nn.Module, attachment: Any, blocks: dict[tuple[Any, ...], int | None]
-    ) -> None:
+    def _join_layers(self, model: nn.Module, attachment: Any, blocks: Blocks) -> None:
         """Decoder layers in one go, where the CPU computes them all."""
         plan = attachment.plan
         on_cpu = plan.compute_tier is Tier.RAM and plan.split is None and plan.sites is None
@@ -98,10 +94,10 @@ class Joins:
         kinds: dict[Any, Kind] = {}
 
         def multiply(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-            if not _is_single(x[0], weight):
+            if not is_single(x[0], weight):
                 return None
-            block = _block_of(weight, bias, blocks)
-            return None if block is None else _multiplied(x, weight, bias, block)
+            block = block_of(weight, bias, blocks)
+            return None if block is None else multiplied(x, weight, bias, block)
 
         self._undo.append(install())
         for name, layer in layers:
@@ -128,7 +124,7 @@ class Joins:
 
     def _slice(
         self,
-        blocks: dict[tuple[Any, ...], int | None],
+        blocks: Blocks,
         name: str,
         row: torch.Tensor,
         weight: torch.Tensor,
@@ -146,7 +142,7 @@ class LinearProduct:
         self,
         name: str,
         module: nn.Module,
-        blocks: dict[tuple[Any, ...], int | None],
+        blocks: Blocks,
         *,
         is_head: bool = False,
     ) -> None:
@@ -162,7 +158,7 @@ class LinearProduct:
     def multiply(self, rows: Listing[torch.Tensor]) -> list[torch.Tensor]:
         """Each of ``rows`` [..., K] (one row) through a layer whose weights are there."""
         module = self._module
-        if len(rows) > 1 and type(module) is nn.Linear:
+        if type(module) is nn.Linear:
             block = self._block()
             if block is not None:
                 return _joined(rows, module.weight, module.bias, block)
@@ -179,7 +175,7 @@ class LinearProduct:
             single = not torch.is_grad_enabled() and row.shape[-1] == row.numel()
             return single and module.product is None
         weight: Any = module._parameters["weight"]
-        return _is_single(row, weight) and self._block() is not None
+        return is_single(row, weight) and self._block() is not None
 
     def at_once(self, sequences: int) -> int:
         """Rows that are multiplied together."""
@@ -195,7 +191,7 @@ class LinearProduct:
             same = tried[0]() is weight and tried[2] == (threads, weight.data_ptr())
             if same and (None if tried[1] is None else tried[1]()) is bias:
                 return tried[3]
-        found = _block_of(weight, bias, self._blocks)
+        found = block_of(weight, bias, self._blocks)
         kept = None if bias is None else weakref.ref(bias)
         self._tried = weakref.ref(weight), kept, (threads, weight.data_ptr()), found
         return found
@@ -209,7 +205,7 @@ class SliceProduct:
         name: str,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        blocks: dict[tuple[Any, ...], int | None],
+        blocks: Blocks,
     ) -> None:
         """``blocks``: as ``LinearProduct``."""
         self.name = name
@@ -217,15 +213,15 @@ class SliceProduct:
 
     def multiply(self, rows: Listing[torch.Tensor]) -> list[torch.Tensor]:
         """Each of ``rows`` [..., K] (one row) times the slice."""
-        block = _block_of(self._weight, self._bias, self._blocks)
-        if len(rows) > 1 and block is not None:
+        block = block_of(self._weight, self._bias, self._blocks)
+        if block is not None:
             return _joined(rows, self._weight, self._bias, block)
         return [nn.functional.linear(row, self._weight, self._bias) for row in rows]
 
     def takes(self, row: torch.Tensor) -> bool:
         """Whether a product is one of a single row, and worth waiting for."""
         weight = self._weight
-        return _is_single(row, weight) and _block_of(weight, self._bias, self._blocks) is not None
+        return is_single(row, weight) and block_of(weight, self._bias, self._blocks) is not None
 
     def at_once(self, sequences: int) -> int:
         """Rows that are multiplied together: of a slice, they are not yet the logits that the plan
@@ -233,50 +229,14 @@ class SliceProduct:
         return _at_once(sequences, self._weight.shape[1], self._weight.shape[0])
 
 
-def _is_single(row: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product is of one row, as it lies: the kernel reads bytes, and what torch would
-    convert first, or refuse, is not for it."""
-    return (
-        not torch.is_grad_enabled()
-        and row.shape[-1] == row.numel()
-        and row.dtype == weight.dtype
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
 def _at_once(sequences: int, columns: int, rows: int) -> int:
     return max(1, sequences * JOINED_BYTES // (4 * (columns + rows)))
-
-
-def _block_of(
-    weight: torch.Tensor, bias: torch.Tensor | None, blocks: dict[tuple[Any, ...], int | None]
-) -> int | None:
-    """How products with these weights are joined; tried with the first of a kind, and kept in
-    ``blocks``."""
-    at = weight.data_ptr() % _LINE
-    dtypes = weight.dtype, None if bias is None else bias.dtype
-    kind = (*weight.shape, *dtypes, weight.is_contiguous(), at, torch.get_num_threads())
-    if kind not in blocks:
-        from offload.cpu_ops.row_products import find_block
-
-        found = find_block(weight.detach(), None if bias is None else bias.detach())
-        blocks[kind] = found
-        logger.debug("products of single rows %s: block %s", kind, found)
-    return blocks[kind]
 
 
 def _joined(
     rows: Listing[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, block: int
 ) -> list[torch.Tensor]:
-    return _split(_multiplied(_together(rows), weight, bias, block), rows)
-
-
-def _multiplied(
-    x_TK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: int
-) -> torch.Tensor:
-    from offload.cpu_ops.row_products import multiply_rows
-
-    return multiply_rows(x_TK.contiguous(), weight.detach(), block, bias)
+    return _split(multiplied(_together(rows), weight, bias, block), rows)
 
 
 def _together(rows: Listing[torch.Tensor]) -> torch.Tensor:
@@ -286,16 +246,6 @@ def _together(rows: Listing[torch.Tensor]) -> torch.Tensor:
     if len(first) > 1 and all(row.shape == first for row in rows):
         return torch.cat(list(rows)).view(len(rows), -1)
     return torch.cat([row.reshape(1, -1) for row in rows])
-
-
-def _is_plain(module: nn.Module, forward: Any) -> bool:
-    """Whether a layer computes what its class does; ``forward``: its own in place of the class's,
-    which where a layer streams by itself only keeps autograd out, and its weights in."""
-    inner = forward
-    while (behind := getattr(inner, "__wrapped__", None)) is not None:
-        inner = behind
-    plain = forward is None or getattr(inner, "__func__", None) is nn.Linear.forward
-    return type(module) is nn.Linear and plain
 
 
 def can_join(prepared: Any) -> bool:

@@ -23,6 +23,7 @@ from offload.errors import OffloadError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import read_header
 from offload.kv.prefix_folder import open_directory
+from offload.models import single_rows
 from offload.models.choose import model_directory
 from offload.models.load import DEFAULT_CONTEXT, Options, Prepared, prepare, ram_budget
 from offload.models.recipes import spill_directory
@@ -214,7 +215,7 @@ def make_plan(
             options.sample = partial(sample_pack, fewer=_may_be_fewer(directory, options))
         elif hardware is not None:
             now, options.fewer = on_these_files(
-                hardware, directory, fewer=_may_be_fewer(directory, options)
+                hardware, directory, options.choice.kind, fewer=_may_be_fewer(directory, options)
             )
             options.hardware = with_card(options.choice, now)
         options.guess_precision = recall(directory)
@@ -273,18 +274,24 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def on_these_files(
-    hardware: Hardware, directory: Path, *, fewer: bool = True
+    hardware: Hardware, directory: Path, device: str = "cpu", *, fewer: bool = True
 ) -> tuple[Hardware, Hardware | None]:
     """The same machine as it is now, and (``fewer``) with one thread fewer: the read rate of the
-    checkpoint's own files, the rate of products with matrices of its dtype, and what is left of
-    either beside the other."""
+    checkpoint's own files, the rate of products with matrices of its dtype as ``device`` (by
+    ``Choice.kind``) computes them, and what is left of either beside the other."""
     packed = is_pack(directory)  # that a card computes: the CPU's kernels are not there
     files = weight_files(directory)
     try:
         with signals_wait():
             dtype = "bfloat16" if packed else main_dtype(files)
-            found = measure(files, dtype)
-            less = measure_fewer(files, dtype) if fewer else None
+            nbytes = 0 if packed else sum(file.stat().st_size for file in files)
+            products = None
+            if single_rows.worth(nbytes, getattr(torch, dtype), device):
+                with compiling_notice() as compiling:
+                    single_rows.prepare(compiling)
+                products = single_rows.probed
+            found = measure(files, dtype, products)
+            less = measure_fewer(files, dtype, products) if fewer else None
     except OffloadError as error:
         logger.info("the checkpoint's files are not sampled: %s", error)
         return hardware, None

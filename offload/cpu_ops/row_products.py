@@ -61,6 +61,8 @@ TOGETHER = 64
 """Tokens for which a panel is used before the next; more transpose it again."""
 OUTPUTS_TRIED = 2**18
 """Outputs that must agree: two orders of sums agree on all but one in thousands."""
+OUTPUTS_AGAIN = 2**14
+OUTPUTS_AT_ONCE = 2**18
 LEAST_ROWS = 8
 """Single rows tried, however many outputs one has."""
 
@@ -351,25 +353,36 @@ def multiply_rows(
         0 if bias is None else bias.data_ptr(),
     )
     entry = _entry()
-    threads.run(entry.call, entry.address, a)
+    # torch's, as long as it has them: tokens of a model that is streamed may have one fewer.
+    threads.run(entry.call, entry.address, a, torch.get_num_threads())
     return out_TN
 
 
-def find_block(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> int | None:
+def find_block(
+    weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, expected: int | None = None
+) -> int | None:
     """The columns of a block with which ``multiply_rows`` gives ``F.linear``'s bits for single
     rows with this matrix, on this machine and with as many threads as now; None: there is none.
 
     Takes as long as some hundred products of single rows (as many as have OUTPUTS_TRIED outputs).
+
+    Args:
+        expected: only this one is tried, with OUTPUTS_AGAIN outputs: it was found here before.
     """
     if not fits(weight_NK, bias_N):
         return None
     rows, columns = weight_NK.shape
-    count = max(LEAST_ROWS, -(-OUTPUTS_TRIED // rows))
+    wanted = OUTPUTS_TRIED if expected is None else OUTPUTS_AGAIN
+    # No more at once than have a megabyte of outputs: a budget knows nothing of this.
+    some = max(1, min(LEAST_ROWS, OUTPUTS_AT_ONCE // rows))
+    count = max(LEAST_ROWS, -(-wanted // rows))
     generator = torch.Generator().manual_seed(0)
     candidates = [b for b in BLOCKS if b < columns] + [MOST_BLOCK] * (columns <= MOST_BLOCK)
+    if expected is not None:
+        candidates = [b for b in candidates if b == expected]
     with torch.no_grad():
-        for first in range(0, count, LEAST_ROWS):
-            drawn = torch.randn(LEAST_ROWS, columns, generator=generator, dtype=torch.float32)
+        for first in range(0, count, some):
+            drawn = torch.randn(some, columns, generator=generator, dtype=torch.float32)
             x_TK = drawn.to(torch.bfloat16)
             alone = torch.cat([F.linear(x[None], weight_NK, bias_N) for x in x_TK])
             candidates = [
@@ -380,7 +393,7 @@ def find_block(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> i
             if not candidates:
                 logger.info(
                     "single rows times %d x %d are added in an order that is not known (%d rows "
-                    "tried): they are not joined", rows, columns, first + LEAST_ROWS,
+                    "tried): they are not joined", rows, columns, first + some,
                 )  # fmt: skip
                 return None
     return candidates[0]

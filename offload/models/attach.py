@@ -32,6 +32,7 @@ from offload.models.params import Param
 from offload.models.refusals import refuse_changes
 from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.shadow import shadow
+from offload.models.single_rows import SingleRows
 from offload.models.streamed_forward import Turn, as_trained, refuse_recorders, stream_forward
 from offload.models.torch_choices import keep_choices
 from offload.models.unit_hooks import UnitHooks, refresh_flat_weights, replaced
@@ -62,12 +63,14 @@ class Attachment:
         *,
         head_rows_verified: Callable[[int, torch.dtype], bool] = lambda *_: True,
         recorder: RoutingRecorder | None = None,
+        rows: SingleRows | None = None,
     ) -> None:
         """
         Args:
             head_rows_verified: whether slices of the LM head give the whole one's bits for so many
                 rows in a dtype.
             recorder: gets what every MoE layer routes to; closed by ``publish``.
+            rows: multiplies for single tokens, where the CPU computes; None: torch does.
         """
         self.model = model
         self.cut = cut
@@ -103,6 +106,9 @@ class Attachment:
             else:
                 for param in params:
                     self._remove(param)
+        self.rows = rows
+        if rows is not None:
+            self._undo += rows.install(model)
         self._host: HostProducts | None = None
         if plan.sites is not None and plan.sites.blocks:
             self._host = HostProducts(executor, plan)
@@ -254,6 +260,8 @@ class Attachment:
         hybrid = self._hybrid(group, session)
         if hybrid is None and (one := self._one_token(group)) is not None:
             one.heard = session.row_heard
+            if self.rows is not None:
+                one.linear = self.rows.linear
             self._undo.append(shadow(group.module, "forward", one.forward))
         scored = self.plan.expert_policy in SCORED
         recorder = self._recorder
@@ -299,6 +307,7 @@ class Attachment:
 
     def _hook_head(self, head: HeadSlices) -> None:
         module, param, executor = head.module, head.param, self.executor
+        linear = F.linear if self.rows is None else self.rows.linear
         vocabulary, width = param.tensor.shape
         for place in param.places:
             place.module._parameters[place.attr] = absent(
@@ -331,7 +340,7 @@ class Attachment:
 
             def product(views: Views, x: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
                 weight = as_trained(views[param.name], stand_in._offload_trained)
-                return F.linear(x, weight, *beside)
+                return linear(x, weight, *beside)
 
             join = self.join_head
             for (a, b), block, step, streamed in parts:

@@ -20,7 +20,7 @@ from offload.blocks import Tier
 from offload.errors import OffloadError
 from offload.io.pack_manifest import is_pack
 from offload.io.safetensors import CheckpointIndex
-from offload.models import host_products, kv_plan, prompt_plan
+from offload.models import host_products, kv_plan, prompt_plan, single_rows
 from offload.models.baseline import warm_card, warm_up
 from offload.models.expert_options import check_recordable, policy_of
 from offload.models.experts import check_expert_loop, other_than_loop
@@ -111,16 +111,21 @@ def prepare(
             f"offload.load(kernels='fast') and 'offload pack --quant none' pack it"
         )
     config = read_config(directory)
-    dtype = pick_dtype(options.dtype, config, CheckpointIndex.open(directory))
+    index = CheckpointIndex.open(directory)
+    dtype = pick_dtype(options.dtype, config, index)
     check_device(options)
     kind = model_class(config)
     warm_card(options.choice, config, kind, dtype)
+    if single := single_rows.worth(index.total_bytes, dtype, options.choice.kind):
+        single_rows.prepare(compiling)
     import_programs(options)
     keep_small_heap(ram_budget(options))
     learn_pieces(options, kind, config)
     warm = warm_up(config, kind, dtype, options.hardware is not None)
     reset_peak_rss()
-    return plan_model(directory, options, warm, compiling)
+    prepared = plan_model(directory, options, warm, compiling)
+    prepared.single_rows = single
+    return prepared
 
 
 def import_programs(options: Options) -> None:

@@ -96,6 +96,8 @@ class OneToken:
         """Raises ValueError: its attributes are not those of transformers' experts."""
         self.heard: Callable[[torch.Tensor], list[int]] = lambda index_1k: index_1k[0].tolist()
         """The experts of a routing [1, k]."""
+        self.linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear
+        """What multiplies, with torch's bits."""
         self._only: dict[torch.device, torch.Tensor] = {}
         module = group.module
         self._module = module
@@ -256,7 +258,7 @@ class OneToken:
         return found
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x @ weight if self._transposed else F.linear(x, weight)
+        return x @ weight if self._transposed else self.linear(x, weight)
 
 
 class _Recorder(TorchDispatchMode):

@@ -48,6 +48,8 @@ class Prepared:
     kernel_error: KernelError | None = None
     team: TeamPlan | None = None
     """Who computes a token, where that is not always all threads."""
+    single_rows: bool = False
+    """Whether tokens are multiplied by the kernel of ``single_rows``, which is there then."""
     between_s: float = 0.0
     """What ``generate`` takes between the layers of two tokens; a part of the plan's overheads."""
 

@@ -24,6 +24,7 @@ from offload.io.engines import make_engine
 from offload.io.memory import Staging
 from offload.io.pack import PackStore
 from offload.io.store import Store
+from offload.models import single_rows
 from offload.models.absent import UNPACKED
 from offload.models.attach import Attachment
 from offload.models.expert_options import check_recordable, policy_of, recorder_of
@@ -37,6 +38,7 @@ from offload.models.recipes import RoutedStore, spill_directory
 from offload.models.refusals import held
 from offload.models.request import expert_top_k, rows_of, staging_shape, trace_of
 from offload.models.routing_tap import RoutingRecorder
+from offload.models.single_rows import SingleRows
 from offload.models.units import Cut, cut
 from offload.runtime.choice import budget
 from offload.runtime.collected import when_collected
@@ -87,6 +89,7 @@ def wrap(
                 f"reached through Python; wrap the module that it was made from"
             )
     began = time.perf_counter()
+    single = _multiplies_rows(model, options)
     baseline = current_rss()
     kept, notes = _keep(model)
     fits_whole = cut(model, stream_head=False, keep=kept)
@@ -122,6 +125,7 @@ def wrap(
             executor,
             head_rows_verified=rows_check(head_rows, chosen.head),
             recorder=recorder,
+            rows=SingleRows() if single else None,
         )
         attachment.take_loop()
     except BaseException:
@@ -179,6 +183,16 @@ def unwrap(model: nn.Module) -> nn.Module:
         del model.__dict__["offload"]
     handle.attachment.publish()
     return model
+
+
+def _multiplies_rows(model: nn.Module, options: Options) -> bool:
+    """Whether tokens are multiplied by the kernel of ``single_rows``; it is there then."""
+    half = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+    nbytes = sum(p.nbytes for p in half)
+    if not single_rows.worth(nbytes, torch.bfloat16, options.choice.kind):
+        return False
+    single_rows.prepare()
+    return True
 
 
 def _keep(model: nn.Module) -> tuple[set[int], list[str]]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from offload.blocks import DTYPE_BYTES
 from offload.io.tune import Bursts, bursts
@@ -134,7 +135,7 @@ def measure(
             return None
         memory = HostMemory(area_bytes(paths), "weights of the probe")
         stack.callback(memory.close)
-        return _measure(reads, products(memory) if products else _TorchProducts(memory, dtype))
+        return _measure(reads, products(memory) if products else TorchProducts(memory, dtype))
 
 
 def area_bytes(paths: Sequence[str | os.PathLike[str]]) -> int:
@@ -184,10 +185,14 @@ def measure_fewer(
             also(threads)
 
 
-class _TorchProducts:
+class TorchProducts:
     """Those of layers as transformers has them."""
 
-    def __init__(self, memory: HostMemory, dtype: str) -> None:
+    def __init__(
+        self, memory: HostMemory, dtype: str, linear: Callable[..., torch.Tensor] = F.linear
+    ) -> None:
+        """``linear``: computes all but the tiny ones."""
+        self._linear = linear
         self._dtype: torch.dtype = getattr(torch, dtype)
         numbers = memory.tensor().view(self._dtype)
         # As a GEMV's time does not depend on values other than denormals, any will do.
@@ -206,7 +211,7 @@ class _TorchProducts:
             yield from self._sets[size]
 
     def one(self, size: int) -> None:
-        torch.nn.functional.linear(self._x[size], next(self._turns[size]))
+        self._linear(self._x[size], next(self._turns[size]))
 
     def seconds(self, size: int, count: int) -> float:
         """The mean time of one product."""
@@ -220,7 +225,7 @@ class _TorchProducts:
         x = self._tiny[:1]
         began = time.perf_counter()
         for _ in range(count):
-            torch.nn.functional.linear(x, self._tiny)
+            F.linear(x, self._tiny)
         return (time.perf_counter() - began) / count
 
 
