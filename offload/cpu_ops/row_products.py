@@ -20,9 +20,11 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -73,24 +75,33 @@ _sums = stack(2 * SO_FAR)
 
 
 class Rows(enum.IntEnum):
-    """Places in the kernel's arguments; the counter on a cache line of its own."""
+    """Places in the kernel's arguments; the counter on a cache line of its own, and then what is
+    multiplied, ``Matrix.SIZE`` places for each matrix."""
 
     BARRIER = 0
-    WEIGHTS = 1
-    """bfloat16 [rows, columns], contiguous."""
-    ROWS = 2
-    COLUMNS = 3
-    X = 4
-    """bfloat16 [tokens, columns]"""
-    TOKENS = 5
-    OUT = 6
-    """bfloat16 [tokens, rows]"""
-    BLOCK = 7
+    ROWS = 1
+    """Of every matrix."""
+    COLUMNS = 2
+    BLOCK = 3
     """Columns that are summed before they are added to the blocks before."""
-    BIAS = 8
-    """Address of float32 [rows], 0: none."""
-    NEXT = 16
-    SIZE = 24
+    BIAS = 4
+    """Address of float32 [rows], of all matrices; 0: none."""
+    MATRICES = 5
+    NEXT = 8
+    SIZE = 16
+
+
+class Matrix(enum.IntEnum):
+    """Of a matrix."""
+
+    WEIGHTS = 0
+    """bfloat16 [rows, columns], contiguous."""
+    X = 1
+    """bfloat16 [tokens, columns]"""
+    TOKENS = 2
+    OUT = 3
+    """bfloat16 [tokens, rows]"""
+    SIZE = 4
 
 
 @inline
@@ -246,27 +257,38 @@ def _multiply(
 
 
 @inline
+def _matrix(a: int, number: int) -> int:
+    return a + 8 * (Rows.SIZE + Matrix.SIZE * number)
+
+
+@inline
 def row_products(how: Any, a: int) -> None:
     """Every thread of the region takes panels of rows from a counter."""
-    rows, columns, tokens = field(a, Rows.ROWS), field(a, Rows.COLUMNS), field(a, Rows.TOKENS)
+    rows, columns = field(a, Rows.ROWS), field(a, Rows.COLUMNS)
     block, bias, stride = field(a, Rows.BLOCK), field(a, Rows.BIAS), 2 * field(a, Rows.COLUMNS)
     early = min(AHEAD, columns)
     panel, sums = _panel(), _sums()
-    row = PANEL_ROWS * fetch_add(a + 8 * Rows.NEXT, 1)
-    while row < rows:
+    each = rows // PANEL_ROWS
+    panels = each * field(a, Rows.MATRICES)
+    at = fetch_add(a + 8 * Rows.NEXT, 1)
+    while at < panels:
         # Taken before it is due: what is fetched ahead has to be this thread's.
-        following = PANEL_ROWS * fetch_add(a + 8 * Rows.NEXT, 1)
-        weights = field(a, Rows.WEIGHTS) + row * stride
+        following = fetch_add(a + 8 * Rows.NEXT, 1)
+        matrix, row = _matrix(a, at // each), PANEL_ROWS * (at % each)
+        weights, tokens = field(matrix, Matrix.WEIGHTS) + row * stride, field(matrix, Matrix.TOKENS)
+        then = min(following, panels - 1)
+        after = field(_matrix(a, then // each), Matrix.WEIGHTS)
+        after += PANEL_ROWS * (then % each) * stride - weights - stride
         for t0 in range(0, tokens, TOGETHER):
             many = min(TOGETHER, tokens - t0)
-            x = field(a, Rows.X) + t0 * stride
+            x = field(matrix, Matrix.X) + t0 * stride
             for c in range(0, columns, block):
                 end = min(c + block, columns)
                 for k in range(c, end, PANEL_COLUMNS):
                     part = min(PANEL_COLUMNS, end - k)
                     ahead = 2 * early
                     if k + early >= columns:  # then of the rows that come next
-                        ahead += (min(following, rows - PANEL_ROWS) - row) * stride - stride
+                        ahead += after
                     for i in range(0, part, 32):
                         w = weights + 2 * (k + i)
                         _transpose(w, stride, panel + 64 * i, ahead)
@@ -277,14 +299,14 @@ def row_products(how: Any, a: int) -> None:
                             sums + 128 * t, c == 0, k == c, k + part == end,
                         )  # fmt: skip
             for t in range(many):
-                out = field(a, Rows.OUT) + 2 * ((t0 + t) * rows + row)
+                out = field(matrix, Matrix.OUT) + 2 * ((t0 + t) * rows + row)
                 low, high = load_f32(sums + 128 * t), load_f32(sums + 128 * t + 64)
                 if bias != 0:
                     low = fadd(low, load_f32(bias + 4 * row))
                     high = fadd(high, load_f32(bias + 4 * row + 64))
                 store_bf16(out, how, low)
                 store_bf16(out + 32, how, high)
-        row = following
+        at = following
 
 
 @functools.cache
@@ -341,21 +363,51 @@ def multiply_rows(
     rows = weight_NK.shape[0]
     out_TN = torch.empty(tokens, rows, dtype=torch.bfloat16)
     bias = None if bias_N is None else bias_N.detach().float()
-    a = np.zeros(Rows.SIZE, np.int64)
-    a[Rows.WEIGHTS : Rows.BIAS + 1] = (
-        weight_NK.data_ptr(),
-        rows,
-        columns,
-        x_TK.data_ptr(),
-        tokens,
-        out_TN.data_ptr(),
-        min(block, MOST_BLOCK),
-        0 if bias is None else bias.data_ptr(),
-    )
-    entry = _entry()
-    # torch's, as long as it has them: tokens of a model that is streamed may have one fewer.
-    threads.run(entry.call, entry.address, a, torch.get_num_threads())
+    a = np.zeros(Rows.SIZE + Matrix.SIZE, np.int64)
+    a[Rows.ROWS : Rows.MATRICES + 1] = (
+        rows, columns, min(block, MOST_BLOCK), 0 if bias is None else bias.data_ptr(), 1,
+    )  # fmt: skip
+    a[Rows.SIZE :] = weight_NK.data_ptr(), x_TK.data_ptr(), tokens, out_TN.data_ptr()
+    _run(a)
     return out_TN
+
+
+def multiply_groups(
+    x_UK: torch.Tensor,
+    weights: npt.ArrayLike,
+    counts: Sequence[int],
+    rows: int,
+    block: int,
+) -> torch.Tensor:
+    """Products of some rows with one matrix, some more with another, and so on, in one region.
+
+    Args:
+        x_UK: bfloat16, contiguous; or one row [1, K], which is every matrix's.
+        weights: addresses of the matrices [rows, K]; ``block`` has been found for all of them.
+        counts: rows of ``x`` that are each one's, in order.
+
+    Returns:
+        bfloat16 [U, rows].
+    """
+    columns = x_UK.shape[1]
+    out_UN = torch.empty(sum(counts), rows, dtype=torch.bfloat16)
+    a = np.zeros(Rows.SIZE + Matrix.SIZE * len(counts), np.int64)
+    a[Rows.ROWS : Rows.MATRICES + 1] = rows, columns, min(block, MOST_BLOCK), 0, len(counts)
+    table = a[Rows.SIZE :].reshape(-1, Matrix.SIZE)
+    ends = np.cumsum(counts)
+    first = ends - counts
+    table[:, Matrix.WEIGHTS] = weights
+    table[:, Matrix.X] = x_UK.data_ptr() + (0 if len(x_UK) == 1 else 2 * columns * first)
+    table[:, Matrix.TOKENS] = counts
+    table[:, Matrix.OUT] = out_UN.data_ptr() + 2 * rows * first
+    _run(a)
+    return out_UN
+
+
+def _run(a: threads.Arguments) -> None:
+    entry = _entry()
+    # As many threads as torch has now: tokens of a model that is streamed may have one fewer.
+    threads.run(entry.call, entry.address, a, torch.get_num_threads())
 
 
 def find_block(
@@ -399,4 +451,7 @@ def find_block(
     return candidates[0]
 
 
-__all__ = ["BLOCKS", "find_block", "fits", "multiply_rows", "prepare", "row_products_kernel"]
+__all__ = [
+    "BLOCKS", "find_block", "fits", "multiply_groups", "multiply_rows", "prepare",
+    "row_products_kernel",
+]  # fmt: skip

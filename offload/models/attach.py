@@ -23,11 +23,12 @@ from offload.errors import OffloadError
 from offload.io.store import Span
 from offload.models.absent import AbsentTensor, absent, row_table
 from offload.models.expert_groups import ExpertGroup
-from offload.models.experts import ExpertProxy, ExpertSession, routed_index
+from offload.models.expert_rows import ExpertRows
+from offload.models.experts import ExpertProxy, ExpertSession, held_at_once, routed_index
 from offload.models.host_products import HostProducts
 from offload.models.hybrid import HybridExperts
 from offload.models.inputs import take_inputs
-from offload.models.one_token import Tried
+from offload.models.one_token import OneToken, Tried
 from offload.models.params import Param
 from offload.models.refusals import refuse_changes
 from offload.models.routing_tap import RouterTap, RoutingRecorder
@@ -260,8 +261,7 @@ class Attachment:
         hybrid = self._hybrid(group, session)
         if hybrid is None and (one := self._one_token(group)) is not None:
             one.heard = session.row_heard
-            if self.rows is not None:
-                one.linear = self.rows.linear
+            self._serve_rows(one, group, session)
             self._undo.append(shadow(group.module, "forward", one.forward))
         scored = self.plan.expert_policy in SCORED
         recorder = self._recorder
@@ -291,6 +291,25 @@ class Attachment:
         first = group.module.register_forward_pre_hook(route, with_kwargs=True)
         last = group.module.register_forward_hook(finish, with_kwargs=True, always_call=True)
         self._undo += [first.remove, last.remove]
+
+    def _serve_rows(self, one: OneToken, group: ExpertGroup, session: ExpertSession) -> None:
+        """Have several experts multiplied in one go, and tokens by our kernel."""
+        plan = self.plan
+        if plan.compute_tier is not Tier.RAM:
+            return
+        if self.rows is not None:
+            one.linear, one.tokens_at_once = self.rows.linear, True
+        if not one.takes_rows:
+            return
+        pinned = group.blocks[0] in self._resident
+        slots = None if pinned else plan.tiers[plan.compute_tier].slots
+        most = held_at_once(slots, plan.top_k[group.name])
+        specs = [plan.blocks[block] for block in group.blocks]
+        first = [p.name for p in group.params if p.places[0].attr != "down_proj"]
+        last = [p.name for p in group.params if p.places[0].attr == "down_proj"]
+        with contextlib.suppress(ValueError):  # of another dtype, say: one by one
+            blocks = {} if self.rows is None else self.rows.blocks
+            one.at_once = ExpertRows(session, specs, (first[0], last[0]), blocks, most)
 
     def _hybrid(
         self, group: ExpertGroup, session: ExpertSession

@@ -7,7 +7,7 @@ when it is asked for, after the routing has announced all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
@@ -148,6 +148,27 @@ class ExpertSession:
             at.current = block
         return at.views[name]
 
+    def batches_of(
+        self, experts: Sequence[int], most: int
+    ) -> Generator[tuple[list[int], npt.NDArray[np.int64]]]:
+        """Yields experts of a layer that is under way, in order, and the addresses of their blocks:
+        the next one, waited for, and those behind it that are there already, ``most`` at once.
+        They are let go when the next ones are asked for."""
+        road, mine = self._at()
+        blocks = self.group.blocks
+        at = 0
+        try:
+            while at < len(experts):
+                self._let_go(road, mine)
+                some = list(experts[at : at + most])
+                names = [blocks[e] for e in some]
+                found = road.acquire_run(names, most)
+                mine.held = names[: len(found)]
+                yield some[: len(found)], np.array(found, np.int64)
+                at += len(found)
+        finally:
+            self._let_go(road, mine)
+
     def opened(self) -> None:
         """Somebody else has said what the layer routes to."""
         self._at()[1].open = True
@@ -167,6 +188,9 @@ class ExpertSession:
         if at.current is not None:
             current, at.current, at.views = at.current, None, {}
             road.release(current)
+        if at.held:
+            held, at.held = at.held, []
+            road.release_run(held)
 
 
 class ExpertSource(Protocol):
@@ -320,6 +344,14 @@ def check_expert_loop(group: ExpertGroup) -> str | None:
             module.__dict__.pop(attr, None)
         module._parameters.update(saved)
     return None
+
+
+def held_at_once(slots: int | None, top_k: int) -> int:
+    """Experts that a layer holds together. ``slots``: of the cache; None: all are resident."""
+    if slots is None:
+        return 1 << 30
+    # The rest are free for what is still on its way: the plan has one more than a token uses.
+    return max(1, min(top_k, slots - 1))
 
 
 def guess(group: ExpertGroup, hidden: torch.Tensor | Floats, n: int) -> list[int]:

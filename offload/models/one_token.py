@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -30,7 +30,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.models.expert_groups import ExpertGroup
+from offload.models.expert_rows import ExpertRows
 from offload.models.hybrid import StandIn, eager_loop, per_expert, width_in
+from offload.models.single_rows import looked_at
 
 TRIED = 8
 """Tokens with which a class is tried, one by one."""
@@ -98,6 +100,10 @@ class OneToken:
         """The experts of a routing [1, k]."""
         self.linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear
         """What multiplies, with torch's bits."""
+        self.at_once: ExpertRows | None = None
+        """Experts in fewer products than two for each."""
+        self.tokens_at_once = False
+        """Whether those of single tokens are."""
         self._only: dict[torch.device, torch.Tensor] = {}
         module = group.module
         self._module = module
@@ -112,6 +118,8 @@ class OneToken:
         if set(beside) != (biases if module.has_bias else set()):
             raise ValueError(f"it has {', '.join(beside)} beside them")
         self._biased = bool(beside)
+        self.takes_rows = not (self._biased or self._transposed)
+        """Whether its products may be ``at_once``."""
         self._gated = bool(module.has_gate)
         self.sums = SUMS[0]
         self.pointwise = False
@@ -124,7 +132,8 @@ class OneToken:
             named = self.heard(args[1])
             # What an expert means that is named twice, or is another rank's, the loop knows.
             if len({e for e in named if 0 <= e < self._n_experts}) == len(named):
-                return self(args[0], named, args[2], self._module)
+                found = self._of_all(args[0], named, args[2]) if self.tokens_at_once else None
+                return self(args[0], named, args[2], self._module) if found is None else found
         elif (apart := IN_FORCE.rows) is not None and self._takes(args, kwargs, several=True):
             found = self._together(args[0], args[1], args[2], apart)
             if found is not None:
@@ -193,6 +202,60 @@ class OneToken:
                 out_1H.index_add_(0, only, found_1H)
         return out_1H if out_1H.dtype == hidden_1H.dtype else out_1H.to(hidden_1H.dtype)
 
+    def _of_all(
+        self, hidden_1H: torch.Tensor, named: Sequence[int], weights_1k: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What ``__call__`` returns, of experts at once; None: that is not known to be it."""
+        rows = self.at_once
+        if (
+            rows is None
+            or not named
+            or not rows.ready
+            or hidden_1H.dtype != torch.bfloat16
+            or looked_at()
+        ):
+            return None
+        found = rows.token(hidden_1H.contiguous(), named, self._gate_apart)
+        if found is None:
+            return None
+        order, found_kH = found
+        slots = {e: slot for slot, e in enumerate(named)}
+        weight_k1 = weights_1k.view(-1, 1)
+        if order != list(named):
+            weight_k1 = weight_k1.index_select(0, torch.tensor([slots[e] for e in order]))
+        found_kH = found_kH * weight_k1
+        sums = {"token": hidden_1H.dtype, "weights": weights_1k.dtype, "float32": torch.float32}
+        out_1H = torch.zeros_like(hidden_1H, dtype=sums[self.sums])
+        if found_kH.dtype != out_1H.dtype:
+            found_kH = found_kH.to(out_1H.dtype)
+        one_1H = found_kH.split(1)
+        place = {e: i for i, e in enumerate(order)}
+        for expert in sorted(order):
+            out_1H.add_(one_1H[place[expert]])
+        return out_1H if out_1H.dtype == hidden_1H.dtype else out_1H.to(hidden_1H.dtype)
+
+    def _gate_apart(self, inner: torch.Tensor) -> torch.Tensor:
+        """What stands between the products, of rows [U, N] that each get what they get alone."""
+        found = self._gate_known(inner)
+        if found is None:
+            gate = self._gate
+            found = torch.cat([gate(row) for row in inner.split(1)])
+        return found
+
+    def _gate_known(self, inner: torch.Tensor) -> torch.Tensor | None:
+        """The same, of several rows at once; None: that may not leave them their bits."""
+        width = inner.shape[1] // (1 + self._gated)
+        most = rows_at_once(inner.shape[1], width) if self.pointwise else 0
+        if not most:
+            return None
+        parts, gate = inner.split(most), self._gate
+        return gate(inner) if len(parts) == 1 else torch.cat([gate(part) for part in parts])
+
+    def _gate(self, inner: torch.Tensor) -> torch.Tensor:
+        module: Any = self._module
+        found: torch.Tensor = module._apply_gate(inner) if self._gated else module.act_fn(inner)
+        return found
+
     def _together(
         self,
         hidden_TH: torch.Tensor,
@@ -214,20 +277,41 @@ class OneToken:
             order = sorted(uses)
             use_U = torch.tensor([use for expert in order for use in uses[expert]])
             counts = [len(uses[expert]) for expert in order]
-            rows = use_U.div(index_Tk.shape[1], rounding_mode="floor").split(counts)
-            weights = weights_Tk.reshape(-1, 1).index_select(0, use_U).split(counts)
+            row_U = use_U.div(index_Tk.shape[1], rounding_mode="floor")
+            weight_U1 = weights_Tk.reshape(-1, 1).index_select(0, use_U)
             sums = {"token": hidden_TH.dtype, "weights": weights_Tk.dtype, "float32": torch.float32}
             out_TH = torch.zeros_like(hidden_TH, dtype=sums[self.sums])
-            for expert, rows_m, weight_m1 in zip(order, rows, weights, strict=True):
-                found_mH = self._of_rows(expert, hidden_TH.index_select(0, rows_m), apart)
+            first = 0
+            for count, multiply in self._parts(order, counts, hidden_TH, apart):
+                row_m = row_U[first : first + count]
+                found_mH = multiply(hidden_TH.index_select(0, row_m))
                 if found_mH is None:
                     return None
-                found_mH = found_mH * weight_m1
+                found_mH = found_mH * weight_U1[first : first + count]
                 if found_mH.dtype != out_TH.dtype:
                     found_mH = found_mH.to(out_TH.dtype)
-                # Each row is there once: what it has so far, and one sum more.
-                out_TH.index_copy_(0, rows_m, out_TH.index_select(0, rows_m).add_(found_mH))
+                _add(out_TH, row_m, found_mH)
+                first += count
             return out_TH if out_TH.dtype == hidden_TH.dtype else out_TH.to(hidden_TH.dtype)
+
+    def _parts(
+        self, order: Sequence[int], counts: Sequence[int], hidden_TH: torch.Tensor, apart: RowsApart
+    ) -> Iterator[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
+        """Yields how many rows of experts, ascending, are computed next, and what computes them."""
+
+        def gate(inner: torch.Tensor) -> torch.Tensor:
+            found = self._gate_known(inner)
+            if found is None:
+                with apart.watched():
+                    found = self._gate(inner)
+            return found
+
+        at_once = self.at_once
+        if at_once is not None and at_once.ready and hidden_TH.dtype == torch.bfloat16:
+            yield from at_once.several(order, counts, len(hidden_TH), gate)
+            return
+        for expert, count in zip(order, counts, strict=True):
+            yield count, partial(self._of_rows, expert, apart=apart)
 
     def _of_rows(self, expert: int, x_mH: torch.Tensor, apart: RowsApart) -> torch.Tensor | None:
         """An expert's results, before they are weighed."""
@@ -237,15 +321,11 @@ class OneToken:
             return None
         if self._biased:
             inner = inner + getattr(module, f"{self._up}_bias")[expert]
-        gate = module._apply_gate if self._gated else module.act_fn
-        width = inner.shape[1] // (1 + self._gated)
-        if self.pointwise and (most := rows_at_once(inner.shape[1], width)):
-            parts = inner.split(most)
-            inner = gate(inner) if len(parts) == 1 else torch.cat([gate(part) for part in parts])
-        else:
+        gated = self._gate_known(inner)
+        if gated is None:
             with apart.watched():
-                inner = gate(inner)
-        found = apart.multiply(inner, module.down_proj[expert])
+                gated = self._gate(inner)
+        found = apart.multiply(gated, module.down_proj[expert])
         if found is not None and self._biased:
             found = found + module.down_proj_bias[expert]
         return found
@@ -259,6 +339,24 @@ class OneToken:
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x @ weight if self._transposed else self.linear(x, weight)
+
+
+def _add(out_TH: torch.Tensor, row_m: torch.Tensor, found_mH: torch.Tensor) -> None:
+    """Add to rows of ``out``, one after the other where there are several for one."""
+    times: dict[int, int] = {}
+    nth: list[list[int]] = []
+    for at, row in enumerate(row_m.tolist()):
+        n = times[row] = times.get(row, -1) + 1
+        if n == len(nth):
+            nth.append([])
+        nth[n].append(at)
+    for some in nth:  # each row is there once: what it has so far, and one sum more
+        if len(some) == len(row_m):
+            rows, part = row_m, found_mH
+        else:
+            at_m = torch.tensor(some)
+            rows, part = row_m.index_select(0, at_m), found_mH.index_select(0, at_m)
+        out_TH.index_copy_(0, rows, out_TH.index_select(0, rows).add_(part))
 
 
 class _Recorder(TorchDispatchMode):

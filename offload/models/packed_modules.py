@@ -24,11 +24,10 @@ from offload.errors import UnsupportedModelError
 from offload.io.pack_manifest import Layout
 from offload.models.absent import absent
 from offload.models.expert_groups import ExpertGroup
-from offload.models.experts import ExpertSession, Progress
+from offload.models.experts import ExpertSession
 from offload.models.pack_reader import ExpertGroup as PackedGroup
 from offload.models.streamed_forward import refuse_recorders
 from offload.runtime.executor import Executor
-from offload.runtime.road import Road
 
 GLU_TOLERANCE = 1e-5
 """Relative: what a kernel's activation may differ from the module's own, in float32."""
@@ -225,28 +224,13 @@ class PackedSession(ExpertSession):
     def batches(self) -> Iterator[tuple[list[int], npt.NDArray[np.int64]]]:
         """Yields experts and the addresses of their bundles: the next one, waited for, and those
         behind it that are there already. They are let go when the next batch is asked for."""
-        road, mine = self._at()
-        wanted, blocks = mine.wanted, self.group.blocks
-        at = 0
-        while at < len(wanted):
-            if self._bases is not None:
-                some = wanted[at : at + self._at_once]
-                bases = self._bases[some]
-            else:
-                self._let_go(road, mine)
-                names = [blocks[e] for e in wanted[at : at + self._at_once]]
-                found = road.acquire_run(names, self._at_once)
-                mine.held = names[: len(found)]
-                some, bases = wanted[at : at + len(found)], np.array(found, np.int64)
-            yield some, bases
-            at += len(some)
-        self._let_go(road, mine)
-
-    def _let_go(self, road: Road, at: Progress) -> None:
-        super()._let_go(road, at)
-        if at.held:
-            held, at.held = at.held, []
-            road.release_run(held)
+        wanted, most = self._at()[1].wanted, self._at_once
+        if self._bases is None:
+            yield from self.batches_of(wanted, most)
+            return
+        for at in range(0, len(wanted), most):
+            some = wanted[at : at + most]
+            yield some, self._bases[some]
 
 
 def expert_layout_of(group: PackedGroup, module: Any) -> ExpertLayout:
@@ -349,19 +333,10 @@ _ACTIVATIONS: dict[Glu, Callable[[torch.Tensor, torch.Tensor, float, float], tor
 }
 
 
-def held_at_once(slots: int | None, top_k: int) -> int:
-    """Experts that a layer holds together. ``slots``: of the cache; None: all are resident."""
-    if slots is None:
-        return 1 << 30
-    # The rest are free for what is still on its way: the plan has one more than a token uses.
-    return max(1, min(top_k, slots - 1))
-
-
 __all__ = [
     "PackedExperts",
     "PackedLinear",
     "PackedSession",
     "expert_layout_of",
     "find_glu",
-    "held_at_once",
 ]

@@ -19,7 +19,7 @@ from offload.models.absent import row_table
 from offload.models.attach import Attachment
 from offload.models.expert_groups import ExpertGroup
 from offload.models.expert_options import recorder_of
-from offload.models.experts import ExpertSession
+from offload.models.experts import ExpertSession, held_at_once
 from offload.models.handle import OffloadHandle
 from offload.models.hybrid import Rows
 from offload.models.lean_forward import take_over
@@ -36,7 +36,6 @@ from offload.models.packed_modules import (
     PackedExperts,
     PackedSession,
     expert_layout_of,
-    held_at_once,
 )
 from offload.models.packed_reserves import MOST_TOGETHER, ROWS_BYTES
 from offload.models.recipes import RoutedStore

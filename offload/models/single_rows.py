@@ -119,7 +119,7 @@ class SingleRows:
             or not (x.is_cpu and weight_NK.is_cpu)
             or x.dim() < 2
             or not _as_it_lies(x)
-            or _looked_at()
+            or looked_at()
         ):
             return None
         block = block_of(weight_NK, bias_N, self.blocks)
@@ -161,7 +161,7 @@ def _as_it_lies(x: torch.Tensor) -> bool:
     return strides[-1] == 1 and strides[:-1] == (width,) * (len(strides) - 1)
 
 
-def _looked_at() -> bool:
+def looked_at() -> bool:
     """Whether somebody watches, records or differentiates what torch is called with."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
@@ -256,6 +256,6 @@ def probed(memory: HostMemory) -> TorchProducts:
 
 
 __all__ = [
-    "LEAST_BYTES", "Blocks", "SingleRows", "block_of", "is_plain", "is_single", "multiplied",
-    "prepare", "probed", "worth",
+    "LEAST_BYTES", "Blocks", "SingleRows", "block_of", "is_plain", "is_single", "looked_at",
+    "multiplied", "prepare", "probed", "worth",
 ]  # fmt: skip

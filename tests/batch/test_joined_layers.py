@@ -275,14 +275,20 @@ def test_a_disk_that_fails_in_a_layer_fails_those_who_wait(
 ) -> None:
     with opened(checkpoint("qwen3_moe"), "2MiB") as model:
         alone = [logits(model, ids, NEW) for ids in PROMPTS]
-        route, broken = model.offload.executor.acquire, False
+        executor, broken = model.offload.executor, False
+        one, some = executor.acquire, executor.acquire_run
 
         def acquire(expert: str) -> Any:
             if broken:
                 raise StoreError(f"{expert} cannot be read")
-            return route(expert)
+            return one(expert)
 
-        model.offload.executor.acquire = acquire
+        def acquire_run(experts: Any, most: int) -> Any:
+            if broken:
+                raise StoreError(f"{experts[0]} cannot be read")
+            return some(experts, most)
+
+        executor.acquire, executor.acquire_run = acquire, acquire_run
         with Conductor(model) as conductor:
             running = [conductor.start(lambda ids=ids: logits(model, ids, NEW)) for ids in PROMPTS]
             while conductor.step():

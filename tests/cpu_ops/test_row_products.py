@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.cpu_ops import row_products, threads
-from offload.cpu_ops.row_products import find_block, fits, multiply_rows
+from offload.cpu_ops.row_products import find_block, fits, multiply_groups, multiply_rows
 
 SHAPES = [(64, 96), (128, 512), (96, 2560), (32, 4128)]
 """Rows and columns: less than a block, one, several, several and a rest."""
@@ -45,6 +45,27 @@ def test_each_row_is_as_it_is_alone(rows: int, columns: int, biased: bool) -> No
     alone = torch.cat([F.linear(one[None], weight, bias) for one in x])
     for count in (1, 2, 8, 9, 64, 70):
         assert torch.equal(multiply_rows(x[:count], weight, block, bias), alone[:count])
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_groups_are_as_each_is_alone(rows: int, columns: int, count: int) -> None:
+    """Whichever threads take which panels, of matrices with many rows and with none."""
+    need_kernel()
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        weights = [matrix(rows, columns, seed) for seed in range(7)]
+        at = [weight.data_ptr() for weight in weights]
+        counts = [1, 3, 0, 70, 8, 2, 5]
+        x = matrix(sum(counts), columns, 8)
+        found = multiply_groups(x, at, counts, rows, 512)
+        parts = zip(x.split(counts), weights, strict=True)
+        assert torch.equal(found, torch.cat([multiply_rows(some, w, 512) for some, w in parts]))
+        found = multiply_groups(x[:1], at, [1] * 7, rows, 512)
+        assert torch.equal(found, torch.cat([multiply_rows(x[:1], w, 512) for w in weights]))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)

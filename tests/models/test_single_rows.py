@@ -48,7 +48,14 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         found.append(tuple(weight.shape))
         return inner(x, weight, bias, block)
 
+    groups = row_products.multiply_groups
+
+    def multiply_groups(x: Any, weights: Any, counts: Any, rows: int, block: int) -> torch.Tensor:
+        found.extend([(rows, x.shape[1])] * len(counts))
+        return groups(x, weights, counts, rows, block)
+
     monkeypatch.setattr(single_rows, "multiplied", multiplied)
+    monkeypatch.setattr(row_products, "multiply_groups", multiply_groups)
     return found
 
 
