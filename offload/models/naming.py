@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from offload.errors import StoreError
 from offload.io.pack_manifest import read_manifest
+from offload.runtime.cache_folder import cache_folder
 
 
 def packs_folder() -> Path:
@@ -15,17 +15,10 @@ def packs_folder() -> Path:
     Raises:
         StoreError: nothing says where this user's home is.
     """
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG base directory specification: what is not absolute is to be ignored.
-    if os.path.isabs(cache):
-        return Path(cache) / "offload" / "packs"
     try:
-        return Path.home() / ".cache" / "offload" / "packs"
-    except RuntimeError as e:
-        raise StoreError(
-            "there is no cache directory to pack into: neither XDG_CACHE_HOME nor HOME is set; "
-            "set one, or run 'offload pack' and give its directory"
-        ) from e
+        return cache_folder() / "packs"
+    except StoreError as e:
+        raise StoreError(f"{e}, or run 'offload pack' and give its directory") from e
 
 
 def model_name(directory: Path) -> str:

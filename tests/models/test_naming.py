@@ -13,6 +13,9 @@ from offload.io.pack_manifest import MANIFEST
 from offload.models.choose import model_directory
 from offload.models.naming import model_name, packs_folder
 from offload.models.pack_cache import packed
+from offload.models.recipes import spill_directory
+from offload.runtime.hardware_cache import cache_path
+from offload.runtime.known import Known
 
 
 def test_a_cached_pack_is_called_as_its_source(
@@ -39,6 +42,19 @@ def test_without_a_home_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(StoreError, match="neither XDG_CACHE_HOME nor HOME is set; set one, or"):
         packed(small_source(), "q8")
     assert model_name(Path("mine")) == "mine"
+
+
+@pytest.mark.parametrize("given", ["relative", "~/caches", "~no-such-user/x", ""])
+def test_a_cache_directory_that_is_not_absolute_is_ignored_by_all(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packs went to ~/.cache, rates and private files below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    folder = tmp_path / "home" / ".cache" / "offload"
+    found = (packs_folder(), cache_path(), Known("a.json").path, spill_directory(None))
+    assert [path.parent for path in found] == [folder] * 4
 
 
 def test_a_gguf_file_is_known_by_its_content(tmp_path: Path) -> None:
