@@ -22,13 +22,21 @@ def packs_folder() -> Path:
 
 
 def model_name(directory: Path) -> str:
-    """The directory's name; of a pack in the cache, whose name is a digest, its source's."""
+    """The directory's name; of one in a cache, whose name is a digest, its model's."""
     found = directory.resolve()
     try:
         if found.parent == packs_folder().resolve():
             manifest = read_manifest(found)
-            name = Path(manifest.source.path).name
+            name = _own_name(Path(manifest.source.path))
             return name if manifest.quant == "none" else f"{name} ({manifest.quant})"
     except StoreError:
         return found.name  # whoever opens it says what is wrong with it
-    return found.name
+    return _own_name(found)
+
+
+def _own_name(path: Path) -> str:
+    """Its name; in the hub's cache, models--ORG--NAME/snapshots/COMMIT, that of the model."""
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return path.name

@@ -33,6 +33,17 @@ def test_a_cached_pack_is_called_as_its_source(
     assert model_name(path) == path.name
 
 
+def test_a_model_in_the_hubs_cache_is_not_called_by_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = tmp_path / "models--org--some-7B" / "snapshots" / "0123abcd"
+    assert model_name(directory) == "some-7B"
+    source = small_source()
+    source.id = replace(source.id, path=str(directory))
+    assert model_name(packed(source, "q8").path) == "some-7B (q8)"
+
+
 def test_without_a_home_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
