@@ -13,6 +13,7 @@ from typing import Any
 
 from offload.cli.output import is_of_a_model
 from offload.errors import OffloadError
+from offload.io.whole_file import expanded
 
 Message = dict[str, str]
 """``{"role": ..., "content": ...}``, as chat templates take it."""
@@ -82,9 +83,10 @@ class Conversation:
             "messages": _messages(self.system, self.exchanges),
         }
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-        target = path.expanduser()
         try:
-            target = target.resolve()  # through a link: its target is replaced, not the link
+            target = expanded(
+                path
+            ).resolve()  # through a link: its target is replaced, not the link
             if target.exists() and not target.is_file():
                 raise OffloadError(f"{path} is not a file; nothing is saved")
             if is_of_a_model(target):
@@ -101,7 +103,7 @@ class Conversation:
             OffloadError: not readable, or not a conversation; says where it goes wrong.
         """
         try:
-            data = json.loads(path.expanduser().read_text(encoding="utf-8"))
+            data = json.loads(expanded(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise OffloadError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:

@@ -174,6 +174,10 @@ class Shell:
             action(command.argument)
         except OffloadError as error:
             self._complain(error)
+        except Interrupted as stop:
+            self._survive(stop)
+            sys.stderr.write("\n")
+            console.note(f"/{command.name} stopped; the conversation is as it was", "chat")
 
     def _help(self, _: str) -> None:
         console.err().print(console.rows(HELP))
@@ -222,7 +226,8 @@ class Shell:
         console.note(f"{n} exchange{' is' if n == 1 else 's are'} in {name}", "chat")
 
     def _load(self, name: str) -> None:
-        found = Conversation.load(_file(name, "/load"))
+        with signals_at_once():  # a pipe may keep us waiting
+            found = Conversation.load(_file(name, "/load"))
         self._talk.terms.check(found)
         self._talk.conversation = found
         console.note(f"{len(found.exchanges)} exchanges from {name}", "chat")

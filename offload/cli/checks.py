@@ -353,7 +353,11 @@ def space(disk: Path) -> Check:
 
 def cache_folder() -> Check:
     """Where measurements, and private files by default, are kept."""
-    name, folder = "cache", cache_path().parent
+    name, fix = "cache", "export XDG_CACHE_HOME=DIR"
+    try:
+        folder = cache_path().parent
+    except OffloadError as error:
+        return Check(name=name, verdict=Verdict.BETTER, detail=f"{error}", fix=fix)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -363,7 +367,7 @@ def cache_folder() -> Check:
             name=name,
             verdict=Verdict.BETTER,
             detail=f"{folder} is not writable ({error.strerror}): nothing measured is kept",
-            fix="export XDG_CACHE_HOME=DIR",
+            fix=fix,
         )
 
 
@@ -371,7 +375,7 @@ def probed(disk: Path) -> Check:
     """Whether predictions stand on measurements of this disk."""
     try:
         found = load_cached(disk)
-    except (OSError, importlib.metadata.PackageNotFoundError):
+    except (OSError, OffloadError, importlib.metadata.PackageNotFoundError):
         found = None
     if found is None:
         return Check(

@@ -30,7 +30,7 @@ from offload.cli import (
 )
 from offload.cli.limits import and_files, limit_reached, path_refused
 from offload.cli.once import once
-from offload.cli.signals import Interrupted, signals_raise
+from offload.cli.signals import Interrupted, heard, signals_raise
 from offload.cli.streams import drop_output, standard_streams
 from offload.errors import OffloadError
 from offload.version import __version__
@@ -120,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except _UsageError as error:
             return _fail(f"{_usage(error)}{_hint(error)}")
         except Interrupted as stop:
+            heard()
             _say("interrupted" if stop.signum == signal.SIGINT else "terminated")
             return 128 + stop.signum
         except BrokenPipeError:

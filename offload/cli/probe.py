@@ -44,6 +44,7 @@ def probe(
     out = console.out()
     out.print(f"{found.name}, {threads} thread{'s' if threads > 1 else ''}", style="bold")
     out.print(console.rows(_lines(found), heads=("", "median", "lowest", "highest", "samples")))
+    output.write_json(json_file, document(found))  # measured it is, whether it can be kept or not
     try:
         kept = save(disk, found, threads=threads)
     except OSError as error:
@@ -51,7 +52,6 @@ def probe(
             f"the rates cannot be kept: {error}; set XDG_CACHE_HOME to a writable directory"
         ) from error
     console.note(f"kept in {kept}")
-    output.write_json(json_file, document(found))
 
 
 def _lines(found: Hardware) -> list[tuple[str, ...]]:

@@ -60,25 +60,42 @@ def signals_raise() -> Iterator[None]:
         if _imports(frame) > around:
             # A library goes on without what it could not import, or with half of it: torch's C code
             # forgets what numpy raises, and a numpy that is there by half asks itself for ever.
-            _State.due = True
-            alarm.append(signal.signal(signal.SIGALRM, again))
-            signal.setitimer(signal.ITIMER_REAL, _IMPORT_S, _IMPORT_S)
+            later()
             return
         raise Interrupted(signum)
+
+    def later() -> None:
+        _State.due = True
+        handler = signal.signal(signal.SIGALRM, again)
+        if not alarm:
+            alarm.append(handler)
+        signal.setitimer(signal.ITIMER_REAL, _IMPORT_S, _IMPORT_S)
 
     def again(_signum: int, frame: FrameType | None) -> None:
         if _State.due and not _State.waits and _imports(frame) > around:
             return
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        due, _State.due = _State.due and not _State.waits, False
-        if due and _State.received is not None:
+        if _State.due and not _State.waits and not _under_way() and _State.received is not None:
+            # And once more with the next alarm, unless it is on its way by then: C code that drops
+            # an exception says so to nobody.
             raise Interrupted(_State.received)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _State.due = False
+
+    def unraisable(lost: sys.UnraisableHookArgs) -> None:
+        # Raised within a __del__ or a callback of a weak reference, out of which nothing comes (a
+        # command that was interrupted while libraries were imported ran to its end, one in eight).
+        here = threading.current_thread() is threading.main_thread()
+        if not (here and isinstance(lost.exc_value, Interrupted)):
+            others(lost)
+        elif _State.received is not None and not _State.waits:
+            later()
 
     def listen() -> None:
         _State.received, _State.due = None, False
         for number in before:
             signal.signal(number, stop)
 
+    others, sys.unraisablehook = sys.unraisablehook, unraisable
     _State.received, _State.due = None, False
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -88,6 +105,7 @@ def signals_raise() -> Iterator[None]:
         yield
     finally:
         _State.listen, _State.received, _State.due = None, None, False
+        sys.unraisablehook = others
         for number, handler in before.items():
             signal.signal(number, handler)
         if alarm:
@@ -103,6 +121,14 @@ def _imports(frame: FrameType | None) -> int:
     return found
 
 
+def _under_way() -> bool:
+    """Whether the program is being left already: an ``Interrupted`` is handled right now."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
+
+
 def _end_alarms(handler: Any) -> None:
     """Back to ``handler``. An alarm may still be on its way to a thread that sleeps, and kills by
     default: to ignore a signal discards what is pending of it."""
@@ -113,7 +139,7 @@ def _end_alarms(handler: Any) -> None:
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """Inside, a signal waits for the next ``raise_received()``.
+    """Inside, a signal waits for the next ``raise_received()``, or for the end.
 
     For as long as this thread keeps books with others: an exception between "a read is on its
     way" and its submission would leave everyone who waits for that read waiting for good (it did:
@@ -124,6 +150,8 @@ def signals_wait() -> Iterator[None]:
         yield
     finally:
         _State.waits = outer
+    if not outer:
+        raise_received()
 
 
 @contextlib.contextmanager
@@ -171,6 +199,11 @@ def listen_again() -> None:
     """
     if _State.listen is not None:
         _State.listen()
+
+
+def heard() -> None:
+    """The exception has come to where it was to go: it is not raised again."""
+    _State.due = False
 
 
 def raise_received(*_: object) -> None:

@@ -255,8 +255,8 @@ class KvTiers:
 
         ``on_detach`` is called with what undoes it. A call that asks for another kind of cache by
         name raises OffloadError: that would go past the budget; so does one that drafts with the
-        model's own first layers, whose cache would end the call's own. A cache that the caller made
-        is the caller's business.
+        model's own first layers, whose cache would end the call's own, and any that drafts where
+        tokens go for good. A cache that the caller made is the caller's business.
         """
         inner = model.generate
 
@@ -278,6 +278,14 @@ class KvTiers:
                         "assistant_early_exit drafts with some of the layers and a cache of their "
                         "own, and one cache of blocks is alive at a time; drop it, or "
                         f"{_IN_ONE_PIECE}"
+                    )
+                drafts = ("assistant_model", "prompt_lookup_num_tokens")
+                drafting = [name for name in drafts if setting(name) is not None]
+                if self.keep is not None and drafting:
+                    raise OffloadError(
+                        f"{drafting[0]} takes tokens back that were drafted and not right, and of "
+                        f"the {self.keep.tokens} tokens that are kept those that went for them are "
+                        f"gone; drop it, or load the model without kv_keep"
                     )
                 kwargs[CACHE] = self.new_cache()
             self._divide(args, kwargs)

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MOST_SHARED_LAYERS = 1024
 """Layers may share tensors; beyond so many a checkpoint has at least a tensor for each."""
+_SETTINGS = frozenset({".json", ".jinja", ".model", ".txt"})
+"""Suffixes of what a model directory has besides weights that decides what a model does."""
 
 
 def resolve(path: str | Path) -> Path:
@@ -68,6 +70,17 @@ def _pack_hint(directory: Path) -> str:
     return f"; put that of its source in its place, or {again(directory)}"
 
 
+def _check_links(directory: Path) -> None:
+    """The hub's cache keeps a model as links: one that leads nowhere is a file that has not come,
+    and must not pass for one that the model does not have, or it runs with other settings."""
+    for file in sorted(directory.glob("*")):
+        if file.suffix in _SETTINGS and os.path.islink(file) and not os.path.exists(file):
+            raise CheckpointError(
+                f"{file} is a link to {os.readlink(file)}, which is not there; download the model "
+                "again"
+            )
+
+
 def read_config(directory: Path) -> Any:
     """The transformers config of a checkpoint directory.
 
@@ -75,6 +88,7 @@ def read_config(directory: Path) -> Any:
         CheckpointError: config.json is missing or malformed.
         UnsupportedModelError: remote code, a quantisation that is not supported, an unknown family.
     """
+    _check_links(directory)
     file = directory / "config.json"
     if file.exists() and not file.is_file():  # to open a pipe would wait for a writer
         raise CheckpointError(f"{file} is no file; put the model's config.json in its place")

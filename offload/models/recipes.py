@@ -30,6 +30,7 @@ from offload.models.layouts import lay_as_in_file, lay_for_card, lay_on_lines
 from offload.models.params import Param
 from offload.models.sources import CheckpointMap, Ranges, Run, Source
 from offload.models.units import Cut
+from offload.runtime.cache_folder import cache_folder
 from offload.runtime.memory import HostMemory
 from offload.scheduler.plan import Plan
 
@@ -328,11 +329,7 @@ def spill_directory(disk: str | Path | None) -> Path:
     """
     import os
 
-    if disk is None:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = base / "offload" / "spill"
-    else:
-        directory = expanded(Path(disk))
+    directory = cache_folder() / "spill" if disk is None else expanded(Path(disk))
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

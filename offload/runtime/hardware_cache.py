@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from offload.io.whole_file import PRIVATE, whole_file
+from offload.runtime.cache_folder import cache_folder
 from offload.runtime.cgroups import cpu_quota
 from offload.runtime.rss import ram_limit
 from offload.scheduler.hardware import Hardware
@@ -25,8 +26,7 @@ VERSION = 1
 
 def cache_path() -> Path:
     """``$XDG_CACHE_HOME/offload/hardware.json``, by default under ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "offload" / "hardware.json"
+    return cache_folder() / "hardware.json"
 
 
 def default_threads() -> int:

@@ -9,6 +9,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from offload.runtime.cache_folder import cache_folder
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,8 +24,7 @@ class Known:
     @property
     def path(self) -> Path:
         """The file, which need not be there."""
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return base / "offload" / self._name
+        return cache_folder() / self._name
 
     def get(self, key: str) -> object:
         """The answer, None if there is none."""

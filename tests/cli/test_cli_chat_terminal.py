@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import stat
 from collections.abc import Callable
@@ -105,15 +106,15 @@ def test_mistakes_are_said_and_the_chat_goes_on(talk: Talk, tmp_path: Path) -> N
     bad.write_text("{}")
     done, run = talk(
         "/nonsense", "/save", f"/load {bad}", f"/load {tmp_path / 'none'}", "many words " * 200,
-        f"/save {tmp_path}", "/help", "one",
+        f"/save {tmp_path}", "/load ~no-such-user/x", "/save ~no-such-user/x", "/help", "one",
     )  # fmt: skip
     assert "/nonsense is unknown; there are /help /stats" in done.err
     errors = done.errors
     assert [any(word in e for e in errors) for word in (
         "/save needs a file", "not a saved conversation", "cannot be read", "does not fit",
-        "is not a file",
-    )] == [True] * 5  # fmt: skip
-    assert len(errors) == 5
+        "is not a file", "there is no home directory ~no-such-user",
+    )] == [True] * 6  # fmt: skip
+    assert len(errors) == 7
     assert len(run["turns"]) == 1
     assert "Ctrl-C stops an answer" in done.err
 
@@ -171,6 +172,24 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(tiny: Path, tmp_path: Path
     seen = first["prompt_tokens"] + first["new_tokens"]
     assert first["prompt_tokens"] - 1 <= second["reused_tokens"] <= seen
     assert run["ended"] == "left"
+
+
+def test_ctrl_c_while_a_pipe_has_nothing_to_load(tiny: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Typist(["chat", "-m", tiny, *LONG]) as user:
+        user.wait_for("\n> ")
+        user.type(f"/load {pipe}\n")
+        # Opens as soon as the chat waits at its end.
+        with open(pipe, "wb"):
+            user.type("\x03")
+            user.wait_for("/load stopped; the conversation is as it was")
+        user.wait_for("\n> ")
+        user.type("/undo\n")
+        user.wait_for("there is nothing to take back")
+        user.type("\x04")
+        assert user.end() == 0
+    assert "Traceback" not in user.seen
 
 
 def test_what_is_pasted_is_one_message(tiny: Path, tmp_path: Path) -> None:

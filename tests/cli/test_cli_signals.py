@@ -20,6 +20,7 @@ from cli_support import Cli, process
 from offload.cli import session, signals
 from offload.cli.signals import (
     Interrupted,
+    heard,
     raise_received,
     signals_at_once,
     signals_raise,
@@ -173,9 +174,17 @@ def test_while_loading(cli: Cli, dense: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_signal_raises_at_once_or_waits_for_a_safe_place() -> None:
     with signals_raise():
-        with signals_wait():
-            os.kill(os.getpid(), signal.SIGTERM)
+        passed: list[int] = []
+
+        def wait() -> None:
+            with signals_wait():
+                os.kill(os.getpid(), signal.SIGTERM)
+                passed.append(1)
+
         with pytest.raises(Interrupted) as raised:
+            wait()
+        assert passed  # behind the last place to look it is not forgotten
+        with pytest.raises(Interrupted):
             raise_received()
         assert raised.value.signum == signal.SIGTERM
         # A second one ends the process, whatever it waits for.
@@ -206,6 +215,7 @@ def test_a_module_is_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with signals_raise():
             with pytest.raises(Interrupted) as raised:
                 import_and_wait()
+            heard()
             assert raised.value.signum == signal.SIGTERM
         assert sys.modules["optional"].interrupted.whole
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -213,6 +223,79 @@ def test_a_module_is_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     finally:
         for name in ("interrupted", "optional"):
             sys.modules.pop(name, None)
+
+
+class _Waits:
+    def __del__(self) -> None:
+        threading.Event().wait(60)
+
+
+class _Killed:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("kind", [_Waits, _Killed])
+def test_a_signal_is_not_lost_in_what_nothing_can_be_raised_from(
+    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops what a ``__del__`` raises; it raises again behind it."""
+    (tmp_path / "interrupted_too.py").write_text(
+        "import signal\nsignal.raise_signal(signal.SIGTERM)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    hook, before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+
+    def lose_it_and_wait() -> None:
+        if kind is _Waits:
+            importlib.import_module("interrupted_too")
+        kind()
+        threading.Event().wait(60)
+
+    try:
+        with signals_raise():
+            with pytest.raises(Interrupted) as raised:
+                lose_it_and_wait()
+            assert raised.value.signum == signal.SIGTERM
+            heard()
+    finally:
+        sys.modules.pop("interrupted_too", None)
+    assert not dropped
+    assert sys.unraisablehook is hook
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_leaving_is_not_interrupted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cleans up runs to its end, however many alarms come meanwhile."""
+    (tmp_path / "interrupted_first.py").write_text(
+        "import signal\nsignal.raise_signal(signal.SIGTERM)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[str] = []
+
+    def clean_up() -> None:
+        try:
+            importlib.import_module("interrupted_first")
+            threading.Event().wait(60)
+        finally:
+            try:
+                raise OSError
+            except OSError:
+                signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGALRM)
+            seen.append("cleaned up")
+
+    try:
+        with signals_raise():
+            with pytest.raises(Interrupted):
+                clean_up()
+            heard()
+    finally:
+        sys.modules.pop("interrupted_first", None)
+    assert seen == ["cleaned up"]
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -35,6 +35,20 @@ def test_probe_measures_shows_and_keeps(cli: Cli, tmp_path: Path) -> None:
     assert f"{found.ssd_read.median / 1e9:.3g} GB/s" in done.out
 
 
+@pytest.mark.usefixtures("tiny_probe")
+def test_what_was_probed_is_written_where_it_cannot_be_kept(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    report = tmp_path / "rates.json"
+    done = cli("probe", "--disk", tmp_path, "--quick", "-t", 1, "--json", report)
+    assert done.code == 2
+    assert "the rates cannot be kept" in done.err.splitlines()[-1]
+    assert "disk read" in done.out
+    assert Hardware.from_json(json.loads(report.read_text())).cores == 1
+
+
 def test_probe_of_a_directory_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
     refused(cli("probe", "--disk", tmp_path / "nothing", "--quick"), "nothing")
 

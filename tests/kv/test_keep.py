@@ -208,6 +208,21 @@ def test_nothing_changes_as_long_as_all_fits(llama: Any, tmp_path: Path) -> None
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("drafts", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_drafts_are_refused(drafts: str, llama: Any, tmp_path: Path) -> None:
+    """transformers said after the prompt that the cache cannot be cropped."""
+    kv = tiers(llama, tmp_path, AttentionMass)
+    undo: list[Callable[[], None]] = []
+    kv.serve(llama, undo.append)
+    value = llama if drafts == "assistant_model" else 3
+    try:
+        with pytest.raises(OffloadError, match=rf"{drafts} takes .* 64 tokens .* without kv_keep"):
+            llama.generate(prompt(20), max_new_tokens=4, do_sample=False, **{drafts: value})
+    finally:
+        undo[0]()
+        kv.close()
+
+
 def test_padding_is_refused(llama: Any, tmp_path: Path) -> None:
     kv = tiers(llama, tmp_path, AttentionMass)
     mask = torch.ones(2, 20, dtype=torch.int64)

@@ -175,3 +175,14 @@ def test_an_adapter_is_no_model(tiny: Path) -> None:
         with pytest.raises(CheckpointError, match=r"an adapter of PEFT, .*merge_and_unload"):
             build(tiny)
         (tiny / "config.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
+)
+def test_a_link_that_leads_nowhere_is_no_missing_file(tiny: Path, name: str) -> None:
+    """Half of a download in the hub's cache: the model ran with other settings, or was none."""
+    (tiny / name).unlink(missing_ok=True)
+    (tiny / name).symlink_to("../../blobs/0123")
+    with pytest.raises(CheckpointError, match=f"{name} is a link to ../../blobs/0123, which is"):
+        prepare(tiny, options("cpu"))
