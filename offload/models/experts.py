@@ -218,6 +218,7 @@ class ExpertProxy:
         find: ``functional_call`` leaves this one in front of it, an assignment does not."""
         module, attr = self._module, self._attr
         if module.__dict__.get(attr) is self and module._parameters[attr] is not self._stand_in:
+            refuse_recorders()  # torch.export puts others there for itself
             raise OffloadError(replaced(self._name))
 
     def __getitem__(self, key: Any) -> torch.Tensor:

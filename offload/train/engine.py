@@ -355,6 +355,9 @@ class Engine(Stepping):
     def extra_losses(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [] if self.extra is None else self.extra()
 
+    def rewind(self, unit: int, key: Any) -> None:
+        self._generators(unit).rewind(key)
+
     def replay(self, unit: int, key: Any) -> contextlib.AbstractContextManager[None]:
         return self._generators(unit).again(key)
 

@@ -21,6 +21,7 @@ from offload.models.expert_groups import ExpertGroup
 from offload.models.experts import ExpertProxy, routing
 from offload.models.shadow import shadow
 from offload.train.device_values import Copy
+from offload.train.forward_kernels import forgetting, forgetting_saved
 from offload.train.layout import TrainLayout, TrainUnit
 from offload.train.steps import Clock
 from offload.train.weights import Entry, Weights
@@ -144,7 +145,10 @@ class ExpertRun:
             self._leaves = {}
             try:
                 self._announce(routing(args, kwargs, self.group))
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                with (
+                    forgetting_saved() if forgetting()
+                    else torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                ):  # fmt: skip
                     return inner(*args, **kwargs)
             finally:
                 self._let_go()
@@ -159,7 +163,7 @@ class ExpertRun:
         weights = self.engine.weights
         weights.uses.expect_experts(len(experts), self.group.n_experts)
         self._routed = [self.blocks[e] for e in experts]
-        back = self._routed[::-1] if torch.is_grad_enabled() else []
+        back = self._routed[::-1] if torch.is_grad_enabled() and not forgetting() else []
         # What another micro-batch reaches in the same layer, behind this one, is much the same.
         more = [] if self.engine.last_in_round() else self._routed
         weights.expect([*self._routed, *back, *more], self._mine)

@@ -38,15 +38,19 @@ class Generators:
         if self._more is not None:
             self._more.manual_seed_all(number)
 
+    def rewind(self, key: State | int) -> None:
+        """To a state, or seeded."""
+        if isinstance(key, int):
+            self.seed(key)
+        else:
+            self.set(key)
+
     @contextlib.contextmanager
     def again(self, key: State | int) -> Iterator[None]:
         """In a state, or seeded, inside; as they were behind it."""
         before = self.state()
         try:
-            if isinstance(key, int):
-                self.seed(key)
-            else:
-                self.set(key)
+            self.rewind(key)
             yield
         finally:
             self.set(before)

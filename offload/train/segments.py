@@ -25,6 +25,7 @@ from offload.models.shadow import CAPTURES
 from offload.models.streamed_forward import differentiates
 from offload.train.as_called import Autocast, Buffer, changeable_buffers
 from offload.train.captured import Capture, hand_over_captured
+from offload.train.forward_kernels import ForwardKernels
 from offload.train.inputs import Waits
 from offload.train.landing import Landing
 from offload.train.passing import Watch, hand_over, refuse_filled, saved_inputs, without_caches
@@ -52,6 +53,10 @@ class Runtime(Protocol):
 
     def forward_key(self, unit: int) -> Any:
         """What makes dropout of a unit's forward repeatable; seeds torch's generators by it."""
+        ...
+
+    def rewind(self, unit: int, key: Any) -> None:
+        """The random numbers of that forward from here on, which begins once more."""
         ...
 
     def replay(self, unit: int, key: Any) -> contextlib.AbstractContextManager[None]:
@@ -102,7 +107,8 @@ class Segment:
         self.repeatable = True
         """As far as is known: run twice, it comes to the same."""
         self.rounds_otherwise = False
-        """With autograd than without it."""
+        """In backward than in forward."""
+        self.kernels = ForwardKernels()
         self._before = module.__dict__.get("forward")
         module.__dict__["forward"] = self
 
@@ -300,6 +306,11 @@ class _Call:
             )
         return out
 
+    def run_forward(self, tensors: list[torch.Tensor | None], needs: Sequence[bool]) -> list[Any]:
+        """Without a graph. ``needs``: which of ``tensors`` want a gradient."""
+        rewind = partial(self.segment.runtime.rewind, self.segment.unit, self.key)
+        return self.segment.kernels.run(self.run, tensors, needs, self.weights, rewind)
+
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[None]:
         """Run again, a unit finds its buffers as forward did, and what it makes of them is dropped:
@@ -341,8 +352,10 @@ class _Call:
 
     def _sums_again(self, tensors: Sequence[torch.Tensor | None]) -> Sums:
         runtime, unit = self.segment.runtime, self.segment.unit
+        needs = [t is not None and t.requires_grad for t in tensors]
         with torch.no_grad(), runtime.replay(unit, self.key):
-            return Sums(self.run([None if t is None else t.detach() for t in tensors]))
+            given = [None if t is None else t.detach() for t in tensors]
+            return Sums(self.run_forward(given, needs))
 
 
 class _Run(torch.autograd.Function):
@@ -365,7 +378,7 @@ class _Run(torch.autograd.Function):
             with runtime.visiting(unit) as visit:
                 same = [i for i in range(len(tensors)) if i != place]
                 left = partial(visit.leave, wanted=True)
-                found = call.run(visit.up(tensors, same=same))
+                found = call.run_forward(visit.up(tensors, same=same), ctx.needs_input_grad[2:])
                 if runtime.compares and call.segment.repeatable:
                     call.sums = Sums(found)
                 out = _tensors(found, left)

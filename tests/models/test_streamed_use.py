@@ -367,6 +367,18 @@ def test_fused_experts_of_a_functional_call(tmp_path: Path) -> None:
     model.offload.close()
 
 
+def test_fused_experts_that_are_exported(tmp_path: Path) -> None:
+    """torch.export puts tensors without values in their place, which is nobody's assignment."""
+    model, ids_BL = tiny("qwen3_moe", use_cache=False), prompt()
+    offload.wrap(model, ram="64MiB", disk=tmp_path)  # all but the experts stays in its place
+    with torch.no_grad():
+        want = model(ids_BL).logits
+        with pytest.raises(OffloadError, match="cannot be traced or exported"):
+            torch.export.export(model, (ids_BL,))
+        assert torch.equal(model(ids_BL).logits, want)
+    model.offload.close()
+
+
 def test_a_module_in_place_of_another(tmp_path: Path) -> None:
     """A layer that is not ours is the program's, and streams no more than it ever did."""
     model, x = chain(), torch.randn(3, 64)

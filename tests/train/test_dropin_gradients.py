@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from dropin_support import EPS, PLACES, batches, close, loop, maker, resident, streamed
+from families import tiny_config, write
 
 from offload.errors import OffloadError
 from offload.train.lazy_grad import GradientError
@@ -297,12 +298,21 @@ def test_adapters_that_are_changed_between_forward_and_backward(tiny: Any) -> No
             loss.backward()
 
 
-def test_kernels_that_are_others_with_autograd(tiny: Any) -> None:
-    """Doge's mask wants a gradient, for which torch has one way of attention only."""
-    with streamed(tiny("doge")) as model:
-        optimizer = AdamW(model.parameters(), lr=1e-3)
+def test_kernels_that_are_others_with_autograd(tmp_path: Path) -> None:
+    """Doge's mask wants a gradient, for which torch has one way of attention only: forward takes
+    it, too, with the resident model's loss."""
+    config = tiny_config("doge", hidden_dropout=0.2)
+    directory = write("doge", tmp_path / "doge", torch.float32, config=config)
+    wanted = resident(directory)
+    with streamed(directory) as model:
+        optimizer = AdamW(model.parameters(), lr=0.0)
         for ids in batches(2, rows=3, length=37):
-            model(input_ids=ids, labels=ids).loss.backward()
+            losses = []
+            for each in (wanted, model):
+                torch.manual_seed(3)
+                losses.append(each(input_ids=ids, labels=ids).loss)
+            assert torch.equal(*losses)
+            losses[1].backward()
             optimizer.step()
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_support import assert_equal_weights, batch, engine_of, every_pair, group_at, oracle_of
+from engine_support import (
+    assert_equal_weights,
+    batch,
+    engine_of,
+    every_pair,
+    group_at,
+    oracle_of,
+    placements,
+)
 from families import write
 
 from offload.runtime import heap
+from offload.train.layout import TrainLayout
+from offload.train.opening import Placement
 from offload.train.vertical import Rounds
 from offload.train.weights import Entry, Weights
 
@@ -115,6 +126,25 @@ def test_experts(tiny: Any, family: str, place: str, clip: float) -> None:
         assert list(engine.layout.expert_blocks())
         oracle = oracle_of(directory, engine.layout)
         train(engine, oracle, 2, clip)
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"), [("doge", False), ("doge", True), ("inkling_text", False)]
+)
+def test_attention_whose_mask_wants_a_gradient(tiny: Any, family: str, kept: bool) -> None:
+    """torch computes it in another way than fused: in forward, too, whether graphs are kept or not,
+    and in the layers of experts, of which no graph is."""
+
+    def place(layout: TrainLayout) -> Placement:
+        units = frozenset(u.index for u in layout.units if not u.groups)
+        where = placements(layout)["disk"]
+        return replace(where, inputs=None, kept=frozenset(sorted(units)[::2])) if kept else where
+
+    directory = tiny(family)
+    with engine_of(directory, place) as (engine, _):
+        assert bool(engine.kept_units) == kept
+        oracle = oracle_of(directory, engine.layout)
+        train(engine, oracle, 2, 0.5, steps=2)
 
 
 @pytest.mark.parametrize("place", PLACES)
