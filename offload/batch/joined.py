@@ -65,7 +65,7 @@ class Joins:
         handle: Any = getattr(model, "offload", None)
         attachment = getattr(handle, "attachment", None)
         rows = getattr(attachment, "rows", None)
-        blocks: Blocks = {} if rows is None else rows.blocks
+        blocks = Blocks() if rows is None else rows.blocks
         find_head = getattr(model, "get_output_embeddings", None)
         head = None if find_head is None else find_head()
         for name, module in model.named_modules():

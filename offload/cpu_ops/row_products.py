@@ -426,8 +426,8 @@ def find_block(
     rows, columns = weight_NK.shape
     wanted = OUTPUTS_TRIED if expected is None else OUTPUTS_AGAIN
     # No more at once than have a megabyte of outputs: a budget knows nothing of this.
-    some = max(1, min(LEAST_ROWS, OUTPUTS_AT_ONCE // rows))
-    count = max(LEAST_ROWS, -(-wanted // rows))
+    some = max(1, min(LEAST_ROWS, OUTPUTS_AT_ONCE // rows, -(-wanted // rows)))
+    count = max(LEAST_ROWS if expected is None else 1, -(-wanted // rows))
     generator = torch.Generator().manual_seed(0)
     candidates = [b for b in BLOCKS if b < columns] + [MOST_BLOCK] * (columns <= MOST_BLOCK)
     if expected is not None:

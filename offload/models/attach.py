@@ -33,7 +33,7 @@ from offload.models.params import Param
 from offload.models.refusals import refuse_changes
 from offload.models.routing_tap import RouterTap, RoutingRecorder
 from offload.models.shadow import shadow
-from offload.models.single_rows import SingleRows
+from offload.models.single_rows import Blocks, SingleRows
 from offload.models.streamed_forward import Turn, as_trained, refuse_recorders, stream_forward
 from offload.models.torch_choices import keep_choices
 from offload.models.unit_hooks import UnitHooks, refresh_flat_weights, replaced
@@ -308,7 +308,7 @@ class Attachment:
         first = [p.name for p in group.params if p.places[0].attr != "down_proj"]
         last = [p.name for p in group.params if p.places[0].attr == "down_proj"]
         with contextlib.suppress(ValueError):  # of another dtype, say: one by one
-            blocks = {} if self.rows is None else self.rows.blocks
+            blocks = Blocks() if self.rows is None else self.rows.blocks
             one.at_once = ExpertRows(session, specs, (first[0], last[0]), blocks, most)
 
     def _hybrid(

@@ -18,6 +18,8 @@ import torch
 
 from offload.blocks import Tier
 from offload.models import toy_times
+from offload.models.request import expert_top_k
+from offload.models.single_rows import Assumed, SingleRows
 from offload.models.toy import Warm, quiet, toy_config, two_layers
 from offload.runtime import choice
 from offload.runtime.choice import Choice
@@ -29,22 +31,28 @@ PROMPT = 64
 """Tokens of a toy's prompt on a card: as many as take the kernels of long ones."""
 
 
-def warm_up(config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True) -> Warm:
+def warm_up(
+    config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True, single_rows: bool = False
+) -> Warm:
     """Run a toy of the family, by plain transformers and then streamed by this package from a few
     kilobytes on disk, and look at what the process weighs and, if ``timed``, how long it took.
 
     So the baseline is the bare process: imported code, started threads, warmed kernels and
     allocator pools, and nothing of any model. Falls back to the resident set as it is if the
     family has no toy.
+
+    Args:
+        single_rows: whether the model's tokens are multiplied by ``models.single_rows``.
     """
     times = Warm(baseline_rss=0)
-    for toy in (two_layers(config, model_cls, dtype), toy_config(config)):
+    like_it = toy_config(config, experts=expert_top_k(config)) if single_rows else None
+    for toy in (two_layers(config, model_cls, dtype), like_it, toy_config(config)):
         if toy is None:
             continue
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 like = toy_times.Like.of(config, dtype) if timed else None
-                times = _run_toy(toy, model_cls, dtype, like)
+                times = _run_toy(toy, model_cls, dtype, like, single_rows)
             break
         except Exception as error:  # noqa: BLE001  a warm-up must never stop the real run
             logger.info("the toy of %s does not run: %s", type(config).__name__, error)
@@ -52,7 +60,9 @@ def warm_up(config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True)
     return replace(times, baseline_rss=current_rss())
 
 
-def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like | None) -> Warm:
+def _run_toy(
+    toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like | None, single_rows: bool
+) -> Warm:
     """``like``: the model whose predictions need times; None: nobody asks."""
     from offload.models.load import Options, plan_model
 
@@ -67,13 +77,13 @@ def _run_toy(toy: Any, model_cls: Any, dtype: torch.dtype, like: toy_times.Like 
         del model
         # All of it in memory, but asked for as ever: that is a quarter of an expert's time.
         options = Options(ram=2**30, context=32, overhead_bytes=0)
-        with contextlib.closing(_Streamed(Path(directory), options)) as kept:
+        with contextlib.closing(_Streamed(Path(directory), options, single_rows)) as kept:
             _one_token(kept.model)
             if timed is not None:
                 times = toy_times.measure(kept.model, timed)
         prepared = plan_model(Path(directory), options, Warm(baseline_rss=0))
         options.ram = prepared.minimum[Tier.RAM]
-        with contextlib.closing(_Streamed(Path(directory), options)) as streamed:
+        with contextlib.closing(_Streamed(Path(directory), options, single_rows)) as streamed:
             _one_token(streamed.model)
             if timed is not None:
                 fetched = toy_times.measure(streamed.model, timed)
@@ -128,10 +138,12 @@ def _on_card(model: Any) -> None:
 
 
 class _Streamed:
-    def __init__(self, directory: Path, options: Any) -> None:
+    def __init__(self, directory: Path, options: Any, single_rows: bool) -> None:
         from offload.models.load import plan_model
 
-        self.model = plan_model(directory, options, Warm(baseline_rss=0)).open()
+        prepared = plan_model(directory, options, Warm(baseline_rss=0))
+        prepared.single_rows = SingleRows(Assumed()) if single_rows else None
+        self.model = prepared.open()
 
     def close(self) -> None:
         self.model.offload.close()

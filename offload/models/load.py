@@ -121,10 +121,10 @@ def prepare(
     import_programs(options)
     keep_small_heap(ram_budget(options))
     learn_pieces(options, kind, config)
-    warm = warm_up(config, kind, dtype, options.hardware is not None)
+    warm = warm_up(config, kind, dtype, options.hardware is not None, single)
     reset_peak_rss()
     prepared = plan_model(directory, options, warm, compiling)
-    prepared.single_rows = single
+    prepared.single_rows = single_rows.SingleRows() if single else None
     return prepared
 
 

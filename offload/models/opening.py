@@ -26,7 +26,6 @@ from offload.models.recipes import RoutedStore, TensorReader, convert_blocks, sp
 from offload.models.routing_tap import RoutingRecorder
 from offload.models.sampling import check_tokens
 from offload.models.shadow import shadow
-from offload.models.single_rows import SingleRows
 from offload.models.teams import serve_team
 from offload.models.units import HeadSlices
 from offload.runtime import choice
@@ -108,7 +107,7 @@ def open_prepared(prepared: Prepared, progress: Progress | None, wrap_store: Any
                 prepared.head_rows, prepared.cut.head, options.choice.name
             ),
             recorder=recorder,
-            rows=SingleRows() if prepared.single_rows else None,
+            rows=prepared.single_rows,
         )
         attachment.take_loop()
     except BaseException:

@@ -18,6 +18,7 @@ from offload.models.opening import open_prepared
 from offload.models.options import Options, Progress
 from offload.models.prompt_plan import PromptPlan
 from offload.models.recipes import Recipes, align_pins
+from offload.models.single_rows import SingleRows
 from offload.models.teams import TeamPlan
 from offload.models.units import Cut
 from offload.scheduler.plan import Plan
@@ -48,8 +49,8 @@ class Prepared:
     kernel_error: KernelError | None = None
     team: TeamPlan | None = None
     """Who computes a token, where that is not always all threads."""
-    single_rows: bool = False
-    """Whether tokens are multiplied by the kernel of ``single_rows``, which is there then."""
+    single_rows: SingleRows | None = None
+    """Who multiplies for tokens, where that is not torch; the kernel is there then."""
     between_s: float = 0.0
     """What ``generate`` takes between the layers of two tokens; a part of the plan's overheads."""
 

@@ -99,10 +99,25 @@ def small_config(kind: type, **overrides: Any) -> Any:
     return kind(**{**small, **overrides})
 
 
-def toy_config(config: Any) -> Any | None:
-    """A tiny config of the same class, or None if the family refuses these numbers."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def toy_config(config: Any, experts: int | None = None) -> Any | None:
+    """A tiny config of the same class, or None if the family refuses these numbers.
+
+    Args:
+        experts: how many a token is routed to; None: two.
+    """
+    more: dict[str, Any] = {}
+    if experts is not None:
+        text = config.get_text_config()
+        more = {name: 2 * experts for name in _EXPERTS if hasattr(text, name)}
+        more |= {name: experts for name in _PER_TOKEN if hasattr(text, name)}
+        if text is not config or not more:
+            return None
     try:
-        return small_config(type(config))
+        return small_config(type(config), **more)
     except Exception as error:  # noqa: BLE001  config classes validate in their own ways
         logger.info("no toy of %s: %s", type(config).__name__, error)
         return None

@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch import nn
 
 from offload.cpu_ops.crowding import not_computing, read_times
 from offload.models.expert_groups import expert_groups
-from offload.models.experts import ExpertProxy, ExpertSource
+from offload.models.experts import ExpertProxy, ExpertSession, ExpertSource
+from offload.models.shadow import shadow
 from offload.models.units import unit_modules
 from offload.runtime.memory import HostMemory
 
@@ -135,9 +136,13 @@ def pressed(model: nn.Module, like: Like) -> Iterator[Pressure]:
         sources = [proxy.source for proxy in proxies]
         for proxy in proxies:
             proxy.source = _Pressed(proxy.source, pressure)
+        sessions = {id(s): s for s in sources if isinstance(s, ExpertSession)}.values()
+        undo = [shadow(s, "batches_of", _pressed(s.batches_of, pressure)) for s in sessions]
         try:
             yield pressure
         finally:
+            for back in undo:
+                back()
             for hook in hooks:
                 hook.remove()
             for proxy, source in zip(proxies, sources, strict=True):
@@ -145,6 +150,19 @@ def pressed(model: nn.Module, like: Like) -> Iterator[Pressure]:
             del pressure
     finally:
         memory.close()
+
+
+def _pressed(batches_of: Callable[..., Iterator[Any]], pressure: Pressure) -> Callable[..., Any]:
+    """Experts that come several at once, each of which is multiplied with twice."""
+
+    def batches(*args: Any) -> Iterator[Any]:
+        with closing(batches_of(*args)) as found:  # type: ignore[type-var]
+            for some in found:
+                for _ in range(2 * len(some[0])):
+                    pressure()
+                yield some
+
+    return batches
 
 
 def _multiplies(module: nn.Module) -> bool:

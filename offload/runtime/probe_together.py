@@ -189,10 +189,14 @@ class TorchProducts:
     """Those of layers as transformers has them."""
 
     def __init__(
-        self, memory: HostMemory, dtype: str, linear: Callable[..., torch.Tensor] = F.linear
+        self,
+        memory: HostMemory,
+        dtype: str,
+        linear: Callable[..., torch.Tensor] = F.linear,
+        tiny: Callable[..., torch.Tensor] = F.linear,
     ) -> None:
-        """``linear``: computes all but the tiny ones."""
-        self._linear = linear
+        """``linear`` computes all but the products of next to nothing, ``tiny`` those."""
+        self._linear, self._of_toys = linear, tiny
         self._dtype: torch.dtype = getattr(torch, dtype)
         numbers = memory.tensor().view(self._dtype)
         # As a GEMV's time does not depend on values other than denormals, any will do.
@@ -203,7 +207,7 @@ class TorchProducts:
             list(numbers[: numbers.numel() // (r * c) * r * c].view(-1, r, c)) for r, c in SIZES
         ]
         self._x = [torch.ones(1, c, dtype=self._dtype) for _, c in SIZES]
-        self._tiny = torch.ones(16, 16, dtype=self._dtype)
+        self._tiny = torch.ones(32, 32, dtype=self._dtype)
         self._turns = [self._in_turn(size) for size in range(len(SIZES))]
 
     def _in_turn(self, size: int) -> Iterator[torch.Tensor]:
@@ -225,7 +229,7 @@ class TorchProducts:
         x = self._tiny[:1]
         began = time.perf_counter()
         for _ in range(count):
-            F.linear(x, self._tiny)
+            self._of_toys(x, self._tiny)
         return (time.perf_counter() - began) / count
 
 

@@ -38,10 +38,12 @@ def measured_once() -> Iterator[None]:
             _found[key] = measure(model, tokens, batch, card=card, flash=flash)
         return _found[key]
 
-    def warm(config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True) -> Warm:
-        key = (model_cls, *ways(config), dtype, torch.get_num_threads(), timed)
+    def warm(
+        config: Any, model_cls: Any, dtype: torch.dtype, timed: bool = True, rows: bool = False
+    ) -> Warm:
+        key = (model_cls, *ways(config), dtype, torch.get_num_threads(), timed, rows)
         if key not in _warmed:
-            _warmed[key] = warm_up(config, model_cls, dtype, timed)
+            _warmed[key] = warm_up(config, model_cls, dtype, timed, rows)
         # Everything but the times is of the moment.
         gc.collect()
         return replace(_warmed[key], baseline_rss=current_rss())

@@ -244,7 +244,7 @@ def test_tokens_are_the_resident_models(
     want = greedy(reference(directory, torch.bfloat16), prompt())
     found = budgets(directory, "cpu")
     prepared = prepare(directory, options("cpu", **found[budget]))
-    assert prepared.single_rows
+    assert prepared.single_rows is not None
     with opened(prepared) as model:
         check(model, want)
         layer = model.model.layers[0]
@@ -260,7 +260,7 @@ def test_smaller_models_are_torchs(
     monkeypatch.setattr(single_rows, "LEAST_BYTES", 2**30)
     directory = checkpoint("llama")
     prepared = prepare(directory, options("cpu", ram=2**30))
-    assert not prepared.single_rows
+    assert prepared.single_rows is None
     with opened(prepared) as model:
         greedy(model, prompt())
     assert not shapes
