@@ -84,9 +84,8 @@ class Conversation:
         }
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
         try:
-            target = expanded(
-                path
-            ).resolve()  # through a link: its target is replaced, not the link
+            # Through a link: its target is replaced, not the link.
+            target = expanded(path).resolve()
             if target.exists() and not target.is_file():
                 raise OffloadError(f"{path} is not a file; nothing is saved")
             if is_of_a_model(target):

@@ -101,11 +101,9 @@ class ExpertRows:
 
     @property
     def ready(self) -> bool:
-        """Whether the caller may come: alone, or for all sequences together; and nobody records
-        which expert is used when."""
-        executor = self._executor
-        known = not self._off and executor.story is None
-        return known and executor.road() is executor and self._session.runs()
+        """Whether the caller may come: its layer runs, and nobody records which expert is used
+        when."""
+        return not self._off and self._executor.story is None and self._session.runs()
 
     def token(
         self, hidden_1H: torch.Tensor, named: Sequence[int], gate: Gate
@@ -116,8 +114,9 @@ class ExpertRows:
         Args:
             gate: what stands between the products, of rows [U, N]: each one's, as alone.
         """
-        order = sorted(named)
-        if not self._places[order].all():  # those that are there first
+        order, executor = sorted(named), self._executor
+        # Those that are there first; several sequences ask for them in the same order.
+        if executor.road() is executor and not self._places[order].all():
             order = sorted(order, key=lambda e: not self._places[e])
         parts = []
         with closing(self._runs(order)) as runs:

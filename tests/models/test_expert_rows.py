@@ -13,7 +13,7 @@ from families import tiny_config, write
 
 from offload.cpu_ops import row_products
 from offload.errors import StoreError
-from offload.models import single_rows
+from offload.models import load, single_rows
 from offload.models.expert_rows import ExpertRows
 from offload.models.load import prepare
 from offload.models.single_rows import worth
@@ -36,13 +36,23 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> Multiplied:
     """Experts and rows of each product of several."""
     found: Multiplied = []
-    inner = row_products.multiply_groups
+    running: list[str] = []
+    inner, toys = row_products.multiply_groups, load.warm_up
 
     def multiply_groups(x: Any, weights: Any, counts: Any, *sizes: int) -> torch.Tensor:
-        found.append((len(counts), sum(counts)))
+        if "toy" not in running:
+            found.append((len(counts), sum(counts)))
         return inner(x, weights, counts, *sizes)
 
+    def warm_up(*args: Any) -> Any:
+        running.append("toy")
+        try:
+            return toys(*args)
+        finally:
+            running.pop()
+
     monkeypatch.setattr(row_products, "multiply_groups", multiply_groups)
+    monkeypatch.setattr(load, "warm_up", warm_up)
     return found
 
 
@@ -213,6 +223,13 @@ def test_rows_of_several_sequences(
     for one, alone in zip(running, want, strict=True):
         assert one.error is None
         same(one.result, alone)
+    before = len(multiplied)
+    with Conductor(half) as conductor:  # the last one that is left takes experts at once, too
+        one = conductor.start(lambda: run(prompts[0]))
+        conductor.run()
+    same(one.result, want[0])
+    assert all(experts == rows for experts, rows in multiplied[before:])
+    assert len(multiplied) > before
     together = [(experts, rows) for experts, rows in multiplied if rows > experts]
     assert together
     assert any(experts > 1 for experts, _ in together) is (room > 1)
