@@ -331,6 +331,9 @@ class Conductor:
         running = self._running
         return running is not None and running.running
 
+    def alone(self) -> bool:
+        return len(self._sequences) < 2
+
     def who(self) -> object:
         return self._current()
 
@@ -387,7 +390,7 @@ class Conductor:
         if not self.conducts():
             return None
         visit = self._count(product.name)  # also of who is alone: it says which run this is
-        if len(self._sequences) < 2 or not product.takes(row):
+        if self.alone() or not product.takes(row):
             return None
         return self._wait(JOIN, product.name, (product, row), visit)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ import torch
 from offload.blocks import BlockSpec
 from offload.models.experts import ExpertSession
 from offload.models.single_rows import Blocks, block_of
+from offload.runtime.road import Conducting
 
 Addresses = npt.NDArray[np.int64]
 Gate = Callable[[torch.Tensor], torch.Tensor]
@@ -101,9 +103,13 @@ class ExpertRows:
 
     @property
     def ready(self) -> bool:
-        """Whether the caller may come: its layer runs, and nobody records which expert is used
-        when."""
-        return not self._off and self._executor.story is None and self._session.runs()
+        """Whether the caller may come: its layer runs, nobody records which expert is used when,
+        and no other sequence asks for the same layer's one by one, as it does with a prompt."""
+        executor = self._executor
+        if self._off or executor.story is not None or not self._session.runs():
+            return False
+        road = executor.road()
+        return road is executor or cast(Conducting, road).alone()
 
     def token(
         self, hidden_1H: torch.Tensor, named: Sequence[int], gate: Gate
@@ -115,7 +121,7 @@ class ExpertRows:
             gate: what stands between the products, of rows [U, N]: each one's, as alone.
         """
         order, executor = sorted(named), self._executor
-        # Those that are there first; several sequences ask for them in the same order.
+        # Those that are there first; a conductor goes by the order of the routing.
         if executor.road() is executor and not self._places[order].all():
             order = sorted(order, key=lambda e: not self._places[e])
         parts = []

@@ -59,6 +59,10 @@ class Conducting(Road, Protocol):
         """Whether the caller is one of its sequences."""
         ...
 
+    def alone(self) -> bool:
+        """Whether the caller is its only one."""
+        ...
+
     def local(self, key: object, make: Callable[[], T]) -> T:
         """What the calling sequence keeps under ``key``; made when it asks first."""
         ...

@@ -200,6 +200,27 @@ def test_a_gate_of_which_nothing_is_known_sees_one_row(
     assert rows.count(1) >= sum(experts for experts, _ in multiplied) // 2
 
 
+def test_a_prompt_comes_while_others_decode(half: Any, multiplied: Multiplied) -> None:
+    """Its experts are asked for one by one, those of who is alone at once."""
+    from offload.batch.conductor import Conductor
+
+    run: Callable[[Any], Any] = lambda ids: greedy(half, ids, max_new_tokens=12)  # noqa: E731
+    prompts = [prompt(seed=seed, length=20 - seed) for seed in range(4)]
+    want = [run(ids) for ids in prompts]
+    multiplied.clear()
+    running: list[Any] = []
+    with Conductor(half) as conductor:
+        for ids in prompts:
+            running.append(conductor.start(lambda ids=ids: run(ids)))
+            while conductor.counters.passes < 3 * len(running):
+                conductor.step()
+        conductor.run()
+    for one, alone in zip(running, want, strict=True):
+        assert one.error is None, one.error
+        same(one.result, alone)
+    assert any(experts > 1 for experts, _ in multiplied)
+
+
 @pytest.mark.parametrize("room", [1, 2**30])
 def test_rows_of_several_sequences(
     room: int,
