@@ -187,6 +187,7 @@ def test_ctrl_c_while_a_pipe_has_nothing_to_load(tiny: Path, tmp_path: Path) -> 
         user.wait_for("\n> ")
         user.type("/undo\n")
         user.wait_for("there is nothing to take back")
+        user.wait_for("\n> ")  # before it a terminal reads lines, and loses the key
         user.type("\x04")
         assert user.end() == 0
     assert "Traceback" not in user.seen
