@@ -156,6 +156,7 @@ class ExpertSession:
         They are let go when the next ones are asked for."""
         road, mine = self._at()
         blocks = self.group.blocks
+        held: list[str] = []
         at = 0
         try:
             while at < len(experts):
@@ -163,11 +164,13 @@ class ExpertSession:
                 some = list(experts[at : at + most])
                 names = [blocks[e] for e in some]
                 found = road.acquire_run(names, most)
-                mine.held = names[: len(found)]
+                held = mine.held = names[: len(found)]
                 yield some[: len(found)], np.array(found, np.int64)
                 at += len(found)
         finally:
-            self._let_go(road, mine)
+            # A traceback that somebody keeps may keep this as well, until another run holds some.
+            if mine.held is held:
+                self._let_go(road, mine)
 
     def opened(self) -> None:
         """Somebody else has said what the layer routes to."""

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any, Protocol
 
@@ -282,21 +282,22 @@ class OneToken:
             sums = {"token": hidden_TH.dtype, "weights": weights_Tk.dtype, "float32": torch.float32}
             out_TH = torch.zeros_like(hidden_TH, dtype=sums[self.sums])
             first = 0
-            for count, multiply in self._parts(order, counts, hidden_TH, apart):
-                row_m = row_U[first : first + count]
-                found_mH = multiply(hidden_TH.index_select(0, row_m))
-                if found_mH is None:
-                    return None
-                found_mH = found_mH * weight_U1[first : first + count]
-                if found_mH.dtype != out_TH.dtype:
-                    found_mH = found_mH.to(out_TH.dtype)
-                _add(out_TH, row_m, found_mH)
-                first += count
+            with closing(self._parts(order, counts, hidden_TH, apart)) as parts:
+                for count, multiply in parts:
+                    row_m = row_U[first : first + count]
+                    found_mH = multiply(hidden_TH.index_select(0, row_m))
+                    if found_mH is None:
+                        return None
+                    found_mH = found_mH * weight_U1[first : first + count]
+                    if found_mH.dtype != out_TH.dtype:
+                        found_mH = found_mH.to(out_TH.dtype)
+                    _add(out_TH, row_m, found_mH)
+                    first += count
             return out_TH if out_TH.dtype == hidden_TH.dtype else out_TH.to(hidden_TH.dtype)
 
     def _parts(
         self, order: Sequence[int], counts: Sequence[int], hidden_TH: torch.Tensor, apart: RowsApart
-    ) -> Iterator[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
+    ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
         """Yields how many rows of experts, ascending, are computed next, and what computes them."""
 
         def gate(inner: torch.Tensor) -> torch.Tensor:

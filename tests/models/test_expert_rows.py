@@ -139,6 +139,26 @@ def test_an_expert_that_cannot_be_read_is_the_error_and_the_next_run_is_right(
     assert multiplied
 
 
+def test_a_run_that_somebody_keeps_does_not_end_the_next_one(half: Any) -> None:
+    """As a traceback does, whose frames are gone when it is."""
+    executor, session = half.offload.executor, half.offload.attachment._sessions[0]
+    blocks = session.group.blocks
+    with half.offload.attachment.turn:
+        session.begin([0, 1])
+        left = session.batches_of([0, 1], 2)
+        next(left)
+        session.end()
+        assert not set(blocks) & set(executor.held())
+        session.begin([0, 1])
+        now = session.batches_of([0, 1], 2)
+        some, _ = next(now)
+        left.close()
+        assert {blocks[e] for e in some} <= set(executor.held())
+        now.close()
+        session.end()
+    assert not set(blocks) & set(executor.held())
+
+
 @pytest.mark.parametrize("when", ["up", "gate", "down"])
 def test_a_computation_that_fails_holds_nothing(
     checkpoint: Path, half: Any, when: str, monkeypatch: pytest.MonkeyPatch
