@@ -180,8 +180,7 @@ class OneToken:
         # The loop gathers its token anew, and so where torch puts what it allocates.
         if not hidden_1H.is_contiguous() or hidden_1H.data_ptr() % ALIGNED:
             hidden_1H = hidden_1H.clone(memory_format=torch.contiguous_format)
-        sums = {"token": hidden_1H.dtype, "weights": weights_1k.dtype, "float32": torch.float32}
-        out_1H = torch.zeros_like(hidden_1H, dtype=sums[self.sums])
+        out_1H = self._no_sums(hidden_1H, weights_1k)
         # A card's adds with atomics, which may round otherwise; the processor's row by row.
         only = None if hidden_1H.device.type == "cpu" else self._index_of(hidden_1H.device)
         up, down = getattr(module, self._up), module.down_proj
@@ -224,8 +223,7 @@ class OneToken:
         if order != list(named):
             weight_k1 = weight_k1.index_select(0, torch.tensor([slots[e] for e in order]))
         found_kH = found_kH * weight_k1
-        sums = {"token": hidden_1H.dtype, "weights": weights_1k.dtype, "float32": torch.float32}
-        out_1H = torch.zeros_like(hidden_1H, dtype=sums[self.sums])
+        out_1H = self._no_sums(hidden_1H, weights_1k)
         if found_kH.dtype != out_1H.dtype:
             found_kH = found_kH.to(out_1H.dtype)
         one_1H = found_kH.split(1)
@@ -279,8 +277,7 @@ class OneToken:
             counts = [len(uses[expert]) for expert in order]
             row_U = use_U.div(index_Tk.shape[1], rounding_mode="floor")
             weight_U1 = weights_Tk.reshape(-1, 1).index_select(0, use_U)
-            sums = {"token": hidden_TH.dtype, "weights": weights_Tk.dtype, "float32": torch.float32}
-            out_TH = torch.zeros_like(hidden_TH, dtype=sums[self.sums])
+            out_TH = self._no_sums(hidden_TH, weights_Tk)
             first = 0
             with closing(self._parts(order, counts, hidden_TH, apart)) as parts:
                 for count, multiply in parts:
@@ -330,6 +327,11 @@ class OneToken:
         if found is not None and self._biased:
             found = found + module.down_proj_bias[expert]
         return found
+
+    def _no_sums(self, hidden_TH: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
+        """Where the loop adds up, before it has: zeros [T, H]."""
+        dtypes = hidden_TH.dtype, weights_Tk.dtype, torch.float32
+        return torch.zeros_like(hidden_TH, dtype=dtypes[SUMS.index(self.sums)])
 
     def _index_of(self, device: torch.device) -> torch.Tensor:
         """That of the only token."""
